@@ -1,0 +1,5 @@
+"""Exact attention as Triton kernels, forward and backward: FlashAttention one can read. Stands alone."""
+
+from .api import attention, implementation
+
+__all__ = ["attention", "implementation"]

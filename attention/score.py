@@ -1,0 +1,94 @@
+"""The one score rule: scale, softcap, mask and dropout, shared by forward, dq and dk/dv.
+
+Functions here are elementwise and free of orientation: the caller passes positions that broadcast to its tile, so the
+same formula serves [queries, keys] and [keys, queries]. Positions of queries are counted in keys: query i of Tq stands
+at key i + Tk - Tq, which aligns causal masks and windows to the last key.
+"""
+
+from typing import NamedTuple
+
+import triton
+import triton.language as tl
+
+from .tiles import FAR
+
+LOG2E = tl.constexpr(1.4426950408889634)
+PHILOX_MULTIPLIER = tl.constexpr(0xD256D193)
+PHILOX_WEYL = tl.constexpr(0x9E3779B9)
+
+
+class Rule(NamedTuple):
+    """What a score depends on, known at compile time: a constexpr argument."""
+
+    causal: bool
+    window: int  # keys a query sees to one side, itself included; 0 = no limit
+    softcap: float  # 0 = none
+    dropout: float  # probability of dropping a weight
+
+
+@triton.constexpr_function
+def behind(rule):
+    """How many keys before its own position a query sees."""
+    return rule.window - 1 if rule.window > 0 else FAR.value
+
+
+@triton.constexpr_function
+def ahead(rule):
+    """How many keys after its own position a query sees."""
+    return 0 if rule.causal else behind(rule)
+
+
+@triton.jit
+def shape_scores(qk, q_pos, k_pos, k_len, scale, RULE: tl.constexpr, MASKED: tl.constexpr):
+    """Raw q.k -> (base-2 score, d score / d (scale * q.k) up to log2 e). MASKED=False promises that all is visible."""
+    slope = 1.0
+    if RULE.softcap > 0:
+        cap = 1 - 2 / (tl.exp2(qk * (2 * LOG2E * scale / RULE.softcap)) + 1)  # tanh(scale * q.k / softcap)
+        scores = cap * (RULE.softcap * LOG2E)
+        slope = 1 - cap * cap
+    else:
+        scores = qk * (scale * LOG2E)
+    if MASKED:
+        visible = k_pos < k_len
+        if RULE.causal:
+            visible = visible & (k_pos <= q_pos)
+        elif RULE.window > 0:
+            visible = visible & (k_pos - q_pos < RULE.window)
+        if RULE.window > 0:
+            visible = visible & (q_pos - k_pos < RULE.window)
+        scores = tl.where(visible, scores, float("-inf"))
+    return scores, slope
+
+
+@triton.jit
+def philox(low, high, key):
+    """Philox2x32-7 (Salmon et al. 2011): a 64-bit counter and a 32-bit key -> 64 random bits, as two uint32."""
+    multiplier = tl.full([], PHILOX_MULTIPLIER, tl.uint32)
+    weyl = tl.full([], PHILOX_WEYL, tl.uint32)
+    for _ in tl.static_range(7):
+        low, high = tl.umulhi(low, multiplier) ^ key ^ high, low * multiplier
+        key += weyl
+    return low, high
+
+
+@triton.jit
+def dropout_key(seed, sequence, head):
+    """Key of one (sequence, head) under a 64-bit seed (a pointer), so that a weight's fate depends on nothing else."""
+    value = tl.load(seed).to(tl.uint64, bitcast=True)
+    low, high = philox(tl.cast(sequence, tl.uint32), tl.cast(head, tl.uint32), value.to(tl.uint32))
+    key, _ = philox(low, high, (value >> 32).to(tl.uint32))
+    return key
+
+
+@triton.constexpr_function
+def threshold(rule):
+    """Of 2^32 random values, how many drop a weight."""
+    return int(rule.dropout * 2**32)
+
+
+@triton.jit
+def drop(weights, key, q_pos, k_pos, RULE: tl.constexpr):
+    """Zero each weight with probability RULE.dropout and scale the others up; the same for the same (q_pos, k_pos)."""
+    bits, _ = philox((q_pos + k_pos * 0).to(tl.uint32), (k_pos + q_pos * 0).to(tl.uint32), key)
+    kept = bits >= tl.full([], threshold(RULE), tl.uint32)
+    return tl.where(kept, weights * (1 / (1 - RULE.dropout)), 0.0)

@@ -1,0 +1,160 @@
+"""How kernels see tensors: views with strides, sequence bounds, tile loads and stores, and which tiles meet.
+
+Letters: B batch, T sequence, H heads, D head dim. A tile is a block of consecutive positions of one head.
+"""
+
+import os
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+
+INTERPRETED = tl.constexpr(os.environ.get("TRITON_INTERPRET") == "1")
+# Stands for "no limit" in position arithmetic; a quarter of the int32 range, so that sums of two still fit.
+FAR = tl.constexpr(2**29)
+
+
+class View(NamedTuple):
+    """A [B, T, H, D] or [B, T, H] tensor as kernels take it: a pointer and strides in elements; D is contiguous."""
+
+    ptr: torch.Tensor
+    batch: int
+    seq: int
+    head: int
+
+
+def view(x):
+    """[B, T, H, D] or [B, T, H] tensor -> View."""
+    return View(x, x.stride(0), x.stride(1), x.stride(2))
+
+
+class Tile(NamedTuple):
+    """Static sizes of a kernel: a constexpr argument."""
+
+    block_q: int  # queries per tile
+    block_k: int  # keys per tile
+    dim: int  # head dim of q and k
+    value_dim: int  # head dim of v
+    heads: int  # heads this kernel's programs are spread over
+    group: int  # query heads per key/value head
+    precision: str  # of float32 matmuls: "ieee" or "tf32"
+
+
+class Sequence(NamedTuple):
+    """Where one sequence lies: batch row, first query and key in that row, and how many of each."""
+
+    row: tl.tensor
+    q_start: tl.tensor
+    q_len: tl.tensor
+    k_start: tl.tensor
+    k_len: tl.tensor
+
+
+@triton.jit
+def sequence(index, q_len, k_len):
+    """Bounds of sequence `index`. A dense batch holds one sequence per row."""
+    return Sequence(index, 0, q_len, 0, k_len)
+
+
+@triton.jit
+def locate(n_tiles, HEADS: tl.constexpr, REVERSED: tl.constexpr):
+    """Program id -> (tile, head, sequence index); REVERSED starts each head with its last tile."""
+    program = tl.program_id(0)
+    tile = program % n_tiles
+    if REVERSED:
+        tile = n_tiles - 1 - tile
+    return tile, program // n_tiles % HEADS, program // n_tiles // HEADS
+
+
+@triton.jit
+def address(x, row, head, position):
+    """Pointer to x[row, position, head]; widened before multiplying, since the product is what overflows."""
+    return (
+        x.ptr
+        + tl.cast(row, tl.int64) * x.batch
+        + tl.cast(position, tl.int64) * x.seq
+        + tl.cast(head, tl.int64) * x.head
+    )
+
+
+@triton.jit
+def load_tile(x, row, head, start, count, BLOCK: tl.constexpr, DIM: tl.constexpr, BOUNDED: tl.constexpr):
+    """x[row, start : start + BLOCK, head] as [BLOCK, DIM padded to a power of two]; zeros past `count` rows and DIM.
+
+    BOUNDED=False promises that all BLOCK rows exist.
+    """
+    offset = tl.arange(0, BLOCK)
+    column = tl.arange(0, padded(DIM))
+    pointers = address(x, row, head, start) + offset[:, None] * x.seq + column[None, :]
+    if padded(DIM) != DIM:
+        if BOUNDED:
+            tile = tl.load(pointers, (offset[:, None] < count) & (column[None, :] < DIM), 0.0)
+        else:
+            tile = tl.load(pointers, column[None, :] < DIM, 0.0)
+    elif BOUNDED:
+        tile = tl.load(pointers, offset[:, None] < count, 0.0)
+    else:
+        tile = tl.load(pointers)
+    return tile
+
+
+@triton.jit
+def store_tile(x, tile, row, head, start, count, BLOCK: tl.constexpr, DIM: tl.constexpr):
+    """Write the first `count` rows and DIM columns of a tile to x[row, start : start + count, head]."""
+    offset = tl.arange(0, BLOCK)
+    column = tl.arange(0, padded(DIM))
+    pointers = address(x, row, head, start) + offset[:, None] * x.seq + column[None, :]
+    tl.store(pointers, tile.to(x.ptr.dtype.element_ty), (offset[:, None] < count) & (column[None, :] < DIM))
+
+
+@triton.jit
+def load_rows(x, row, head, start, count, other, BLOCK: tl.constexpr):
+    """x[row, start : start + BLOCK, head] of a [B, T, H] tensor; `other` past `count`."""
+    offset = tl.arange(0, BLOCK)
+    return tl.load(address(x, row, head, start) + offset * x.seq, offset < count, other)
+
+
+@triton.jit
+def store_rows(x, values, row, head, start, count, BLOCK: tl.constexpr):
+    """Write the first `count` values to x[row, start : start + count, head] of a [B, T, H] tensor."""
+    offset = tl.arange(0, BLOCK)
+    tl.store(address(x, row, head, start) + offset * x.seq, values, offset < count)
+
+
+@triton.constexpr_function
+def padded(dim):
+    """Head dim as tiles hold it: a power of two, at least the 16 that tensor cores need."""
+    return max(16, triton.next_power_of_2(dim))
+
+
+@triton.jit
+def dot(a, b, acc, PRECISION: tl.constexpr):
+    """a @ b (+ acc unless None) in float32; operands are narrowed to the smaller dtype by the caller."""
+    if INTERPRETED:  # NumPy has no bfloat16: the interpreter would multiply its bit patterns
+        a = a.to(tl.float32)
+        b = b.to(tl.float32)
+    return tl.dot(a, b, acc, input_precision=PRECISION)
+
+
+@triton.jit
+def narrow(x, like):
+    """Cast a float32 tile to the dtype of `like`, for the tensor cores."""
+    if INTERPRETED:  # its cast truncates where the hardware rounds
+        return x
+    else:
+        return x.to(like.dtype)
+
+
+@triton.jit
+def meeting_range(first, last, behind, ahead, length, BLOCK: tl.constexpr):
+    """Which tiles of the other axis meet positions first..last, each of which meets [p - behind, p + ahead].
+
+    Returns lo, full_lo, full_hi, hi: every position meets all of [full_lo, full_hi); the rest of [lo, hi) needs a mask.
+    All but hi are multiples of BLOCK; lo <= full_lo <= full_hi, and the interior may be empty.
+    """
+    lo = tl.maximum(first - behind, 0) // BLOCK * BLOCK
+    hi = tl.minimum(last + ahead + 1, length)
+    full_lo = tl.cdiv(tl.maximum(last - behind, 0), BLOCK) * BLOCK
+    full_hi = tl.maximum(tl.minimum(first + ahead + 1, length), 0) // BLOCK * BLOCK
+    return lo, full_lo, tl.maximum(full_lo, full_hi), hi

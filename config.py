@@ -1,0 +1,231 @@
+"""Config: every knob of a run, typed and documented; load_config reads defaults < config file < flags."""
+
+import contextlib
+import difflib
+import io
+import json
+import os
+import runpy
+import sys
+from dataclasses import dataclass, fields, replace
+from pathlib import Path
+from typing import Literal, get_args, get_origin, get_type_hints
+
+import torch
+import typeguard
+import tyro
+
+from checkpoint import newest_run
+from model import GPTConfig
+
+
+@dataclass(frozen=True, kw_only=True)
+class Config(GPTConfig):
+    """A training run. Numbers that follow from others are properties; nothing is assigned after the start."""
+
+    # data
+    data: Literal["shakespeare", "text"] = "shakespeare"
+    """Corpus: tiny Shakespeare, or a text of yours named by --input."""
+    input: str = ""
+    """Text file or folder for --data text (or a local copy of tiny Shakespeare)."""
+    tokenizer: str = "char"
+    """bytes, char, bpe:N (trained on the corpus), gpt2, or gpt2:RANK_FILE."""
+
+    # run
+    name: str = "run"
+    """The run's folder is runs/NAME, or runs/NAME-2 and so on if that exists."""
+    resume: str = ""
+    """Folder of a run to go on with; --resume alone takes the newest."""
+    seed: int = 1337
+    device: str = "auto"
+    """auto (CUDA, else MPS, else CPU), cpu, cuda, cuda:1, mps."""
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
+    """Of matmuls; auto is bfloat16 on GPUs that have it, float16 with a gradient scaler on older ones, else float32."""
+    compile: bool = True
+    """torch.compile the model on CUDA."""
+
+    # batches
+    batch_size: int = 64
+    """Sequences per step, over all GPUs and micro-batches."""
+    micro_batch: int = 0
+    """Sequences per forward pass of one GPU; 0 takes all of its share at once."""
+
+    # optimizer
+    steps: int = 5000
+    learning_rate: float = 1e-3
+    min_learning_rate: float = 1e-4
+    warmup_steps: int = 100
+    schedule: Literal["cosine", "wsd"] = "cosine"
+    """After the warm-up: cosine decay, or warm-up/stable/decay, linear over the last decay_fraction of the steps."""
+    decay_fraction: float = 0.3
+    weight_decay: float = 0.1
+    beta1: float = 0.9
+    beta2: float = 0.99
+    grad_clip: float = 1.0
+    """Largest norm of the gradient; 0 = no clipping."""
+
+    # reports
+    eval_every: int = 250
+    """Steps between evaluations, each of which saves a checkpoint and draws loss.png."""
+    eval_batches: int = 50
+    """Most batches of an evaluation, spread evenly over the validation text; 0 takes all of it."""
+    log_every: int = 10
+    wandb: Literal["off", "offline", "online"] = "off"
+    wandb_project: str = "gpt"
+
+    def __post_init__(self):
+        for name, kind in get_type_hints(type(self)).items():
+            _check_type(name, getattr(self, name), kind)
+        super().__post_init__()
+        for name in ("batch_size", "steps", "eval_every", "log_every"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name}={getattr(self, name)} must be at least 1")
+        for name in (
+            "micro_batch",
+            "warmup_steps",
+            "eval_batches",
+            "weight_decay",
+            "grad_clip",
+            "min_learning_rate",
+        ):
+            if getattr(self, name) < 0:
+                raise ValueError(f"{name}={getattr(self, name)} must not be negative")
+        if self.learning_rate <= 0 or self.min_learning_rate > self.learning_rate:
+            raise ValueError(
+                f"learning_rate={self.learning_rate} must be positive and at least "
+                f"min_learning_rate={self.min_learning_rate}"
+            )
+        if not 0 <= self.decay_fraction <= 1:
+            raise ValueError(f"decay_fraction={self.decay_fraction} must be in [0, 1]")
+        if self.data == "text" and not self.input:
+            raise ValueError("data='text' needs --input FILE, a text file or folder of yours")
+        if not self.name or Path(self.name).name != self.name or self.name.startswith("."):
+            raise ValueError(f"name={self.name!r} must be one folder name, such as 'baseline'")
+
+    def model(self, vocab_size):
+        """The network's part of the configuration, for a tokenizer of `vocab_size` tokens."""
+        if 0 < self.vocab_size < vocab_size:
+            raise ValueError(
+                f"vocab_size={self.vocab_size} is smaller than the tokenizer's {vocab_size}; 0 takes the tokenizer's"
+            )
+        values = {field.name: getattr(self, field.name) for field in fields(GPTConfig)}
+        return GPTConfig(**values | {"vocab_size": self.vocab_size or vocab_size})
+
+
+def load_config(argv):
+    """Config from the command line `[configs/NAME.py] [--flag value ...]`; errors are ValueErrors of one sentence.
+
+    A config file holds assignments only. Its dictionary `cpu`, if any, replaces values on a machine without a GPU.
+    With --resume [RUN] the run's own configuration takes the file's place.
+    """
+    argv = list(argv)
+    settings, cpu = {}, {}
+    if "--resume" in argv:
+        after = argv.index("--resume") + 1
+        if after == len(argv) or argv[after].startswith("--"):
+            argv.insert(after, str(newest_run()))
+        if not argv[0].startswith("-"):
+            raise ValueError(f"--resume takes the configuration of {argv[after]}; leave out {argv[0]}")
+        settings = _read_json(Path(argv[after]) / "config.json")
+    elif argv and not argv[0].startswith("-"):
+        path = Path(argv.pop(0))
+        settings = {"name": path.stem} | _run_file(path)
+        cpu = settings.pop("cpu", {})
+    for name in settings | cpu:
+        _check_name(name, Config)
+    config = parse_flags(Config(**settings), argv)
+    if cpu and resolve_device(config.device) == "cpu":
+        config = parse_flags(Config(**settings | cpu), argv)
+    return config
+
+
+def parse_flags(default, argv):
+    """A copy of the dataclass `default` with the values of `--name value` or `--name=value` flags."""
+    kinds = get_type_hints(type(default))
+    if "--help" in argv or "-h" in argv:
+        tyro.cli(type(default), default=default, args=["--help"], use_underscores=True)
+    values, rest = {}, list(argv)
+    while rest:
+        flag, equals, text = rest.pop(0).partition("=")
+        name = flag.removeprefix("--").replace("-", "_")
+        if not flag.startswith("--"):
+            raise ValueError(f"{flag!r} is not an option; write --name value")
+        _check_name(name, type(default), "--")
+        if not equals and not rest:
+            raise ValueError(f"--{name} needs a value, such as --{name} {getattr(default, name)!r}")
+        values[name] = _convert(name, text if equals else rest.pop(0), kinds[name])
+    return replace(default, **values)
+
+
+def resolve_device(device):
+    """The device that `auto` stands for; ValueError if the one asked for is absent."""
+    if device == "auto":
+        return "cuda" if torch.cuda.is_available() else "mps" if torch.backends.mps.is_available() else "cpu"
+    kind = device.split(":")[0]
+    if kind not in ("cpu", "cuda", "mps"):
+        raise ValueError(f"device={device!r} is unknown; choose auto, cpu, cuda, cuda:N or mps")
+    present = {"cpu": True, "cuda": torch.cuda.is_available(), "mps": torch.backends.mps.is_available()}
+    if not present[kind]:
+        raise ValueError(f"device={device!r} is not available on this machine; use --device cpu or auto")
+    return device
+
+
+def _run_file(path):
+    if not path.is_file():
+        known = ", ".join(str(p) for p in sorted(Path("configs").glob("*.py")))
+        raise ValueError(f"config file {path} does not exist; there are {known or 'none here'}")
+    try:
+        settings = runpy.run_path(str(path))
+    except Exception as error:
+        raise ValueError(f"config file {path} does not run: {type(error).__name__}: {error}") from error
+    return {name: value for name, value in settings.items() if not name.startswith("_")}
+
+
+def _read_json(path):
+    try:
+        return json.loads(path.read_text())
+    except (OSError, ValueError) as error:
+        raise ValueError(f"{path} cannot be read ({error}); --resume needs the folder of a run") from error
+
+
+def _check_name(name, kind, prefix=""):
+    known = [field.name for field in fields(kind)]
+    if name not in known:
+        close = difflib.get_close_matches(name, known, n=1)
+        hint = f"did you mean {prefix}{close[0]}?" if close else "--help lists all"
+        raise ValueError(f"unknown option {prefix}{name}; {hint}")
+
+
+def _convert(name, text, kind):
+    """The value that a flag's text stands for."""
+    try:
+        with contextlib.redirect_stderr(io.StringIO()), contextlib.redirect_stdout(io.StringIO()):
+            return tyro.cli(kind, args=["--", text], config=(tyro.conf.FlagConversionOff,))
+    except SystemExit:
+        raise ValueError(f"--{name} {text!r} has the wrong type; it must be {_words(kind)}") from None
+
+
+def _check_type(name, value, kind):
+    try:
+        typeguard.check_type(value, kind)
+        right = kind is bool or not isinstance(value, bool)  # a bool is an int to Python, not to us
+    except typeguard.TypeCheckError:
+        right = False
+    if not right:
+        raise ValueError(f"{name}={value!r} has the wrong type; it must be {_words(kind)}")
+
+
+def _words(kind):
+    """A type as users read it: int, float or None, one of 'a', 'b'."""
+    if get_origin(kind) is Literal:
+        return "one of " + ", ".join(map(repr, get_args(kind)))
+    if get_args(kind):
+        return " or ".join(_words(part) for part in get_args(kind))
+    return "None" if kind is type(None) else kind.__name__
+
+
+def fail(error):
+    """End the program with one sentence on standard error (of the first rank) and exit code 1."""
+    if os.environ.get("RANK", "0") == "0":
+        print(f"error: {error}", file=sys.stderr, flush=True)
+    sys.exit(1)

@@ -1,0 +1,24 @@
+# The control: nanoGPT's train_shakespeare_char, number for number. Its best validation loss is about 1.47.
+data = "shakespeare"
+tokenizer = "char"
+
+n_layer = 6
+n_head = 6
+n_embd = 384
+block_size = 256
+dropout = 0.2  # a megabyte of text overfits within a few epochs
+bias = False
+
+batch_size = 64
+steps = 5000
+learning_rate = 1e-3  # a small network stands a high rate
+min_learning_rate = 1e-4  # a tenth of it
+warmup_steps = 100
+beta2 = 0.99  # few tokens per step: average the squares over more of them
+weight_decay = 0.1
+grad_clip = 1.0
+eval_every = 250
+eval_batches = 0  # the whole validation text is only 435 windows
+
+# nanoGPT's advice for a laptop: 2 minutes to a loss of 1.9.
+cpu = dict(n_layer=4, n_head=4, n_embd=128, block_size=64, batch_size=12, dropout=0.0, steps=2000)

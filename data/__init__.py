@@ -1,0 +1,28 @@
+"""Text -> tokens -> batches.
+
+    corpus = open_corpus("shakespeare", "bpe:512")  # prepares it the first time
+    inputs, targets = Batches(corpus.train, block_size=256, batch_size=64, seed=1).batch(step)
+
+`python -m data.prepare NAME` prepares a corpus by hand. Token files are described in tokens.py.
+"""
+
+from data.corpus import Corpus, open_corpus
+from data.loader import Batches, validation_batches
+from data.tokenizer import CharTokenizer, fingerprint, from_state, make_tokenizer, to_state
+from data.tokens import Tokens, check_tokenizer, read_tokens, write_tokens
+
+__all__ = [
+    "Batches",
+    "CharTokenizer",
+    "Corpus",
+    "Tokens",
+    "check_tokenizer",
+    "fingerprint",
+    "from_state",
+    "make_tokenizer",
+    "open_corpus",
+    "read_tokens",
+    "to_state",
+    "validation_batches",
+    "write_tokens",
+]

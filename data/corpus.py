@@ -1,0 +1,148 @@
+"""Prepared corpora: text -> prepared/<name>-<tokenizer>/ with train.bin, val.bin and tokenizer.json."""
+
+import hashlib
+import json
+import os
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from data.files import atomic_file, atomic_folder, data_folder, make_data_folder
+from data.sources import PLAY, SHAKESPEARE_SHA256, SHAKESPEARE_URL, check_name, read_source
+from data.tokenizer import encode_text, from_state, make_tokenizer, to_state, tokenizer_name
+from data.tokens import Tokens, check_tokenizer, read_tokens, write_tokens
+
+TRAIN_SHARE = 0.9  # of the characters, from the start; the rest is for validation (as nanoGPT)
+
+
+@dataclass(frozen=True)
+class Corpus:
+    """A prepared corpus, open for reading.
+
+    Attributes:
+        name: "shakespeare" or "text".
+        train, val: Tokens of the two parts.
+        tokenizer: the tokenizer that made them.
+        folder: where they are.
+    """
+
+    name: str
+    train: Tokens
+    val: Tokens
+    tokenizer: Any
+    folder: Path
+
+    @property
+    def source(self):
+        """What the text is, for people."""
+        return self.train.source
+
+    @property
+    def bytes_per_token(self):
+        """Bytes of validation text per token: bits per byte = nats per token / ln 2 / this."""
+        return self.val.bytes_per_token
+
+
+def prepare(name, tokenizer_spec, input=None):
+    """Tokenize a corpus, replacing what an earlier call made of it.
+
+    The text is divided before it is tokenized: the first 90% of the characters for training. `bpe` learns
+    from the training part only; `char` takes the characters of the whole, as nanoGPT, so that the
+    validation part has no unknown one.
+
+    Args:
+        name, input: as for data.sources.read_source.
+        tokenizer_spec: as for data.tokenizer.make_tokenizer.
+
+    Returns:
+        Path of the folder with train.bin, val.bin and tokenizer.json. It appears whole or not at all.
+
+    Raises:
+        ValueError, OSError: one sentence that says what to do.
+    """
+    folder = corpus_folder(name, tokenizer_spec, input)
+    return _prepare(folder, read_source(name, input), tokenizer_spec)
+
+
+def open_corpus(name, tokenizer_spec, input=None, *, quiet=False):
+    """Open a corpus, preparing it if it never was or if its text has changed.
+
+    Args:
+        name, input, tokenizer_spec: as for `prepare`.
+        quiet: say nothing, for all but one of many processes.
+
+    Returns:
+        Corpus.
+
+    Raises:
+        ValueError, OSError: one sentence that says what to do.
+    """
+    folder = corpus_folder(name, tokenizer_spec, input)
+    # Tiny Shakespeare can only be itself or the play; of a file of the user's only its contents tell.
+    source = read_source(name, input) if input or name == "text" else None
+    if folder.is_dir():
+        corpus = read_corpus(name, folder)
+        if source is None or source.sha256 == corpus.train.source_sha256:
+            if name == "shakespeare" and corpus.source == PLAY and not quiet:
+                _notice_play(tokenizer_spec, f"prepared without it in {folder}")
+            return corpus
+    if not quiet:
+        print(f"preparing {name} with tokenizer {tokenizer_spec} in {folder}", file=sys.stderr)
+    source = source or read_source(name, input)
+    return read_corpus(name, _prepare(folder, source, tokenizer_spec, quiet))
+
+
+def corpus_folder(name, tokenizer_spec, input=None):
+    """Path of the prepared corpus, whether it exists or not."""
+    check_name(name)
+    parts = [name, tokenizer_name(tokenizer_spec).replace(":", "-")]
+    if name == "text" and input:  # two files of the same name are two corpora; tiny Shakespeare is always one
+        parts.append(hashlib.sha256(os.fsencode(Path(input).resolve())).hexdigest()[:8])
+    return data_folder("prepared") / "-".join(parts)
+
+
+def _prepare(folder, source, tokenizer_spec, quiet=False):
+    """Tokenize `source` into `folder`."""
+    if source.excuse and not quiet:
+        _notice_play(tokenizer_spec, f"cannot download it: {source.excuse}")
+    split = int(TRAIN_SHARE * len(source.text))
+    parts = {"train.bin": source.text[:split], "val.bin": source.text[split:]}
+    lesson = source.text if tokenizer_spec == "char" else parts["train.bin"]
+    tokenizer = make_tokenizer(tokenizer_spec, lesson)
+    about = {"source": source.title, "source_sha256": source.sha256}
+    make_data_folder("prepared")
+    with atomic_folder(folder) as new:
+        for file_name, text in parts.items():
+            ids = encode_text(tokenizer, text)
+            write_tokens(new / file_name, ids, tokenizer, text_bytes=len(text.encode()), **about)
+        with atomic_file(new / "tokenizer.json") as file:
+            file.write(json.dumps(to_state(tokenizer)).encode())
+    return folder
+
+
+def read_corpus(name, folder):
+    """The Corpus that `prepare` left in `folder`, after checking that its files belong together."""
+    path = folder / "tokenizer.json"
+    try:
+        tokenizer = from_state(json.loads(path.read_bytes()))
+    except FileNotFoundError:
+        message = f"{path} is missing; remove {folder} and prepare the corpus again"
+        raise FileNotFoundError(message) from None
+    except ValueError:  # JSON's and UTF-8's errors are ValueErrors too
+        raise ValueError(f"{path} is damaged; remove {folder} and prepare the corpus again") from None
+    train, val = read_tokens(folder / "train.bin"), read_tokens(folder / "val.bin")
+    check_tokenizer(train, tokenizer)
+    if (train.tokenizer_sha256, train.source_sha256) != (val.tokenizer_sha256, val.source_sha256):
+        raise ValueError(f"train.bin and val.bin in {folder} are of two corpora; prepare the corpus again")
+    return Corpus(name, train, val, tokenizer, folder)
+
+
+def _notice_play(tokenizer_spec, reason):
+    """The one loud line of a run that does not use the text it is named after."""
+    print(
+        f"NOTICE: this is NOT tiny Shakespeare but {PLAY}, data/play.txt ({reason}). For the real text, save "
+        f"{SHAKESPEARE_URL} (sha256 {SHAKESPEARE_SHA256[:12]}..) as FILE and run: "
+        f"python -m data.prepare shakespeare --input FILE --tokenizer {tokenizer_spec}",
+        file=sys.stderr,
+    )

@@ -1,0 +1,132 @@
+"""The token file: a header of 1024 bytes, then the ids, so that numpy can map it into memory.
+
+bytes 0..7      b"GPTTOKEN"
+bytes 8..1023   JSON, padded with spaces: version, dtype, count, and the fields of `Tokens` except ids
+bytes 1024..    count ids, little-endian; uint16 for vocabularies up to 65,536 tokens, else uint32
+"""
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from data.files import atomic_file
+from data.tokenizer import fingerprint
+
+MAGIC = b"GPTTOKEN"
+VERSION = 1
+HEADER_BYTES = 1024
+
+
+@dataclass(frozen=True)
+class Tokens:
+    """One tokenized text.
+
+    Attributes:
+        ids: [count] uint16 or uint32, read-only, mapped from the file.
+        vocab_size: number of tokens of the tokenizer; every id is below it.
+        tokenizer: name of the tokenizer.
+        tokenizer_sha256: its `fingerprint`.
+        text_bytes: length of the text in UTF-8, for bits per byte.
+        source: what the text is, for people.
+        source_sha256: hex digest of the whole text it is a part of, in UTF-8.
+    """
+
+    ids: np.ndarray
+    vocab_size: int
+    tokenizer: str
+    tokenizer_sha256: str
+    text_bytes: int
+    source: str
+    source_sha256: str
+
+    @property
+    def bytes_per_token(self):
+        return self.text_bytes / len(self.ids)
+
+    def __len__(self):
+        return len(self.ids)
+
+
+def write_tokens(path, ids, tokenizer, *, text_bytes, source, source_sha256):
+    """Write the token file `path`, whole or not at all.
+
+    Args:
+        path: where; replaced if it exists.
+        ids: [count] integers, at least one.
+        tokenizer: the tokenizer that made them.
+        text_bytes, source, source_sha256: see `Tokens`; a long `source` is cut.
+
+    Raises:
+        ValueError: no ids, or an id that the tokenizer does not have.
+    """
+    ids = np.asarray(ids)
+    vocab_size = tokenizer.n_vocab
+    if len(ids) == 0:
+        raise ValueError(f"no tokens to write to {path}; the text must not be empty")
+    if ids.min() < 0 or ids.max() >= vocab_size:
+        raise ValueError(
+            f"ids from {ids.min()} to {ids.max()} do not fit {tokenizer.name} with {vocab_size} tokens; "
+            "write them with the tokenizer that made them"
+        )
+    dtype = "uint16" if vocab_size <= 1 << 16 else "uint32"
+    header = {
+        "version": VERSION,
+        "dtype": dtype,
+        "count": len(ids),
+        "vocab_size": vocab_size,
+        "tokenizer": tokenizer.name,
+        "tokenizer_sha256": fingerprint(tokenizer),
+        "text_bytes": text_bytes,
+        "source": source[:48],  # at most 12 bytes a character in JSON, so that the header has room
+        "source_sha256": source_sha256,
+    }
+    with atomic_file(path) as file:
+        file.write((MAGIC + json.dumps(header).encode()).ljust(HEADER_BYTES))
+        file.write(ids.astype(np.dtype(dtype).newbyteorder("<")).tobytes())
+
+
+def read_tokens(path):
+    """Map the token file `path`: milliseconds, whatever its size.
+
+    Raises:
+        FileNotFoundError: there is none.
+        ValueError: it is no token file, one of another version, or damaged.
+    """
+    path = Path(path)
+    remedy = f"remove {path.parent} and prepare the corpus again"
+    if not path.is_file():
+        raise FileNotFoundError(f"token file {path} is missing; {remedy}")
+    with open(path, "rb") as file:
+        head = file.read(HEADER_BYTES)
+    if not head.startswith(MAGIC[: len(head)]):
+        raise ValueError(f"{path} is not a token file: it does not begin with {MAGIC.decode()}; {remedy}")
+    if len(head) < HEADER_BYTES:
+        raise ValueError(f"token file {path} is truncated: {len(head)} bytes, less than its header; {remedy}")
+    try:
+        header = json.loads(head[len(MAGIC) :])
+        version = header.pop("version")
+        if version != VERSION:
+            raise ValueError(f"token file {path} has version {version}, not {VERSION}; {remedy}")
+        count = header.pop("count")
+        dtype = {"uint16": np.dtype("<u2"), "uint32": np.dtype("<u4")}[header.pop("dtype")]
+        expected, found = HEADER_BYTES + count * dtype.itemsize, path.stat().st_size
+        tokens = Tokens(ids=np.zeros(0, dtype), **header)
+    except (json.JSONDecodeError, UnicodeDecodeError, AttributeError, KeyError, TypeError):
+        raise ValueError(f"token file {path} has a damaged header; {remedy}") from None
+    if found != expected or count < 1:
+        state = "truncated" if found < expected else "damaged"
+        raise ValueError(f"token file {path} is {state}: {found:,} bytes instead of {expected:,}; {remedy}")
+    ids = np.memmap(path, dtype=dtype, mode="r", offset=HEADER_BYTES, shape=(count,))
+    return Tokens(**{**vars(tokens), "ids": ids})
+
+
+def check_tokenizer(tokens, tokenizer):
+    """Raise ValueError unless `tokens` were made by `tokenizer`, before a wrong id becomes a CUDA assert."""
+    digest = fingerprint(tokenizer)
+    if tokens.tokenizer_sha256 != digest:
+        raise ValueError(
+            f"the tokens were made by tokenizer {tokens.tokenizer} ({tokens.tokenizer_sha256[:12]}..), not "
+            f"{tokenizer.name} ({digest[:12]}..); prepare the corpus again or use the first tokenizer"
+        )

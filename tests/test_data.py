@@ -1,0 +1,661 @@
+"""Data: pytest tests/test_data.py (CPU; no internet: downloads come from a server of ours on loopback)."""
+
+import base64
+import hashlib
+import json
+import os
+import subprocess
+import sys
+import threading
+import time
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from itertools import chain
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from data import corpus, files, prepare, sources, tokenizer, tokens
+from data.corpus import open_corpus
+from data.loader import Batches, validation_batches
+from data.tokenizer import fingerprint, from_state, make_tokenizer, to_state
+from data.tokens import Tokens, check_tokenizer, read_tokens, write_tokens
+
+ROOT = Path(__file__).parent.parent
+VERSE = "".join(f"ANNE:\nThe river bends at mile {mile}, and not before.\n\n" for mile in range(80))
+ODD = "naïve 東京 🦉\r\n\ttabs  and   spaces\x00 <|endoftext|> 12345's\n\n\n"
+SPECS = ["bytes", "char", "bpe:300"]
+ABOUT = {"text_bytes": 5, "source": "a test", "source_sha256": "0" * 64}
+
+
+@pytest.fixture(autouse=True)
+def data_root(tmp_path, monkeypatch):
+    """Every test has prepared corpora and downloads of its own, and reaches loopback without a proxy."""
+    monkeypatch.setenv("GPT_DATA", str(tmp_path / "root"))
+    monkeypatch.setenv("no_proxy", "127.0.0.1")
+    return tmp_path / "root"
+
+
+@pytest.fixture
+def verse(tmp_path):
+    path = tmp_path / "verse.txt"
+    path.write_text(VERSE)
+    return path
+
+
+def leftovers(root):
+    """Temporary files and folders that a failure left behind."""
+    return [path for path in root.rglob("*") if path.name.startswith(".")] if root.exists() else []
+
+
+def token_file(path, count=5, spec="bytes"):
+    write_tokens(path, np.arange(count), make_tokenizer(spec, VERSE), **ABOUT)
+    return path
+
+
+def make_tokens(count):
+    """Tokens whose ids are their positions, so that a window shows where it was cut."""
+    return Tokens(np.arange(count, dtype=np.uint32), count, "test", "", count, "", "")
+
+
+# Tokenizers
+
+
+@pytest.mark.parametrize("spec", SPECS)
+@pytest.mark.parametrize("text", ["", VERSE, ODD], ids=["empty", "verse", "odd"])
+def test_tokenizer_round_trip(spec, text):
+    made = make_tokenizer(spec, VERSE + ODD)
+    again = from_state(json.loads(json.dumps(to_state(made))))
+    ids = made.encode_ordinary(text)
+    assert made.decode(ids) == text and made.decode_bytes(ids) == text.encode()
+    assert all(type(index) is int and 0 <= index < made.n_vocab for index in ids)
+    assert again.encode_ordinary(text) == ids and again.decode(ids) == text
+    assert (again.name, again.n_vocab) == (made.name, made.n_vocab) == (spec, made.n_vocab)
+    assert fingerprint(again) == fingerprint(made)
+
+
+BYTES, BPE = make_tokenizer("bytes", ""), make_tokenizer("bpe:300", VERSE)
+
+
+@given(st.text())
+@settings(max_examples=200, deadline=None)
+def test_any_text_round_trips(text):
+    assert BYTES.encode_ordinary(text) == list(text.encode())
+    for made in (BYTES, BPE):
+        assert made.decode(made.encode_ordinary(text)) == text
+
+
+@given(st.lists(st.integers(0, 255)))
+@settings(max_examples=100, deadline=None)
+def test_any_bytes_decode(ids):
+    """A model samples any ids, also those that are no UTF-8 together."""
+    assert BYTES.decode_bytes(ids) == bytes(ids)
+    assert BPE.decode_bytes(ids) == b"".join(BPE.decode_single_token_bytes(index) for index in ids)
+    assert isinstance(BPE.decode(ids), str)
+
+
+PIECES = ["word", "7", "\n", "\n\n", " ", "'s", "!", "…", "é", "_", "\r\n"]
+
+
+@given(st.lists(st.sampled_from(PIECES)), st.integers(1, 9))
+@settings(max_examples=200, deadline=None)
+def test_chunks_do_not_change_the_tokens(parts, size):
+    text = "".join(parts)
+    chunks = list(tokenizer.chunks(text, size))
+    assert "".join(chunks) == text
+    gpt2_cut = tokenizer._encoding("cut", tokenizer.GPT2_PATTERN, to_list(BPE))
+    for made in (BYTES, BPE, gpt2_cut):
+        assert list(chain(*map(made.encode_ordinary, chunks))) == made.encode_ordinary(text)
+
+
+def to_list(encoding):
+    return [encoding.decode_single_token_bytes(index) for index in range(encoding.n_vocab)]
+
+
+def test_state_travels_in_a_checkpoint(tmp_path):
+    for spec in SPECS:
+        made = make_tokenizer(spec, VERSE)
+        torch.save({"tokenizer": to_state(made)}, tmp_path / "checkpoint.pt")
+        loaded = torch.load(tmp_path / "checkpoint.pt", weights_only=True)["tokenizer"]
+        assert fingerprint(from_state(loaded)) == fingerprint(made)
+
+
+def test_fingerprints_differ():
+    texts = [("bytes", VERSE), ("char", VERSE), ("char", VERSE + "é"), ("bpe:300", VERSE), ("bpe:301", VERSE)]
+    assert len({fingerprint(make_tokenizer(spec, text)) for spec, text in texts}) == len(texts)
+    assert fingerprint(make_tokenizer("bpe:300", VERSE)) == fingerprint(BPE)
+
+
+def test_char_order_is_nanogpts():
+    assert make_tokenizer("char", "hello\n").encode_ordinary("\nehlo") == [0, 1, 2, 3, 4]
+
+
+def test_char_names_unknown_characters():
+    with pytest.raises(ValueError, match=r"no token for 'x', 'é'.*knows the 4 characters.*--tokenizer bytes"):
+        make_tokenizer("char", "helo").encode_ordinary("éxhéé")
+    with pytest.raises(KeyError):
+        make_tokenizer("char", "helo").decode([-1])
+
+
+def test_bpe_says_when_the_text_is_used_up(capsys):
+    assert make_tokenizer("bpe:5000", "ab ab").n_vocab < 300
+    assert "bpe:5000: the training text has pairs for only" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("spec", ["", "bep:300", "bpe", "bpe:", "bpe:256", "bpe:-5", "bpe:9999999", "gpt2:"])
+def test_wrong_specifications(spec):
+    with pytest.raises(ValueError, match=r"bpe:1024"):
+        make_tokenizer(spec, VERSE)
+
+
+@pytest.mark.parametrize("state", [None, {}, {"kind": "bpe"}, {**to_state(BPE), "tokens": ["?"]}])
+def test_wrong_states(state):
+    with pytest.raises(ValueError, match="no stored tokenizer"):
+        from_state(state)
+
+
+def test_gpt2_needs_the_right_rank_file(tmp_path, monkeypatch):
+    path = tmp_path / "ranks"
+    with pytest.raises(FileNotFoundError, match=r"cannot read rank file .*r50k_base"):
+        make_tokenizer(f"gpt2:{path}", "")
+    path.write_bytes(b"aGk= 0\n")
+    with pytest.raises(ValueError, match=r"sha256 .* give the r50k_base.tiktoken"):
+        make_tokenizer(f"gpt2:{path}", "")
+    monkeypatch.setattr(tokenizer, "GPT2_URL", closed_url())
+    with pytest.raises(OSError, match="--tokenizer gpt2:FILE"):
+        make_tokenizer("gpt2", "")
+
+
+def test_gpt2_from_a_rank_file(tmp_path, monkeypatch):
+    """GPT-2's own file is too large to keep here: a small one in its format, with the digest it has."""
+    tokens = map(base64.b64encode, to_list(BPE))
+    lines = b"".join(b"%s %d\n" % (token, rank) for rank, token in enumerate(tokens))
+    (tmp_path / "ranks").write_bytes(lines)
+    monkeypatch.setattr(tokenizer, "GPT2_SHA256", hashlib.sha256(lines).hexdigest())
+    made = make_tokenizer(f"gpt2:{tmp_path / 'ranks'}", "")
+    assert (made.name, made.n_vocab, made.eot_token) == ("gpt2", 301, 300)
+    assert made.decode(made.encode_ordinary(ODD)) == ODD
+    assert 300 not in made.encode_ordinary("<|endoftext|>")
+    assert from_state(to_state(made)).eot_token == 300
+
+
+# Token files
+
+
+@pytest.mark.parametrize("vocabulary, dtype", [(65536, np.uint16), (65537, np.uint32)])
+def test_token_file_round_trip(tmp_path, vocabulary, dtype):
+    made = tokenizer.CharTokenizer("".join(map(chr, range(0xE000, 0xE000 + vocabulary))))
+    ids = np.array([0, 1, vocabulary - 1])
+    write_tokens(tmp_path / "x.bin", ids, made, text_bytes=9, source="é" * 99, source_sha256="f" * 64)
+    found = read_tokens(tmp_path / "x.bin")
+    assert found.ids.dtype == dtype and np.array_equal(found.ids, ids) and isinstance(found.ids, np.memmap)
+    assert (found.vocab_size, found.tokenizer) == (vocabulary, "char")
+    assert (found.tokenizer_sha256, found.source_sha256) == (fingerprint(made), "f" * 64)
+    assert (found.text_bytes, found.bytes_per_token, found.source) == (9, 3.0, "é" * 48)
+    assert (tmp_path / "x.bin").stat().st_size == 1024 + 3 * np.dtype(dtype).itemsize
+
+
+def test_token_file_refuses_foreign_ids(tmp_path):
+    for ids in ([256], [-1], []):
+        with pytest.raises(ValueError, match="tokens"):
+            write_tokens(tmp_path / "x.bin", ids, BYTES, **ABOUT)
+    assert list(tmp_path.iterdir()) == []
+
+
+def damage(path, old, new):
+    path.write_bytes(path.read_bytes().replace(old, new))
+
+
+DAMAGES = {
+    "missing": (lambda path: path.unlink(), "is missing"),
+    "empty": (lambda path: os.truncate(path, 0), "truncated"),
+    "half a header": (lambda path: os.truncate(path, 500), "truncated"),
+    "no ids": (lambda path: os.truncate(path, 1024), "truncated: 1,024 bytes instead of 1,034"),
+    "half an id": (lambda path: os.truncate(path, 1033), "truncated"),
+    "too long": (lambda path: os.truncate(path, 1036), "damaged"),
+    "foreign": (lambda path: path.write_bytes(b"\x93NUMPY" * 400), "not a token file"),
+    "version": (lambda path: damage(path, b'"version": 1', b'"version": 9'), "version 9, not 1"),
+    "not JSON": (lambda path: damage(path, b"{", b"["), "damaged header"),
+    "not text": (lambda path: damage(path, b"version", b"\xff\xfe\xfd\xfc\xfb\xfa\xf9"), "damaged header"),
+    "dtype": (lambda path: damage(path, b"uint16", b"int999"), "damaged header"),
+    "field": (lambda path: damage(path, b'"count"', b'"caunt"'), "damaged header"),
+    "type": (lambda path: damage(path, b'"count": 5', b'"count":""'), "damaged header"),
+}
+
+
+@pytest.mark.parametrize("break_it, message", DAMAGES.values(), ids=DAMAGES)
+def test_damaged_token_files(tmp_path, break_it, message):
+    path = token_file(tmp_path / "x.bin")
+    break_it(path)
+    with pytest.raises((ValueError, FileNotFoundError), match=f"{message}.*prepare the corpus again"):
+        read_tokens(path)
+
+
+def test_tokens_of_another_tokenizer(tmp_path):
+    found = read_tokens(token_file(tmp_path / "x.bin"))
+    check_tokenizer(found, BYTES)
+    with pytest.raises(ValueError, match=r"made by tokenizer bytes .*, not bpe:300"):
+        check_tokenizer(found, BPE)
+
+
+def test_atomic_file_keeps_the_old_one(tmp_path):
+    path = tmp_path / "x"
+    path.write_text("old")
+    with pytest.raises(RuntimeError), files.atomic_file(path) as file:
+        file.write(b"half of the n")
+        raise RuntimeError
+    assert [p.name for p in tmp_path.iterdir()] == ["x"] and path.read_text() == "old"
+
+
+# Corpora
+
+
+@pytest.mark.parametrize("spec", SPECS)
+def test_prepare_and_open_text(verse, data_root, spec, capsys):
+    found = open_corpus("text", spec, verse)
+    assert capsys.readouterr().err.startswith("preparing text")
+    split = int(0.9 * len(VERSE))
+    assert found.tokenizer.decode(found.train.ids.tolist()) == VERSE[:split]
+    assert found.tokenizer.decode(found.val.ids.tolist()) == VERSE[split:]
+    assert found.bytes_per_token == (len(VERSE) - split) / len(found.val)
+    assert found.source == "verse.txt" and found.folder.parent == data_root / "prepared"
+    assert {path.name for path in found.folder.iterdir()} == {"train.bin", "val.bin", "tokenizer.json"}
+
+    since = time.perf_counter()
+    again = open_corpus("text", spec, verse)
+    assert time.perf_counter() - since < 1.0 and capsys.readouterr().err == ""
+    assert np.array_equal(again.train.ids, found.train.ids)
+    assert leftovers(data_root) == []
+
+
+def test_bpe_learns_from_the_training_part_only(tmp_path):
+    (tmp_path / "x").write_text("aaaa " * 90 + "zq" * 25)
+    assert b"zq" not in to_list(open_corpus("text", "bpe:260", tmp_path / "x").tokenizer)
+
+
+def test_char_knows_the_validation_part(tmp_path):
+    (tmp_path / "x").write_text("a" * 90 + "z" * 10)
+    assert open_corpus("text", "char", tmp_path / "x").tokenizer.n_vocab == 2
+
+
+def test_changed_text_is_prepared_again(verse):
+    before = open_corpus("text", "char", verse)
+    verse.write_text(VERSE + "CODA\n" * 50)
+    after = open_corpus("text", "char", verse)
+    assert after.folder == before.folder and len(after.train) > len(before.train)
+    assert before.tokenizer.decode(before.train.ids[:5].tolist()) == "ANNE:"  # the old one is still readable
+
+
+def test_two_files_of_one_name_are_two_corpora(tmp_path):
+    for folder in ("a", "b"):
+        (tmp_path / folder).mkdir()
+        (tmp_path / folder / "x.txt").write_text(folder * 100)
+    folders = {open_corpus("text", "char", tmp_path / folder / "x.txt").folder for folder in ("a", "b")}
+    assert len(folders) == 2
+
+
+def test_folder_of_texts(tmp_path):
+    folder = tmp_path / "texts"
+    (folder / "sub").mkdir(parents=True)
+    (folder / ".git").mkdir()
+    contents = {"b.txt": "bee\r\n", "a.md": "\ufeffay\n\n", "sub/c.TXT": "sea", "e.txt": " \n"}
+    for name, text in {**contents, "d.py": "code", ".git/f.txt": "hidden"}.items():
+        (folder / name).write_bytes(text.encode())
+    assert sources.read_text(folder).text == "ay\n\nbee\n\nsea\n"
+
+
+BAD_TEXTS = {
+    "empty": (b"", "is empty"),
+    "blank": (b" \n\n", "is empty"),
+    "latin-1": ("Straße".encode("latin-1"), r"not UTF-8 text: byte 4 is 0xdf.*iconv"),
+    "utf-16": ("text".encode("utf-16"), "not UTF-8 text: byte 0"),
+}
+
+
+@pytest.mark.parametrize("contents, message", BAD_TEXTS.values(), ids=BAD_TEXTS)
+@pytest.mark.parametrize("inside_folder", [False, True])
+def test_bad_texts(tmp_path, data_root, contents, message, inside_folder):
+    path = tmp_path / "in" / "bad.txt"
+    path.parent.mkdir()
+    path.write_bytes(contents)
+    with pytest.raises(ValueError, match=message):
+        open_corpus("text", "bytes", path.parent if inside_folder else path)
+    assert not data_root.exists()
+
+
+def test_wrong_inputs(tmp_path, verse):
+    with pytest.raises(FileNotFoundError, match="does not exist"):
+        open_corpus("text", "bytes", tmp_path / "nowhere")
+    (tmp_path / "none").mkdir()
+    with pytest.raises(ValueError, match=r"no \*.txt"):
+        open_corpus("text", "bytes", tmp_path / "none")
+    with pytest.raises(ValueError, match="needs --input"):
+        open_corpus("text", "bytes")
+    with pytest.raises(ValueError, match="did you mean 'shakespeare'"):
+        open_corpus("shakespere", "bytes")
+    with pytest.raises(ValueError, match=r"not tiny Shakespeare.*text --input"):
+        open_corpus("shakespeare", "bytes", verse)
+
+
+def test_damaged_folders(verse):
+    folder = open_corpus("text", "char", verse).folder
+    other = open_corpus("text", "bytes", verse).folder
+    (folder / "train.bin").write_bytes((other / "train.bin").read_bytes())
+    with pytest.raises(ValueError, match="made by tokenizer bytes"):
+        open_corpus("text", "char", verse)
+    (folder / "tokenizer.json").write_text("{")
+    with pytest.raises(ValueError, match=r"tokenizer.json is damaged.*prepare the corpus again"):
+        open_corpus("text", "char", verse)
+    (folder / "tokenizer.json").unlink()
+    with pytest.raises(FileNotFoundError, match=r"tokenizer.json is missing.*prepare the corpus again"):
+        open_corpus("text", "char", verse)
+    (other / "val.bin").unlink()
+    with pytest.raises(FileNotFoundError, match=r"val.bin is missing"):
+        open_corpus("text", "bytes", verse)
+    corpus.prepare("text", "char", verse)  # replaces whatever is there
+    open_corpus("text", "char", verse)
+
+
+def test_failure_leaves_the_old_folder(verse, data_root, monkeypatch):
+    before = open_corpus("text", "char", verse)
+
+    def full_disk(path, *args, **kwargs):
+        if path.name == "val.bin":
+            raise OSError("No space left on device")
+        write_tokens(path, *args, **kwargs)
+
+    monkeypatch.setattr(corpus, "write_tokens", full_disk)
+    with pytest.raises(OSError, match="No space"):
+        corpus.prepare("text", "char", verse)
+    assert len(open_corpus("text", "char", verse).val) == len(before.val)
+    with pytest.raises(OSError, match="No space"):
+        corpus.prepare("text", "bytes", verse)
+    assert [path.name for path in (data_root / "prepared").iterdir()] == [before.folder.name]
+
+
+def test_many_prepare_at_once(verse, data_root):
+    errors = []
+
+    def work():
+        try:
+            for _ in range(5):
+                corpus.prepare("text", "char", verse)
+        except Exception as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=work) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert errors == [] and leftovers(data_root) == []
+    assert open_corpus("text", "char", verse).source == "verse.txt"
+
+
+def test_a_place_that_cannot_be_written(tmp_path, verse, monkeypatch):
+    monkeypatch.setenv("GPT_DATA", str(verse))  # a file where a folder is needed
+    with pytest.raises(OSError, match=r"cannot write to .*set GPT_DATA"):
+        open_corpus("text", "char", verse)
+
+
+# Tiny Shakespeare: a server on loopback holds a small text that takes its place
+
+
+def closed_url():
+    """An address where nobody listens: the port was ours a moment ago."""
+    with ThreadingHTTPServer(("127.0.0.1", 0), BaseHTTPRequestHandler) as server:
+        return f"http://127.0.0.1:{server.server_port}/input.txt"
+
+
+@pytest.fixture
+def server():
+    """A web server that answers as `server.mode` says and counts the requests."""
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self):
+            self.server.requests += 1
+            mode, contents = self.server.mode, VERSE.encode()
+            if mode == "silent":
+                return self.server.closing.wait(10)
+            self.send_response({"missing": 404, "error": 500, "partial": 206}.get(mode, 200))
+            if mode != "endless":
+                self.send_header("Content-Length", str(len(contents)))
+            self.end_headers()
+            if mode == "changed":
+                contents = contents.swapcase()
+            if mode == "cut":
+                contents = contents[:-10]
+            if mode == "trickle":
+                for byte in contents:
+                    self.wfile.write(bytes([byte]))
+                    if self.server.closing.wait(0.02):
+                        return
+            while mode == "endless" and not self.server.closing.is_set():
+                self.wfile.write(contents)
+            self.wfile.write(contents)
+
+        def log_message(self, *args):
+            pass
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
+        server.handle_error = lambda *args: None  # a client that gave up is what some tests are about
+        server.mode, server.requests, server.closing = "good", 0, threading.Event()
+        threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True).start()
+        yield server
+        server.closing.set()
+        server.shutdown()
+
+
+@pytest.fixture
+def shakespeare(server, tmp_path, monkeypatch):
+    """sources.py with the loopback server's text for tiny Shakespeare and another for the play."""
+    (tmp_path / "play.txt").write_text("BEATRIX:\nNo line of this is anyone's.\n" * 30)
+    monkeypatch.setattr(sources, "PLAY_FILE", tmp_path / "play.txt")
+    monkeypatch.setattr(sources, "SHAKESPEARE_URL", f"http://127.0.0.1:{server.server_port}/input.txt")
+    monkeypatch.setattr(sources, "SHAKESPEARE_BYTES", len(VERSE))
+    monkeypatch.setattr(sources, "SHAKESPEARE_SHA256", hashlib.sha256(VERSE.encode()).hexdigest())
+    monkeypatch.setattr(sources, "DOWNLOAD_SECONDS", 0.5)
+    return server
+
+
+def test_download(shakespeare, data_root, capsys):
+    assert open_corpus("shakespeare", "char").source == "tiny Shakespeare"
+    assert (data_root / "downloads" / "tinyshakespeare.txt").read_text() == VERSE
+    open_corpus("shakespeare", "bytes")
+    assert shakespeare.requests == 1 and "NOTICE" not in capsys.readouterr().err
+    (data_root / "downloads" / "tinyshakespeare.txt").write_text("broken by someone")
+    open_corpus("shakespeare", "bpe:300")
+    assert shakespeare.requests == 2 and leftovers(data_root) == []
+
+
+REASONS = {
+    "missing": "404",
+    "error": "500",
+    "partial": "status 206",
+    "changed": "another sha256",
+    "cut": "another sha256",
+    "endless": "more than",
+    "silent": "0.5 s|timed out",
+    "trickle": "not complete after 0.5 s",
+}
+
+
+@pytest.mark.parametrize("mode, reason", REASONS.items(), ids=REASONS)
+def test_bad_servers(shakespeare, mode, reason):
+    shakespeare.mode = mode
+    since = time.perf_counter()
+    with pytest.raises(files.DownloadError, match=reason):
+        files.download(
+            sources.SHAKESPEARE_URL,
+            size=sources.SHAKESPEARE_BYTES,
+            sha256=sources.SHAKESPEARE_SHA256,
+            timeout=0.5,
+        )
+    assert time.perf_counter() - since < 2
+
+
+def test_offline_uses_the_play_and_says_so(shakespeare, data_root, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(sources, "SHAKESPEARE_URL", closed_url())
+    assert open_corpus("shakespeare", "char").source == "the embedded play"
+    remedy = "python -m data.prepare shakespeare --input FILE --tokenizer char"
+    notice = capsys.readouterr().err.splitlines()
+    assert len(notice) == 2 and notice[1].startswith("NOTICE") and "data/play.txt" in notice[1]
+    assert "refused" in notice[1] and notice[1].endswith(remedy)
+
+    # Opening it again repeats the notice and leaves the network alone, also when it is back.
+    monkeypatch.setattr(sources, "SHAKESPEARE_URL", f"http://127.0.0.1:{shakespeare.server_port}/input.txt")
+    assert open_corpus("shakespeare", "char").source == "the embedded play"
+    notice = capsys.readouterr().err.splitlines()
+    assert len(notice) == 1 and notice[0].endswith(remedy) and shakespeare.requests == 0
+    open_corpus("shakespeare", "char", quiet=True)
+    assert capsys.readouterr().err == ""
+
+    # The command tries again, and replaces the play.
+    assert prepare.main(["shakespeare", "--tokenizer", "char"]) == 0
+    assert shakespeare.requests == 1
+    assert open_corpus("shakespeare", "char").source == "tiny Shakespeare"
+    assert capsys.readouterr().err == ""
+
+
+def test_local_copy_replaces_the_play(shakespeare, data_root, verse, monkeypatch, capsys):
+    monkeypatch.setattr(sources, "SHAKESPEARE_URL", closed_url())
+    assert open_corpus("shakespeare", "char").source == "the embedded play"
+    assert prepare.main(["shakespeare", "--tokenizer", "char", "--input", str(verse)]) == 0
+    capsys.readouterr()
+    assert open_corpus("shakespeare", "char").source == "tiny Shakespeare"
+    assert open_corpus("shakespeare", "bytes").source == "tiny Shakespeare"  # the copy serves the others too
+    assert "NOTICE" not in capsys.readouterr().err
+
+
+# The command line
+
+
+def command(*args):
+    process = [sys.executable, "-m", "data.prepare", *map(str, args)]
+    return subprocess.run(process, cwd=ROOT, capture_output=True, text=True, timeout=60)
+
+
+def test_command_reports_what_it_made(verse, data_root):
+    done = command("text", "--input", verse, "--tokenizer", "char")
+    assert done.returncode == 0 and done.stderr == ""
+    for piece in ("verse.txt", f"{len(VERSE):,} bytes", "char, vocabulary of", "val", str(data_root)):
+        assert piece in done.stdout
+
+
+def test_command_fails_in_one_line(verse, data_root):
+    done = command("text", "--input", verse, "--tokenizer", "bpe:12")
+    assert done.returncode == 1 and done.stdout == "" and not data_root.exists()
+    assert done.stderr.startswith("error: ") and done.stderr.count("\n") == 1
+
+
+BAD_COMMANDS = {
+    "no name": [],
+    "unknown name": ["shakespere"],
+    "unknown option": ["text", "--tokeniser", "char"],
+    "no input": ["text"],
+    "missing input": ["text", "--input", "nowhere/at/all.txt"],
+    "tokenizer": ["text", "--input", __file__, "--tokenizer", "words"],
+    "rank file": ["text", "--input", __file__, "--tokenizer", "gpt2:nowhere"],
+}
+
+
+@pytest.mark.parametrize("args", BAD_COMMANDS.values(), ids=BAD_COMMANDS)
+def test_bad_commands(args, data_root, capsys):
+    assert prepare.main(args) == 1
+    out, err = capsys.readouterr()
+    assert out == "" and err.startswith("error: ") and err.count("\n") == 1
+    assert not (data_root / "prepared").exists() or list((data_root / "prepared").iterdir()) == []
+
+
+# Batches
+
+
+def starts_of(batches, steps):
+    return torch.cat([batches.batch(step)[0][:, 0] for step in steps]).tolist()
+
+
+@given(st.integers(2, 300), st.integers(1, 40), st.integers(1, 9), st.integers(0, 3))
+@settings(max_examples=150, deadline=None)
+def test_epochs_cover_every_window_once(count, block, rows, seed):
+    if block >= count:
+        block = count - 1
+    batches = Batches(make_tokens(count), block, rows, seed)
+    windows = max(1, (count - block) // block)
+    starts = starts_of(batches, range(-(-3 * windows // rows)))
+    for epoch in range(3):
+        found = sorted(starts[epoch * windows : (epoch + 1) * windows])
+        phase = found[0]
+        assert found == [phase + window * block for window in range(windows)]
+        assert 0 <= phase < block and found[-1] + block < count
+
+
+def test_every_phase_occurs():
+    batches = Batches(make_tokens(40), 8, 4, seed=0)
+    assert {min(starts_of(batches, [epoch])) for epoch in range(200)} == set(range(8))
+
+
+def test_targets_follow_inputs():
+    inputs, targets = Batches(make_tokens(1000), 16, 4, seed=0).batch(3)
+    assert inputs.dtype == targets.dtype == torch.int64 and inputs.shape == targets.shape == (4, 16)
+    assert torch.equal(targets, inputs + 1) and torch.equal(inputs, inputs[:, :1] + torch.arange(16))
+    assert inputs.is_contiguous() and targets.is_contiguous()
+
+
+def test_batches_are_a_function_of_seed_and_step():
+    data = make_tokens(997)
+    forward = [Batches(data, 10, 7, seed=5).batch(step)[0] for step in range(60)]
+    jumping = Batches(data, 10, 7, seed=5)
+    for step in (59, 0, 30, 31, 29, 0, 14, 13):
+        assert torch.equal(jumping.batch(step)[0], forward[step])
+    assert not torch.equal(Batches(data, 10, 7, seed=6).batch(0)[0], forward[0])
+    first, second = starts_of(jumping, range(14)), starts_of(jumping, range(14, 28))
+    assert first != second and first != sorted(first)  # shuffled, and anew in each epoch
+
+
+def test_batches_never_change():
+    """A resumed run must see what the first one saw, whatever versions it has now."""
+    first, second = [43, 19, 83, 27, 75, 67, 11, 59, 51, 35, 3], [85, 5, 21, 13, 77, 53, 61, 29, 37, 69, 45]
+    assert starts_of(Batches(make_tokens(100), 8, 11, seed=7), [0, 1]) == first + second
+
+
+@pytest.mark.parametrize("count, rows", [(1000, 8), (100, 7), (30, 64)], ids=["within", "across", "many"])
+def test_rows_are_shares_of_the_whole(count, rows):
+    batches = Batches(make_tokens(count), 10, rows, seed=1)
+    for step in range(5):
+        whole = batches.batch(step)
+        parts = [batches.batch(step, part) for part in (slice(0, 2), slice(2, 3), slice(3, None))]
+        for index in (0, 1):
+            assert torch.equal(torch.cat([part[index] for part in parts]), whole[index])
+
+
+def test_block_size_that_does_not_fit():
+    Batches(make_tokens(9), 8, 2, seed=0).batch(0)
+    for block in (0, 9, 256):
+        with pytest.raises(ValueError, match=rf"block_size={block} must be from 1 to 8.*9 tokens; choose"):
+            Batches(make_tokens(9), block, 2, seed=0)
+        with pytest.raises(ValueError, match=rf"block_size={block} "):
+            validation_batches(make_tokens(9), block, 2)
+
+
+def test_validation_batches_cover_the_text_in_order():
+    batches = validation_batches(make_tokens(105), 10, 4)
+    for _ in range(2):  # as often as one likes
+        assert [len(inputs) for inputs, _ in batches] == [4, 4, 2] and len(batches) == 3
+        assert torch.equal(torch.cat([inputs for inputs, _ in batches]).flatten(), torch.arange(100))
+    assert torch.equal(batches[2][1], batches[2][0] + 1)
+
+
+def test_few_validation_batches_are_spread():
+    batches = validation_batches(make_tokens(1001), 10, 4, max_batches=5)
+    assert torch.cat([inputs[:, 0] for inputs, _ in batches]).tolist() == list(range(0, 1000, 50))
+    assert len(validation_batches(make_tokens(1001), 10, 4, max_batches=99)) == 25
+
+
+def test_memory_mapped_tokens(tmp_path):
+    found = read_tokens(token_file(tmp_path / "x.bin", count=200))
+    inputs, targets = Batches(found, 16, 4, seed=0).batch(0)
+    assert torch.equal(targets, inputs + 1)
+    assert tokens.HEADER_BYTES == 1024

@@ -1,0 +1,146 @@
+"""The network: causality, grouped queries, learning, initialisation, the cache, and errors."""
+
+import dataclasses
+import math
+
+import pytest
+import torch
+
+from model import GPT, Cache, GPTConfig
+
+SMALL = dict(vocab_size=50, block_size=24, n_layer=2, n_head=4, n_embd=32)
+FACES = {
+    "gpt2": GPTConfig(**SMALL, bias=True),
+    "modern": GPTConfig(
+        **SMALL,
+        norm="rmsnorm",
+        position="rope",
+        mlp="relu2",
+        qk_norm=True,
+        n_kv_head=2,
+        tie_head=False,
+        logit_softcap=15.0,
+    ),
+    "swiglu": GPTConfig(**SMALL, norm="rmsnorm", position="rope", mlp="swiglu", n_kv_head=1),
+}
+
+
+@pytest.fixture(params=FACES.values(), ids=FACES)
+def config(request):
+    return request.param
+
+
+def make_model(config, seed=0):
+    torch.manual_seed(seed)
+    return GPT(config).eval()
+
+
+@torch.no_grad()
+def test_a_future_token_never_changes_a_past_logit(config):
+    model = make_model(config)
+    tokens = torch.randint(50, (1, 24))
+    logits = model(tokens)
+    for position in (1, 12, 23):
+        changed = tokens.clone()
+        changed[0, position] = (changed[0, position] + 1) % 50
+        other = model(changed)
+        assert torch.equal(other[:, :position], logits[:, :position])
+        assert not torch.equal(other[:, position:], logits[:, position:])
+
+
+@torch.no_grad()
+def test_grouped_queries_equal_repeated_heads():
+    config = FACES["modern"]
+    grouped = make_model(config)
+    full = make_model(dataclasses.replace(config, n_kv_head=None))
+    weights = grouped.state_dict()
+    D, H, G = config.head_dim, config.n_head, config.kv_heads
+    for name, weight in weights.items():
+        if name.endswith("qkv.weight"):
+            q, k, v = weight.view(H + 2 * G, D, -1).split((H, G, G))
+            k, v = (x.repeat_interleave(H // G, dim=0) for x in (k, v))
+            weights[name] = torch.cat((q, k, v)).flatten(0, 1)
+    full.load_state_dict(weights)
+    tokens = torch.randint(50, (2, 24))
+    torch.testing.assert_close(full(tokens), grouped(tokens))
+
+
+def test_one_batch_overfits(config):
+    model = make_model(config).train()
+    tokens = torch.randint(50, (4, 17))
+    optimizer = torch.optim.AdamW(model.parameter_groups(0.0), lr=3e-3)
+    first = model(tokens[:, :-1], tokens[:, 1:])
+    assert abs(first.item() - math.log(50)) < 0.3  # an untrained network knows nothing
+    for _ in range(120):
+        loss = model(tokens[:, :-1], tokens[:, 1:])
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+    assert loss.item() < 0.1
+
+
+@torch.no_grad()
+def test_cached_logits_equal_uncached(config):
+    model = make_model(config)
+    tokens = torch.randint(50, (2, 24))
+    full = model(tokens)
+    cache = Cache(config, batch=2)
+    pieces = [model(part, cache=cache) for part in tokens.split((5, 1, 1, 7, 10), dim=1)]
+    torch.testing.assert_close(torch.cat(pieces, dim=1), full)
+
+
+def test_gpt2_initialisation():
+    model = GPT(GPTConfig(vocab_size=1000, block_size=64, n_layer=8, n_head=4, n_embd=128, bias=True))
+    for name, p in model.named_parameters():
+        if name.endswith("project.weight"):
+            assert p.std().item() == pytest.approx(0.02 / 4, rel=0.1)
+        elif p.dim() == 2:
+            assert p.std().item() == pytest.approx(0.02, rel=0.1)
+        elif name.endswith("bias"):
+            assert (p == 0).all()
+        else:
+            assert (p == 1).all()
+    assert model.head.weight is model.embed.weight
+
+
+def test_parameters_and_flops_of_gpt2():
+    with torch.device("meta"):
+        model = GPT(GPTConfig(vocab_size=50257, block_size=1024, n_layer=12, n_head=12, n_embd=768, bias=True))
+    assert sum(p.numel() for p in model.parameters()) == 124_439_808  # as released
+    matmuls = 12 * 12 * 768**2 + 50257 * 768
+    assert model.flops_per_token() == 6 * matmuls + 6 * 12 * 768 * 1024
+
+
+def test_dropout_only_while_training():
+    model = make_model(dataclasses.replace(FACES["modern"], dropout=0.5))
+    tokens = torch.randint(50, (1, 24))
+    assert torch.equal(model(tokens), model(tokens))
+    model.train()
+    assert not torch.equal(model(tokens), model(tokens))
+
+
+def test_softcap_bounds_logits():
+    model = make_model(FACES["modern"])
+    model.head.weight.data *= 1e4
+    assert model(torch.randint(50, (1, 24))).abs().max() <= 15.0
+
+
+@pytest.mark.parametrize(
+    "change, message",
+    [
+        (dict(n_kv_head=3), "n_head=4 must be a multiple of n_kv_head=3"),
+        (dict(n_head=3), "n_head=3"),
+        (dict(n_head=8), "multiple of 8"),
+        (dict(dropout=1.0), "dropout=1.0"),
+        (dict(logit_softcap=0.0), "logit_softcap=0.0"),
+        (dict(n_layer=0), "n_layer=0"),
+    ],
+)
+def test_bad_configurations(change, message):
+    with pytest.raises(ValueError, match=message):
+        GPTConfig(**SMALL | change)
+
+
+def test_too_long_a_context():
+    with pytest.raises(ValueError, match="block_size=24"):
+        make_model(FACES["gpt2"])(torch.zeros(1, 25, dtype=torch.int64))

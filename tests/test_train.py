@@ -1,0 +1,198 @@
+"""Training end to end, as users start it: loss falls, runs resume, ranks agree, mistakes leave nothing behind."""
+
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from config import Config
+from train import learning_rate
+
+ROOT = Path(__file__).parents[1]
+TINY = dict(
+    data="text", tokenizer="bytes", device="cpu", n_layer=2, n_head=2, n_embd=32, block_size=32, batch_size=8, steps=40,
+    warmup_steps=2, learning_rate=5e-3, eval_every=20, eval_batches=4, log_every=1,
+)  # fmt: skip
+
+
+@pytest.fixture
+def folder(tmp_path):
+    """An empty working folder with a corpus that is easy to learn."""
+    (tmp_path / "corpus.txt").write_text("the sea keeps what the sea has taken. " * 200)
+    return tmp_path
+
+
+def environment(folder):
+    """As a user's shell, without the interpreter that the kernel tests switch on."""
+    variables = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    return variables | {"GPT_DATA": str(folder / "prepared"), "OMP_NUM_THREADS": "1"}
+
+
+def launch(folder, *argv, ranks=1, **options):
+    options = {} if "--resume" in argv else TINY | dict(input="corpus.txt") | options
+    flags = [part for name, value in options.items() for part in (f"--{name}", str(value))]
+    program = [sys.executable]
+    if ranks > 1:
+        program += [
+            "-m",
+            "torch.distributed.run",
+            f"--nproc_per_node={ranks}",
+            "--master_port=0",
+            "--standalone",
+        ]
+    command = [*program, str(ROOT / "train.py"), *argv, *flags]
+    return subprocess.run(command, cwd=folder, env=environment(folder), capture_output=True, text=True, timeout=300)
+
+
+def metrics(folder, run="run"):
+    return [json.loads(line) for line in (folder / "runs" / run / "metrics.jsonl").read_text().splitlines()]
+
+
+def losses(folder, run="run"):
+    return [record["loss"] for record in metrics(folder, run) if "loss" in record]
+
+
+def test_loss_falls_and_everything_is_written(folder):
+    result = launch(folder)
+    assert result.returncode == 0, result.stderr
+    assert losses(folder)[-1] < 0.6 * losses(folder)[0]
+    files = {path.name for path in (folder / "runs" / "run").iterdir()}
+    assert files == {"config.json", "metrics.jsonl", "checkpoint.pt", "best.pt", "loss.png"}
+    assert "attention  sdpa on cpu" in result.stderr or torch.cuda.is_available()
+    for word in ("device", "parameters", "tokenizer bytes", "tokens/s", "bits/byte", "left"):
+        assert word in result.stdout
+    assert (folder / "runs" / "run" / "loss.png").read_bytes().startswith(b"\x89PNG")
+    assert "wandb" not in sys.modules
+
+
+def test_a_new_run_overwrites_nothing(folder):
+    launch(folder, steps=2)
+    before = (folder / "runs" / "run" / "metrics.jsonl").read_bytes()
+    launch(folder, steps=2)
+    assert (folder / "runs" / "run-2" / "metrics.jsonl").is_file()
+    assert (folder / "runs" / "run" / "metrics.jsonl").read_bytes() == before
+
+
+def test_killed_and_resumed_run_equals_the_uninterrupted_one(folder):
+    """Bit for bit: weights, optimizer and the logged losses; dropout included, since the random state comes back."""
+    options = dict(dropout=0.1, schedule="wsd", steps=120, eval_every=30)
+    launch(folder, name="whole", **options)
+    command = [sys.executable, str(ROOT / "train.py"), "--input", "corpus.txt", "--name", "killed"]
+    command += [part for name, value in (TINY | options).items() for part in (f"--{name}", str(value))]
+    process = subprocess.Popen(command, cwd=folder, env=environment(folder), stdout=subprocess.DEVNULL)
+    checkpoint = folder / "runs" / "killed" / "checkpoint.pt"
+    deadline = time.monotonic() + 120
+    while not checkpoint.exists() and time.monotonic() < deadline:
+        time.sleep(0.005)
+    process.kill()
+    process.wait()
+    stopped_at = torch.load(checkpoint, weights_only=True)["step"]
+    assert stopped_at < 120, "the run ended before it could be killed"
+
+    result = launch(folder, "--resume")
+    assert result.returncode == 0, result.stderr
+    whole, resumed = (
+        torch.load(folder / "runs" / name / "checkpoint.pt", weights_only=True) for name in ("whole", "killed")
+    )
+    for name, weight in whole["model"].items():
+        assert torch.equal(weight, resumed["model"][name]), name
+    for index, state in whole["optimizer"]["state"].items():
+        assert torch.equal(state["exp_avg_sq"], resumed["optimizer"]["state"][index]["exp_avg_sq"])
+    assert losses(folder, "whole") == losses(folder, "killed")
+    again = launch(folder, "--resume", "runs/killed")
+    assert again.returncode == 1 and "finished at step 120; give more --steps" in again.stderr
+
+
+def test_micro_batches_and_ranks_train_the_same(folder):
+    launch(folder, name="whole")
+    launch(folder, name="micro", micro_batch=2)
+    result = launch(folder, name="ranks", ranks=2, micro_batch=2)
+    assert result.returncode == 0, result.stderr
+    for name in ("micro", "ranks"):
+        assert losses(folder, name) == pytest.approx(losses(folder, "whole"), rel=1e-4)
+    final = [record["val_loss"] for name in ("whole", "ranks") for record in metrics(folder, name)[-1:]]
+    assert final[0] == pytest.approx(final[1], rel=1e-4)
+
+
+@pytest.mark.parametrize(
+    "options, message",
+    [
+        (dict(learning_rat=1), "did you mean --learning_rate?"),
+        (dict(steps="many"), "must be int"),
+        (dict(n_head=4, n_kv_head=3), "n_head=4 must be a multiple of n_kv_head=3"),
+        (dict(block_size=100_000), "block_size=100000"),
+        (dict(input="none.txt"), "none.txt does not exist"),
+        (dict(input="empty.txt"), "empty.txt is empty"),
+        (dict(input="latin.txt"), "not UTF-8"),
+        (dict(batch_size=8, micro_batch=3), "micro_batch=3"),
+        (dict(vocab_size=10), "vocab_size=10 is smaller"),
+        (dict(attention="triton"), "CUDA GPU"),
+    ],
+    ids=str,
+)
+def test_mistakes_leave_nothing_behind(folder, options, message):
+    (folder / "empty.txt").write_text("")
+    (folder / "latin.txt").write_bytes("na\u00efve".encode("latin-1") * 100)
+    result = launch(folder, **options)
+    assert result.returncode == 1 and "Traceback" not in result.stderr, result.stderr
+    assert message in result.stderr
+    assert not (folder / "runs").exists()
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a GPU")
+def test_cuda_asked_for_and_absent(folder):
+    result = launch(folder, device="cuda")
+    assert result.returncode == 1 and "device='cuda' is not available" in result.stderr
+
+
+def test_checkpoint_of_another_model(folder):
+    launch(folder, steps=2)
+    result = launch(folder, "--resume", "runs/run", "--n_embd", "64", "--steps", "4")
+    assert result.returncode == 1 and "holds another model" in result.stderr and "Traceback" not in result.stderr
+
+
+def test_checkpoint_of_another_tokenizer(folder):
+    launch(folder, steps=2)
+    result = launch(folder, "--resume", "runs/run", "--tokenizer", "char", "--steps", "4")
+    assert result.returncode == 1 and "another tokenizer" in result.stderr
+
+
+def test_wandb_offline(folder):
+    result = launch(folder, steps=3, wandb="offline")
+    assert result.returncode == 0, result.stderr
+    assert list((folder / "runs" / "run" / "wandb").glob("offline-run-*"))
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+def test_on_a_gpu(folder, dtype):
+    result = launch(folder, device="cuda", dtype=dtype, dropout=0.1)
+    assert result.returncode == 0, result.stderr
+    assert "attention  triton on cuda" in result.stderr and losses(folder)[-1] < 0.6 * losses(folder)[0]
+
+
+def test_learning_rate_schedules():
+    cosine = Config(steps=110, warmup_steps=10, learning_rate=1.0, min_learning_rate=0.1)
+    rates = [learning_rate(step, cosine) for step in range(111)]
+    assert rates[0] == pytest.approx(1 / 11) and rates[10] == 1.0 and rates[60] == pytest.approx(0.55)
+    assert rates[110] == pytest.approx(0.1) and max(rates) == 1.0
+    wsd = Config(
+        steps=100,
+        warmup_steps=10,
+        learning_rate=1.0,
+        min_learning_rate=0.0,
+        schedule="wsd",
+        decay_fraction=0.2,
+    )
+    rates = [learning_rate(step, wsd) for step in range(101)]
+    assert (
+        rates[10:80] == [1.0] * 70
+        and rates[80] == pytest.approx(1.0)
+        and rates[90] == pytest.approx(0.5)
+        and rates[100] == 0.0
+    )
