@@ -3,7 +3,6 @@
 import math
 import os
 import sys
-from functools import cache
 from typing import NamedTuple
 
 import torch
@@ -88,17 +87,20 @@ class Choice(NamedTuple):
     reason: str
 
 
-@torch.compiler.assume_constant_result
-@cache
+_CHOICES = {}
+
+
+@torch.compiler.assume_constant_result  # Dynamo calls it while tracing and keeps the answer
 def implementation(device):
-    """What impl="auto" takes on a torch.device; decided once per device and printed by the first call that asks.
+    """What impl="auto" takes on a torch.device; decided once per device and said by the first call that asks.
 
     On a CUDA GPU the kernels first compute a tiny case, which is compared with the reference: about a second.
     """
-    choice = _choose(torch.device(device))
-    if os.environ.get("RANK", "0") == "0":  # torchrun's other processes would say the same
-        print(f"attention  {choice.name} on {device}: {choice.reason}", file=sys.stderr, flush=True)
-    return choice
+    if device not in _CHOICES:
+        _CHOICES[device] = choice = _choose(device)
+        if os.environ.get("RANK", "0") == "0":  # torchrun's other processes would say the same
+            print(f"attention  {choice.name} on {device}: {choice.reason}", file=sys.stderr, flush=True)
+    return _CHOICES[device]
 
 
 def _choose(device):

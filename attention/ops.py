@@ -16,8 +16,9 @@ def forward(
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """out [B, Tq, H, Dv] in the dtype of q and lse2 [B, H, Tq] float32, base 2; 0 for window or softcap means none."""
     from . import launch
+    from .score import Rule
 
-    return launch.forward(q, k, v, seed, scale, launch.Rule(causal, window, softcap, dropout))
+    return launch.forward(q, k, v, seed, scale, Rule(causal, window, softcap, dropout))
 
 
 @forward.register_fake
@@ -33,8 +34,9 @@ def backward(
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """dq, dk, dv. dlse [B, H, Tq] is the gradient of the LSE in natural units, or None."""
     from . import launch
+    from .score import Rule
 
-    rule = launch.Rule(causal, window, softcap, dropout)
+    rule = Rule(causal, window, softcap, dropout)
     return launch.backward(q, k, v, out, lse2, dout, dlse, seed, scale, rule)
 
 
