@@ -20,10 +20,10 @@ from .tiles import (
     locate,
     meeting_range,
     narrow,
-    padded,
     sequence,
     store_rows,
     store_tile,
+    zeros,
 )
 
 
@@ -76,8 +76,8 @@ def gather_dq(
         count = seq.k_len - start
         k_tile = load_tile(k, seq.row, head, at, count, TILE.block_k, TILE.dim, MASKED)
         v_tile = load_tile(v, seq.row, head, at, count, TILE.block_k, TILE.value_dim, MASKED)
-        qk = dot(q_tile, tl.trans(k_tile), None, TILE.precision)
-        dweights = dot(dout_tile, tl.trans(v_tile), None, TILE.precision)
+        qk = dot(q_tile, tl.trans(k_tile), None, TILE)
+        dweights = dot(dout_tile, tl.trans(v_tile), None, TILE)
         _, dscores = weight_gradients(
             qk,
             dweights,
@@ -91,7 +91,7 @@ def gather_dq(
             RULE,
             MASKED,
         )
-        dq = dot(narrow(dscores, k_tile), k_tile, dq, TILE.precision)
+        dq = dot(narrow(dscores, k_tile), k_tile, dq, TILE)
     return dq
 
 
@@ -117,7 +117,7 @@ def dq_kernel(q, k, v, dout, lse2, delta, dq, seed, q_len, k_len, scale, RULE: t
     last = tl.minimum(q_start + TILE.block_q, seq.q_len) - 1 + shift
     lo, full_lo, full_hi, hi = meeting_range(first, last, behind(RULE), ahead(RULE), seq.k_len, TILE.block_k)
     kv_head = head // TILE.group
-    acc = tl.zeros([TILE.block_q, padded(TILE.dim)], tl.float32)
+    acc = zeros(TILE.block_q, TILE.dim)
     if RULE.window > 0:
         acc = gather_dq(
             acc, q_tile, dout_tile, lse2_rows, delta_rows, k, v, kv_head, q_pos, seq, key, scale, lo,
@@ -148,14 +148,14 @@ def gather_dkdv(
         dout_tile = load_tile(dout, seq.row, head, at, count, TILE.block_q, TILE.value_dim, True)
         lse2_rows = load_lse2(lse2, seq.row, head, at, count, TILE.block_q)
         delta_rows = load_rows(delta, seq.row, head, at, count, 0.0, TILE.block_q)
-        qk = dot(k_tile, tl.trans(q_tile), None, TILE.precision)
-        dweights = dot(v_tile, tl.trans(dout_tile), None, TILE.precision)
+        qk = dot(k_tile, tl.trans(q_tile), None, TILE)
+        dweights = dot(v_tile, tl.trans(dout_tile), None, TILE)
         weights, dscores = weight_gradients(
             qk, dweights, lse2_rows[None, :], delta_rows[None, :], q_pos[None, :], k_pos[:, None], seq.k_len, key,
             scale, RULE, MASKED,
         )  # fmt: skip
-        dv = dot(narrow(weights, dout_tile), dout_tile, dv, TILE.precision)
-        dk = dot(narrow(dscores, q_tile), q_tile, dk, TILE.precision)
+        dv = dot(narrow(weights, dout_tile), dout_tile, dv, TILE)
+        dk = dot(narrow(dscores, q_tile), q_tile, dk, TILE)
     return dk, dv
 
 
@@ -186,8 +186,8 @@ def dkdv_kernel(
     last = tl.minimum(k_start + TILE.block_k, seq.k_len) - 1 - shift
     whole = tl.cdiv(seq.q_len, TILE.block_q) * TILE.block_q
     lo, full_lo, full_hi, hi = meeting_range(first, last, ahead(RULE), behind(RULE), whole, TILE.block_q)
-    dk_acc = tl.zeros([TILE.block_k, padded(TILE.dim)], tl.float32)
-    dv_acc = tl.zeros([TILE.block_k, padded(TILE.value_dim)], tl.float32)
+    dk_acc = zeros(TILE.block_k, TILE.dim)
+    dv_acc = zeros(TILE.block_k, TILE.value_dim)
     for member in range(SPAN):
         head = slot * SPAN + member
         key = 0
@@ -219,7 +219,7 @@ def group_sum_kernel(partial, total, k_len, TILE: tl.constexpr):
     """
     tile, kv_head, row = locate(tl.cdiv(k_len, TILE.block_k), TILE.heads, False)
     start = tile * TILE.block_k
-    acc = tl.zeros([TILE.block_k, padded(TILE.dim)], tl.float32)
+    acc = zeros(TILE.block_k, TILE.dim)
     for member in range(TILE.group):
         head = kv_head * TILE.group + member
         acc += load_tile(partial, row, head, start, k_len - start, TILE.block_k, TILE.dim, True)

@@ -6,7 +6,7 @@ import triton
 import triton.language as tl
 
 from .score import ahead, behind, drop, dropout_key, shape_scores
-from .tiles import dot, load_tile, locate, meeting_range, narrow, padded, sequence, store_rows, store_tile
+from .tiles import dot, load_tile, locate, meeting_range, narrow, sequence, store_rows, store_tile, zeros
 
 
 class Softmax(NamedTuple):
@@ -38,7 +38,7 @@ def attend(
     for start in range(lo, hi, TILE.block_k):
         k_pos = start + tl.arange(0, TILE.block_k)
         k_tile = load_tile(k, seq.row, head, seq.k_start + start, seq.k_len - start, TILE.block_k, TILE.dim, MASKED)
-        qk = dot(q_tile, tl.trans(k_tile), None, TILE.precision)
+        qk = dot(q_tile, tl.trans(k_tile), None, TILE)
         scores, _ = shape_scores(qk, q_pos[:, None], k_pos[None, :], seq.k_len, scale, RULE, MASKED)
 
         top = tl.maximum(state.top, tl.max(scores, 1))
@@ -54,7 +54,7 @@ def attend(
         v_tile = load_tile(
             v, seq.row, head, seq.k_start + start, seq.k_len - start, TILE.block_k, TILE.value_dim, MASKED
         )
-        acc = dot(narrow(weights, v_tile), v_tile, state.acc * fade[:, None], TILE.precision)
+        acc = dot(narrow(weights, v_tile), v_tile, state.acc * fade[:, None], TILE)
         state = Softmax(acc, top, total)
     return state
 
@@ -77,9 +77,9 @@ def forward_kernel(q, k, v, out, lse2, seed, q_len, k_len, scale, RULE: tl.const
         key = dropout_key(seed, index, head)
 
     state = Softmax(
-        tl.zeros([TILE.block_q, padded(TILE.value_dim)], tl.float32),
+        zeros(TILE.block_q, TILE.value_dim),
         tl.full([TILE.block_q], float("-inf"), tl.float32),
-        tl.zeros([TILE.block_q], tl.float32),
+        tl.full([TILE.block_q], 0.0, tl.float32),
     )
     first = q_start + shift
     last = tl.minimum(q_start + TILE.block_q, seq.q_len) - 1 + shift

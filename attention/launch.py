@@ -26,8 +26,8 @@ class Launch(NamedTuple):
 # two programs per multiprocessor.
 HOPPER = {
     ("forward", 2): {64: Launch(128, 64, 4, 3), 128: Launch(128, 64, 4, 2), 256: Launch(128, 64, 8, 2)},
-    ("dq", 2): {64: Launch(64, 64, 4, 3), 128: Launch(64, 64, 4, 2), 256: Launch(64, 32, 4, 2)},
-    ("dkdv", 2): {64: Launch(64, 64, 4, 2), 128: Launch(64, 64, 4, 2), 256: Launch(32, 64, 8, 2)},
+    ("dq", 2): {64: Launch(64, 64, 4, 3), 128: Launch(64, 64, 4, 2), 256: Launch(64, 32, 8, 2)},
+    ("dkdv", 2): {64: Launch(32, 128, 8, 2), 128: Launch(32, 128, 8, 2), 256: Launch(32, 64, 8, 2)},
     ("forward", 4): {64: Launch(64, 32, 4, 2), 128: Launch(64, 32, 8, 2), 256: Launch(32, 32, 8, 1)},
     ("dq", 4): {64: Launch(32, 32, 4, 2), 128: Launch(32, 32, 4, 1), 256: Launch(32, 16, 4, 1)},
     ("dkdv", 4): {64: Launch(32, 32, 4, 2), 128: Launch(32, 32, 4, 1), 256: Launch(16, 32, 8, 1)},

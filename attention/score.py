@@ -35,7 +35,7 @@ def behind(rule):
 @triton.constexpr_function
 def ahead(rule):
     """How many keys after its own position a query sees."""
-    return 0 if rule.causal else behind(rule)
+    return 0 if rule.causal else rule.window - 1 if rule.window > 0 else FAR.value
 
 
 @triton.jit

@@ -129,12 +129,18 @@ def padded(dim):
 
 
 @triton.jit
-def dot(a, b, acc, PRECISION: tl.constexpr):
+def zeros(ROWS: tl.constexpr, DIM: tl.constexpr):
+    """A float32 accumulator [ROWS, DIM padded]."""
+    return tl.zeros([ROWS, padded(DIM)], tl.float32)
+
+
+@triton.jit
+def dot(a, b, acc, TILE: tl.constexpr):
     """a @ b (+ acc unless None) in float32; operands are narrowed to the smaller dtype by the caller."""
     if INTERPRETED:  # NumPy has no bfloat16: the interpreter would multiply its bit patterns
         a = a.to(tl.float32)
         b = b.to(tl.float32)
-    return tl.dot(a, b, acc, input_precision=PRECISION)
+    return tl.dot(a, b, acc, input_precision=TILE.precision)
 
 
 @triton.jit
