@@ -104,7 +104,8 @@ def train(config):
     micro_batch = config.micro_batch or share
     if share * world != config.batch_size or share % micro_batch:
         raise ValueError(
-            f"batch_size={config.batch_size} must be a multiple of {world} GPUs x micro_batch={micro_batch}; change either"
+            f"batch_size={config.batch_size} must be a multiple of {world} GPUs x micro_batch={micro_batch}; "
+            "change either"
         )
 
     # Data: the first rank prepares it, the others find it prepared.

@@ -1,0 +1,108 @@
+"""Compile the attention kernels for a chip that need not be here; print what ptxas says of each, one JSON per line.
+
+    python tests/compile_kernels.py 90 --dims 64 128 --masks causal
+
+The host functions of attention/launch.py run on meta tensors under a driver that compiles for the chip and launches
+nothing, so every kernel gets the arguments, the tile sizes and the specialisations of a real call.
+"""
+
+import argparse
+import contextlib
+import io
+import json
+import re
+import sys
+from pathlib import Path
+
+import torch
+import triton
+from triton.backends.compiler import GPUTarget
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+from attention import launch
+from attention.score import Rule
+
+# name -> (dtype, torch.set_float32_matmul_precision)
+DTYPES = {
+    "bfloat16": (torch.bfloat16, "highest"),
+    "float32": (torch.float32, "highest"),
+    "tf32": (torch.float32, "high"),
+}
+REPORT = re.compile(r"(\d+) bytes spill stores, (\d+) bytes spill loads.*?Used (\d+) registers", re.DOTALL)
+
+
+class Driver:
+    """Triton's active driver: answers what the compiler asks of a chip, and reports each kernel instead of loading it."""
+
+    def __init__(self, chip, ptxas_log, report):
+        self.chip, self.ptxas_log, self.report = chip, ptxas_log, report
+        self.utils = self
+
+    def get_current_target(self):
+        return GPUTarget("cuda", self.chip, 32)
+
+    def get_current_device(self):
+        return 0
+
+    def get_current_stream(self, device):
+        return 0
+
+    def get_device_properties(self, device):
+        return {"max_shared_mem": 2**31 - 1}  # kernels that do not fit are reported too
+
+    def load_binary(self, name, binary, shared, device):
+        log = self.ptxas_log.getvalue()
+        self.ptxas_log.seek(0)
+        self.ptxas_log.truncate()
+        stores, loads, registers = map(int, REPORT.search(log).groups())
+        warnings = sorted(set(re.findall(r"\((C75\d\d)\)", log)))  # wgmma instructions run one by one
+        self.report(kernel=name, spilled=stores + loads, shared=shared, registers=registers, warnings=warnings)
+        return 0, 0, registers, 0, 1024  # module, function, registers, spills, largest block
+
+    def unload_module(self, module):
+        pass
+
+    def launcher_cls(self, source, metadata):
+        return lambda *args: None
+
+
+def launch_kernels(dtype, dim, causal, group):
+    """Forward and backward of one problem, by every strategy for grouped queries if there are groups."""
+    q, k = (torch.empty(2, 4096, heads, dim, dtype=dtype, device="meta") for heads in (2 * group, 2))
+    rule, scale = Rule(causal, window=0, softcap=0.0, dropout=0.0), dim**-0.5
+    out, lse2 = launch.forward(q, k, k, None, scale, rule)
+    for loop_group in (True, False)[: 1 if group == 1 else 2]:
+        launch.backward(q, k, k, out, lse2, out, None, None, scale, rule, loop_group)
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("chip", type=int, help="compute capability without the dot, such as 90")
+    parser.add_argument("--dtypes", nargs="+", default=list(DTYPES), choices=DTYPES)
+    parser.add_argument("--dims", nargs="+", default=[64, 128, 256], type=int)
+    parser.add_argument("--masks", nargs="+", default=["causal", "full"], choices=["causal", "full"])
+    parser.add_argument("--groups", nargs="+", default=[1, 2], type=int, help="query heads per key/value head")
+    args = parser.parse_args()
+
+    triton.knobs.nvidia.dump_ptxas_log = True  # to stdout
+    triton.knobs.compilation.always_compile = True  # a kernel from the cache comes without a log
+    torch.cuda.get_device_capability = lambda device: divmod(args.chip, 10)
+    stdout, ptxas_log = sys.stdout, io.StringIO()
+    for name in args.dtypes:
+        dtype, precision = DTYPES[name]
+        torch.set_float32_matmul_precision(precision)
+        for dim in args.dims:
+            for mask in args.masks:
+                for group in args.groups:
+                    case = dict(chip=args.chip, dtype=name, dim=dim, mask=mask, group=group)
+
+                    def report(case=case, **found):
+                        print(json.dumps(case | found), file=stdout, flush=True)
+
+                    triton.runtime.driver.set_active(Driver(args.chip, ptxas_log, report))
+                    with contextlib.redirect_stdout(ptxas_log):
+                        launch_kernels(dtype, dim, mask == "causal", group)
+
+
+if __name__ == "__main__":
+    main()
