@@ -48,7 +48,12 @@ class Report:
             lines = [line for line in path.read_text().splitlines() if json.loads(line)["step"] <= start]
             path.write_text("".join(line + "\n" for line in lines))
         if enabled and config.wandb != "off":
-            import wandb  # only if asked for: it takes a second to import
+            try:
+                import wandb  # only if asked for: it takes a second to import
+            except ImportError as error:
+                raise ValueError(
+                    f"wandb={config.wandb!r} needs the wandb package ({error}); pip install wandb"
+                ) from error
 
             self.wandb = wandb.init(
                 project=config.wandb_project,

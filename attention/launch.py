@@ -25,18 +25,19 @@ class Launch(NamedTuple):
 # rounded up to a power of two. Sizes for sm_90 are those that compile there without register spills and leave room for
 # two programs per multiprocessor.
 HOPPER = {
-    ("forward", 2): {64: Launch(128, 64, 4, 3), 128: Launch(128, 64, 4, 2), 256: Launch(128, 64, 8, 2)},
-    ("dq", 2): {64: Launch(64, 64, 4, 3), 128: Launch(64, 64, 4, 2), 256: Launch(64, 32, 8, 2)},
-    ("dkdv", 2): {64: Launch(32, 128, 8, 2), 128: Launch(32, 128, 8, 2), 256: Launch(32, 64, 8, 2)},
-    ("forward", 4): {64: Launch(64, 32, 4, 2), 128: Launch(64, 32, 8, 2), 256: Launch(32, 32, 8, 1)},
-    ("dq", 4): {64: Launch(32, 32, 4, 2), 128: Launch(32, 32, 4, 1), 256: Launch(32, 16, 4, 1)},
-    ("dkdv", 4): {64: Launch(32, 32, 4, 2), 128: Launch(32, 32, 4, 1), 256: Launch(16, 32, 8, 1)},
+    ("forward", 2): {64: Launch(128, 64, 4, 3), 128: Launch(64, 64, 4, 2), 256: Launch(128, 32, 8, 2)},
+    ("dq", 2): {64: Launch(64, 64, 4, 3), 128: Launch(64, 32, 4, 2), 256: Launch(128, 32, 8, 2)},
+    ("dkdv", 2): {64: Launch(32, 128, 8, 2), 128: Launch(32, 128, 8, 2), 256: Launch(32, 32, 8, 2)},
+    ("forward", 4): {64: Launch(64, 32, 8, 2), 128: Launch(32, 16, 4, 2), 256: Launch(32, 16, 8, 1)},
+    ("dq", 4): {64: Launch(32, 32, 8, 2), 128: Launch(32, 16, 4, 2), 256: Launch(32, 16, 8, 1)},
+    ("dkdv", 4): {64: Launch(32, 32, 4, 2), 128: Launch(32, 32, 8, 1), 256: Launch(16, 32, 8, 1)},
 }
 # Any other chip: what fits the 99 KB of shared memory of the smallest of them.
 PORTABLE = HOPPER | {
     ("forward", 2): {64: Launch(64, 64, 4, 2), 128: Launch(64, 32, 4, 2), 256: Launch(64, 32, 8, 1)},
     ("dq", 2): {64: Launch(64, 32, 4, 2), 128: Launch(64, 32, 4, 2), 256: Launch(32, 32, 4, 1)},
-    ("dkdv", 2): {64: Launch(32, 64, 4, 2), 128: Launch(32, 64, 4, 1), 256: Launch(32, 32, 4, 1)},
+    ("dkdv", 2): {64: Launch(32, 64, 4, 2), 128: Launch(32, 64, 4, 1), 256: Launch(32, 32, 8, 1)},
+    ("dkdv", 4): {64: Launch(32, 32, 4, 2), 128: Launch(32, 32, 8, 1), 256: Launch(16, 16, 8, 1)},
 }
 CHIPS = {(9, 0): HOPPER}
 # Small and unequal, so that a short sequence in the interpreter meets many tiles and a swapped axis shows.

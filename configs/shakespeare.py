@@ -20,7 +20,7 @@ learning_rate = 1e-3
 min_learning_rate = 1e-4
 warmup_steps = 100
 beta2 = 0.99
-weight_decay = 0.1
+weight_decay = 1.0  # strong, for the same reason as the dropout
 eval_every = 125
 eval_batches = 0  # all of the validation text
 

@@ -163,6 +163,7 @@ def test_checkpoint_of_another_tokenizer(folder):
 
 
 def test_wandb_offline(folder):
+    pytest.importorskip("wandb", reason="wandb is not installed")
     result = launch(folder, steps=3, wandb="offline")
     assert result.returncode == 0, result.stderr
     assert list((folder / "runs" / "run" / "wandb").glob("offline-run-*"))
