@@ -32,7 +32,7 @@ REPORT = re.compile(r"(\d+) bytes spill stores, (\d+) bytes spill loads.*?Used (
 
 
 class Driver:
-    """Triton's active driver: answers what the compiler asks of a chip, and reports each kernel instead of loading it."""
+    """Triton's active driver: answers what the compiler asks of a chip; reports each kernel instead of loading it."""
 
     def __init__(self, chip, ptxas_log, report):
         self.chip, self.ptxas_log, self.report = chip, ptxas_log, report

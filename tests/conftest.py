@@ -8,6 +8,7 @@ import pytest
 import torch
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
+torch.set_num_threads(1)  # the parallel workers of pytest-xdist share the cores
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"  # before triton.jit is first used
 
