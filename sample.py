@@ -13,6 +13,7 @@ from pathlib import Path
 
 import torch
 
+from attention import implementation
 from checkpoint import load_checkpoint, newest_run, restore_model
 from config import fail, parse_flags, resolve_device
 from model import Cache
@@ -134,6 +135,8 @@ def main(config):
     if not ids:
         raise ValueError("the prompt is empty; give at least one character, such as --prompt 'O'")
     print(f"{path} on {device}", file=sys.stderr)
+    if model.config.attention == "auto":
+        implementation(torch.device(device))  # has its say before the text begins
     autocast = torch.autocast("cuda", torch.bfloat16) if device.startswith("cuda") else nullcontext()
     start, count = time.perf_counter(), 0
     for index in range(config.num_samples):
