@@ -1,13 +1,15 @@
-"""Backward kernels: delta, dq, dk/dv and the sum over a query group. Weights are recomputed from the saved LSE.
+"""Backward kernels: delta, dq, dk/dv, dbias and the sum over a query group. Weights come from the saved LSE.
 
 With P = 2^(score - lse2), delta_i = sum_d dO_id O_id - dlse_i and slope = d score / d (scale q.k):
     dV = P'^T dO                       (P' = P after dropout)
     dP = drop(dO V^T)
-    dS = P * (dP - delta) * slope
-    dQ = scale dS K,  dK = scale dS^T Q
+    dS = P * (dP - delta)              (gradient of the score: of bias, and of the gates as dS_ij (gate_i - gate_j))
+    dQ = scale (dS slope) K,  dK = scale (dS slope)^T Q
 Each output element is summed by one program in a fixed order: no atomics, so two runs give the same bits.
 Source: Dao et al., FlashAttention, algorithm 4, split in two so that dq needs no atomics.
 """
+
+from typing import NamedTuple
 
 import triton
 import triton.language as tl
@@ -20,6 +22,7 @@ from .tiles import (
     locate,
     meeting_range,
     narrow,
+    pair_pointers,
     sequence,
     store_rows,
     store_tile,
@@ -27,16 +30,36 @@ from .tiles import (
 )
 
 
+class Queries(NamedTuple):
+    """A tile of queries of one head with what the backward knows of them."""
+
+    tile: tl.tensor  # [queries, dim]
+    dout: tl.tensor  # [queries, value_dim]
+    lse2: tl.tensor  # [queries]
+    delta: tl.tensor  # [queries]
+    pos: tl.tensor  # [queries], counted in keys
+    head: tl.tensor
+    key: tl.tensor  # of dropout
+
+
+class Gradients(NamedTuple):
+    """What a kernel sums: of queries (dq, gate) in dq_kernel, of keys (dk, dv, gate) in dkdv_kernel."""
+
+    main: tl.tensor  # dq or dk
+    value: tl.tensor  # dv
+    gate: tl.tensor  # of the cumulative gates
+
+
 @triton.jit(do_not_specialize=["q_len", "k_len"])
-def delta_kernel(out, dout, dlse, delta, q_len, k_len, TILE: tl.constexpr):
+def delta_kernel(out, dout, dlse, delta, q_len, k_len, ragged, TILE: tl.constexpr):
     """delta_i = sum_d dO_id O_id - dlse_i for one tile of queries of one head; dlse may be None."""
     tile, head, index = locate(tl.cdiv(q_len, TILE.block_q), TILE.heads, False)
-    seq = sequence(index, q_len, k_len)
+    seq = sequence(index, q_len, k_len, ragged)
     q_start = tile * TILE.block_q
     at = seq.q_start + q_start
     count = seq.q_len - q_start
-    out_tile = load_tile(out, seq.row, head, at, count, TILE.block_q, TILE.value_dim, True)
-    dout_tile = load_tile(dout, seq.row, head, at, count, TILE.block_q, TILE.value_dim, True)
+    out_tile = load_tile(out, seq.row, head, at, 0, count, TILE.block_q, TILE.value_dim, True)
+    dout_tile = load_tile(dout, seq.row, head, at, 0, count, TILE.block_q, TILE.value_dim, True)
     rows = tl.sum(out_tile.to(tl.float32) * dout_tile.to(tl.float32), 1)
     if dlse is not None:
         rows -= load_rows(dlse, seq.row, head, at, count, 0.0, TILE.block_q)
@@ -44,171 +67,171 @@ def delta_kernel(out, dout, dlse, delta, q_len, k_len, TILE: tl.constexpr):
 
 
 @triton.jit
-def load_lse2(lse2, row, head, start, count, BLOCK: tl.constexpr):
-    """lse2 with +inf where there is none, so that 2^(score - lse2) is 0 for rows that see no key or do not exist."""
-    rows = load_rows(lse2, row, head, start, count, float("inf"), BLOCK)
-    return tl.where(rows == float("-inf"), float("inf"), rows)
+def load_queries(q, dout, lse2, delta, head, start, seq, terms, RULE: tl.constexpr, TILE: tl.constexpr):
+    """Queries [start, start + block_q) of a sequence.
+
+    lse2 is +inf where there is none, so that 2^(score - lse2) is 0 for rows that see no key or do not exist.
+    """
+    at = seq.q_start + start
+    count = seq.q_len - start
+    rows = load_rows(lse2, seq.row, head, at, count, float("inf"), TILE.block_q)
+    return Queries(
+        load_tile(q, seq.row, head, at, 0, count, TILE.block_q, TILE.dim, True),
+        load_tile(dout, seq.row, head, at, 0, count, TILE.block_q, TILE.value_dim, True),
+        tl.where(rows == float("-inf"), float("inf"), rows),
+        load_rows(delta, seq.row, head, at, count, 0.0, TILE.block_q),
+        start + seq.k_len - seq.q_len + tl.arange(0, TILE.block_q),
+        head,
+        dropout_key(seq, head, terms, RULE),
+    )
 
 
 @triton.jit
-def weight_gradients(
-    qk, dweights, lse2, delta, q_pos, k_pos, k_len, key, scale, RULE: tl.constexpr, MASKED: tl.constexpr
+def score_gradients(
+    qk, dweights, lse2, delta, q_pos, k_pos, queries, seq, terms, RULE: tl.constexpr, MASKED: tl.constexpr
 ):
-    """Weights after dropout, and dS, in the orientation of qk; dweights is dO.v, the gradient after dropout."""
-    scores, slope = shape_scores(qk, q_pos, k_pos, k_len, scale, RULE, MASKED)
+    """Weights after dropout, dS and slope, in the orientation of qk; dweights is dO.v, the gradient after dropout."""
+    scores, slope = shape_scores(qk, q_pos, k_pos, queries.head, seq, terms, RULE, MASKED)
     weights = tl.exp2(scores - lse2)
-    dropped = weights
-    if RULE.dropout > 0:
-        dropped = drop(weights, key, q_pos, k_pos, RULE)
-        dweights = drop(dweights, key, q_pos, k_pos, RULE)
-    return dropped, weights * (dweights - delta) * slope
+    dscores = weights * (drop(dweights, queries.key, q_pos, k_pos, RULE) - delta)
+    if MASKED:  # an invisible key may hold NaN
+        dscores = tl.where(weights > 0, dscores, 0.0)
+    return drop(weights, queries.key, q_pos, k_pos, RULE), dscores, slope
 
 
 @triton.jit
 def gather_dq(
-    dq, q_tile, dout_tile, lse2, delta, k, v, head, q_pos, seq, key, scale, lo, hi,
-    RULE: tl.constexpr, TILE: tl.constexpr, MASKED: tl.constexpr,
-):  # fmt: skip
-    """Add dS K over the keys in [lo, hi)."""
+    sums, queries, k, v, low, high, seq, terms, lo, hi, RULE: tl.constexpr, TILE: tl.constexpr, MASKED: tl.constexpr
+):
+    """Add dS K over the keys in [lo, hi); low and high bound the keys that any of the queries can see."""
+    kv_head = queries.head // TILE.group
     for start in range(lo, hi, TILE.block_k):
         k_pos = start + tl.arange(0, TILE.block_k)
         at = seq.k_start + start
-        count = seq.k_len - start
-        k_tile = load_tile(k, seq.row, head, at, count, TILE.block_k, TILE.dim, MASKED)
-        v_tile = load_tile(v, seq.row, head, at, count, TILE.block_k, TILE.value_dim, MASKED)
-        qk = dot(q_tile, tl.trans(k_tile), None, TILE)
-        dweights = dot(dout_tile, tl.trans(v_tile), None, TILE)
-        _, dscores = weight_gradients(
-            qk,
-            dweights,
-            lse2[:, None],
-            delta[:, None],
-            q_pos[:, None],
-            k_pos[None, :],
-            seq.k_len,
-            key,
-            scale,
-            RULE,
-            MASKED,
-        )
-        dq = dot(narrow(dscores, k_tile), k_tile, dq, TILE)
-    return dq
+        k_tile = load_tile(k, seq.row, kv_head, at, low - start, high - start, TILE.block_k, TILE.dim, MASKED)
+        v_tile = load_tile(v, seq.row, kv_head, at, low - start, high - start, TILE.block_k, TILE.value_dim, MASKED)
+        qk = dot(queries.tile, tl.trans(k_tile), None, TILE)
+        dweights = dot(queries.dout, tl.trans(v_tile), None, TILE)
+        _, dscores, slope = score_gradients(
+            qk, dweights, queries.lse2[:, None], queries.delta[:, None], queries.pos[:, None], k_pos[None, :], queries,
+            seq, terms, RULE, MASKED,
+        )  # fmt: skip
+        gate = sums.gate
+        if terms.gate is not None:
+            gate += tl.sum(dscores, 1)
+        sums = Gradients(dot(narrow(dscores * slope, k_tile), k_tile, sums.main, TILE), sums.value, gate)
+    return sums
 
 
 @triton.jit(do_not_specialize=["q_len", "k_len"])
-def dq_kernel(q, k, v, dout, lse2, delta, dq, seed, q_len, k_len, scale, RULE: tl.constexpr, TILE: tl.constexpr):
-    """dQ = scale dS K for one tile of queries of one head; a walk over the keys, as in the forward."""
+def dq_kernel(
+    q, k, v, dout, lse2, delta, dq, dgate, q_len, k_len, ragged, terms, RULE: tl.constexpr, TILE: tl.constexpr
+):
+    """dQ = scale dS K and the query half of dgate, for one tile of queries; a walk over the keys, as in the forward."""
     tile, head, index = locate(tl.cdiv(q_len, TILE.block_q), TILE.heads, RULE.causal)
-    seq = sequence(index, q_len, k_len)
+    seq = sequence(index, q_len, k_len, ragged)
     q_start = tile * TILE.block_q
-    at = seq.q_start + q_start
     count = seq.q_len - q_start
-    shift = seq.k_len - seq.q_len
-    q_pos = q_start + shift + tl.arange(0, TILE.block_q)
-    q_tile = load_tile(q, seq.row, head, at, count, TILE.block_q, TILE.dim, True)
-    dout_tile = load_tile(dout, seq.row, head, at, count, TILE.block_q, TILE.value_dim, True)
-    lse2_rows = load_lse2(lse2, seq.row, head, at, count, TILE.block_q)
-    delta_rows = load_rows(delta, seq.row, head, at, count, 0.0, TILE.block_q)
-    key = 0
-    if RULE.dropout > 0:
-        key = dropout_key(seed, index, head)
-
-    first = q_start + shift
-    last = tl.minimum(q_start + TILE.block_q, seq.q_len) - 1 + shift
+    if count <= 0:
+        return
+    first = q_start + seq.k_len - seq.q_len
+    last = first + tl.minimum(TILE.block_q, count) - 1
     lo, full_lo, full_hi, hi = meeting_range(first, last, behind(RULE), ahead(RULE), seq.k_len, TILE.block_k)
-    kv_head = head // TILE.group
-    acc = zeros(TILE.block_q, TILE.dim)
+    low = first - behind(RULE)
+    queries = load_queries(q, dout, lse2, delta, head, q_start, seq, terms, RULE, TILE)
+    sums = Gradients(zeros(TILE.block_q, TILE.dim), 0.0, tl.full([TILE.block_q], 0.0, tl.float32))
     if RULE.window > 0:
-        acc = gather_dq(
-            acc, q_tile, dout_tile, lse2_rows, delta_rows, k, v, kv_head, q_pos, seq, key, scale, lo,
-            tl.minimum(full_lo, hi), RULE, TILE, MASKED=True,
-        )  # fmt: skip
-    acc = gather_dq(
-        acc, q_tile, dout_tile, lse2_rows, delta_rows, k, v, kv_head, q_pos, seq, key, scale, full_lo, full_hi,
-        RULE, TILE, MASKED=False,
-    )  # fmt: skip
-    acc = gather_dq(
-        acc, q_tile, dout_tile, lse2_rows, delta_rows, k, v, kv_head, q_pos, seq, key, scale, full_hi, hi,
-        RULE, TILE, MASKED=True,
-    )  # fmt: skip
-    store_tile(dq, acc * scale, seq.row, head, at, count, TILE.block_q, TILE.dim)
+        split = tl.minimum(full_lo, hi)
+        sums = gather_dq(sums, queries, k, v, low, hi, seq, terms, lo, split, RULE, TILE, MASKED=True)
+    sums = gather_dq(sums, queries, k, v, low, hi, seq, terms, full_lo, full_hi, RULE, TILE, MASKED=False)
+    sums = gather_dq(sums, queries, k, v, low, hi, seq, terms, full_hi, hi, RULE, TILE, MASKED=True)
+    at = seq.q_start + q_start
+    store_tile(dq, sums.main * terms.scale, seq.row, head, at, count, TILE.block_q, TILE.dim)
+    if dgate is not None:
+        store_rows(dgate, sums.gate, seq.row, head, at, count, TILE.block_q)
 
 
 @triton.jit
 def gather_dkdv(
-    dk, dv, k_tile, v_tile, q, dout, lse2, delta, head, k_pos, seq, key, scale, lo, hi,
+    sums, k_tile, v_tile, k_pos, q, dout, lse2, delta, head, seq, terms, lo, hi,
     RULE: tl.constexpr, TILE: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
     """Add dS^T Q and P'^T dO over the queries in [lo, hi). Tiles are [keys, queries]: P'^T and dS^T are born so."""
     for start in range(lo, hi, TILE.block_q):
-        at = seq.q_start + start
-        count = seq.q_len - start
-        q_pos = start + seq.k_len - seq.q_len + tl.arange(0, TILE.block_q)
-        q_tile = load_tile(q, seq.row, head, at, count, TILE.block_q, TILE.dim, True)
-        dout_tile = load_tile(dout, seq.row, head, at, count, TILE.block_q, TILE.value_dim, True)
-        lse2_rows = load_lse2(lse2, seq.row, head, at, count, TILE.block_q)
-        delta_rows = load_rows(delta, seq.row, head, at, count, 0.0, TILE.block_q)
-        qk = dot(k_tile, tl.trans(q_tile), None, TILE)
-        dweights = dot(v_tile, tl.trans(dout_tile), None, TILE)
-        weights, dscores = weight_gradients(
-            qk, dweights, lse2_rows[None, :], delta_rows[None, :], q_pos[None, :], k_pos[:, None], seq.k_len, key,
-            scale, RULE, MASKED,
+        queries = load_queries(q, dout, lse2, delta, head, start, seq, terms, RULE, TILE)
+        qk = dot(k_tile, tl.trans(queries.tile), None, TILE)
+        dweights = dot(v_tile, tl.trans(queries.dout), None, TILE)
+        weights, dscores, slope = score_gradients(
+            qk, dweights, queries.lse2[None, :], queries.delta[None, :], queries.pos[None, :], k_pos[:, None], queries,
+            seq, terms, RULE, MASKED,
         )  # fmt: skip
-        dv = dot(narrow(weights, dout_tile), dout_tile, dv, TILE)
-        dk = dot(narrow(dscores, q_tile), q_tile, dk, TILE)
-    return dk, dv
+        gate = sums.gate
+        if terms.gate is not None:
+            gate -= tl.sum(dscores, 1)
+        sums = Gradients(
+            dot(narrow(dscores * slope, queries.tile), queries.tile, sums.main, TILE),
+            dot(narrow(weights, queries.dout), queries.dout, sums.value, TILE),
+            gate,
+        )
+    return sums
 
 
 @triton.jit(do_not_specialize=["q_len", "k_len"])
 def dkdv_kernel(
-    q, k, v, dout, lse2, delta, dk, dv, seed, q_len, k_len, scale,
+    q, k, v, dout, lse2, delta, dk, dv, dgate, q_len, k_len, ragged, terms,
     RULE: tl.constexpr, TILE: tl.constexpr, SPAN: tl.constexpr,
 ):  # fmt: skip
-    """dK and dV of one tile of keys, summed over SPAN query heads.
+    """dK, dV and the key half of dgate for one tile of keys, summed over SPAN query heads (dgate: for each of them).
 
     SPAN = group: the program walks the whole query group of its key head and writes the final gradient.
     SPAN = 1: one program per query head; with grouped queries it writes float32 partials for group_sum_kernel.
     """
     tile, slot, index = locate(tl.cdiv(k_len, TILE.block_k), TILE.heads, False)
-    seq = sequence(index, q_len, k_len)
+    seq = sequence(index, q_len, k_len, ragged)
     k_start = tile * TILE.block_k
-    at = seq.k_start + k_start
     count = seq.k_len - k_start
+    if count <= 0:
+        return
+    at = seq.k_start + k_start
     kv_head = slot * SPAN // TILE.group
     shift = seq.k_len - seq.q_len
     k_pos = k_start + tl.arange(0, TILE.block_k)
-    k_tile = load_tile(k, seq.row, kv_head, at, count, TILE.block_k, TILE.dim, True)
-    v_tile = load_tile(v, seq.row, kv_head, at, count, TILE.block_k, TILE.value_dim, True)
+    low = shift - behind(RULE) - k_start  # keys before it are seen by no query
+    k_tile = load_tile(k, seq.row, kv_head, at, low, count, TILE.block_k, TILE.dim, True)
+    v_tile = load_tile(v, seq.row, kv_head, at, low, count, TILE.block_k, TILE.value_dim, True)
 
     # In query indices a key meets [k - shift - ahead, k - shift + behind]. Rows past q_len load as lse2 = +inf and add
     # nothing, so the last tile counts as whole.
     first = k_start - shift
-    last = tl.minimum(k_start + TILE.block_k, seq.k_len) - 1 - shift
+    last = first + tl.minimum(TILE.block_k, count) - 1
     whole = tl.cdiv(seq.q_len, TILE.block_q) * TILE.block_q
     lo, full_lo, full_hi, hi = meeting_range(first, last, ahead(RULE), behind(RULE), whole, TILE.block_q)
-    dk_acc = zeros(TILE.block_k, TILE.dim)
-    dv_acc = zeros(TILE.block_k, TILE.value_dim)
+    sums = Gradients(
+        zeros(TILE.block_k, TILE.dim),
+        zeros(TILE.block_k, TILE.value_dim),
+        tl.full([TILE.block_k], 0.0, tl.float32),
+    )
     for member in range(SPAN):
         head = slot * SPAN + member
-        key = 0
-        if RULE.dropout > 0:
-            key = dropout_key(seed, index, head)
         if RULE.causal or RULE.window > 0:
-            dk_acc, dv_acc = gather_dkdv(
-                dk_acc, dv_acc, k_tile, v_tile, q, dout, lse2, delta, head, k_pos, seq, key, scale, lo,
-                tl.minimum(full_lo, hi), RULE, TILE, MASKED=True,
-            )  # fmt: skip
-        dk_acc, dv_acc = gather_dkdv(
-            dk_acc, dv_acc, k_tile, v_tile, q, dout, lse2, delta, head, k_pos, seq, key, scale, full_lo, full_hi,
+            split = tl.minimum(full_lo, hi)
+            sums = gather_dkdv(
+                sums, k_tile, v_tile, k_pos, q, dout, lse2, delta, head, seq, terms, lo, split, RULE, TILE, MASKED=True
+            )
+        sums = gather_dkdv(
+            sums, k_tile, v_tile, k_pos, q, dout, lse2, delta, head, seq, terms, full_lo, full_hi,
             RULE, TILE, MASKED=False,
         )  # fmt: skip
         if RULE.window > 0:
-            dk_acc, dv_acc = gather_dkdv(
-                dk_acc, dv_acc, k_tile, v_tile, q, dout, lse2, delta, head, k_pos, seq, key, scale, full_hi, hi,
+            sums = gather_dkdv(
+                sums, k_tile, v_tile, k_pos, q, dout, lse2, delta, head, seq, terms, full_hi, hi,
                 RULE, TILE, MASKED=True,
             )  # fmt: skip
-    store_tile(dk, dk_acc * scale, seq.row, slot, at, count, TILE.block_k, TILE.dim)
-    store_tile(dv, dv_acc, seq.row, slot, at, count, TILE.block_k, TILE.value_dim)
+        if dgate is not None:
+            store_rows(dgate, sums.gate, seq.row, head, at, count, TILE.block_k)
+            sums = Gradients(sums.main, sums.value, sums.gate * 0.0)
+    store_tile(dk, sums.main * terms.scale, seq.row, slot, at, count, TILE.block_k, TILE.dim)
+    store_tile(dv, sums.value, seq.row, slot, at, count, TILE.block_k, TILE.value_dim)
 
 
 @triton.jit(do_not_specialize=["k_len"])
@@ -219,8 +242,73 @@ def group_sum_kernel(partial, total, k_len, TILE: tl.constexpr):
     """
     tile, kv_head, row = locate(tl.cdiv(k_len, TILE.block_k), TILE.heads, False)
     start = tile * TILE.block_k
+    count = k_len - start
     acc = zeros(TILE.block_k, TILE.dim)
     for member in range(TILE.group):
         head = kv_head * TILE.group + member
-        acc += load_tile(partial, row, head, start, k_len - start, TILE.block_k, TILE.dim, True)
-    store_tile(total, acc, row, kv_head, start, k_len - start, TILE.block_k, TILE.dim)
+        acc += load_tile(partial, row, head, start, 0, count, TILE.block_k, TILE.dim, True)
+    store_tile(total, acc, row, kv_head, start, count, TILE.block_k, TILE.dim)
+
+
+class Spread(NamedTuple):
+    """Over what one element of a bias was broadcast: a constexpr argument of dbias_kernel."""
+
+    batches: int  # 1, or all rows of the batch
+    heads: int  # 1, or all heads
+    queries: bool
+    keys: bool
+
+
+@triton.jit(do_not_specialize=["q_len", "k_len"])
+def dbias_kernel(
+    q, k, v, dout, lse2, delta, dbias, q_len, k_len, ragged, terms,
+    RULE: tl.constexpr, TILE: tl.constexpr, SPREAD: tl.constexpr,
+):  # fmt: skip
+    """dS of one [queries, keys] tile of the bias, summed over all that it was broadcast over.
+
+    The scores are computed once more: cheaper than keeping dS, which would take O(B H Tq Tk) memory. TILE.heads counts
+    heads of the bias; a sequence or row of the batch is a program of its own unless SPREAD says otherwise.
+    """
+    q_tiles = 1 if SPREAD.queries else tl.cdiv(q_len, TILE.block_q)
+    k_tiles = 1 if SPREAD.keys else tl.cdiv(k_len, TILE.block_k)
+    tile, bias_head, bias_row = locate(q_tiles * k_tiles, TILE.heads, False)
+    q_lo = tile // k_tiles * TILE.block_q
+    k_lo = tile % k_tiles * TILE.block_k
+    acc = tl.full([TILE.block_q, TILE.block_k], 0.0, tl.float32)
+    for batch in range(SPREAD.batches):
+        seq = sequence(bias_row + batch, q_len, k_len, ragged)
+        q_hi = seq.q_len if SPREAD.queries else tl.minimum(q_lo + TILE.block_q, seq.q_len)
+        k_hi = seq.k_len if SPREAD.keys else tl.minimum(k_lo + TILE.block_k, seq.k_len)
+        for member in range(SPREAD.heads):
+            head = bias_head + member
+            for q_start in range(q_lo, q_hi, TILE.block_q):
+                queries = load_queries(q, dout, lse2, delta, head, q_start, seq, terms, RULE, TILE)
+                first = q_start + seq.k_len - seq.q_len
+                last = first + TILE.block_q - 1
+                lo, _, _, hi = meeting_range(first, last, behind(RULE), ahead(RULE), seq.k_len, TILE.block_k)
+                for start in range(tl.maximum(lo, k_lo), tl.minimum(hi, k_hi), TILE.block_k):
+                    k_pos = start + tl.arange(0, TILE.block_k)
+                    at = seq.k_start + start
+                    low, high = first - behind(RULE) - start, hi - start
+                    kv_head = head // TILE.group
+                    k_tile = load_tile(k, seq.row, kv_head, at, low, high, TILE.block_k, TILE.dim, True)
+                    v_tile = load_tile(v, seq.row, kv_head, at, low, high, TILE.block_k, TILE.value_dim, True)
+                    qk = dot(queries.tile, tl.trans(k_tile), None, TILE)
+                    dweights = dot(queries.dout, tl.trans(v_tile), None, TILE)
+                    _, dscores, _ = score_gradients(
+                        qk, dweights, queries.lse2[:, None], queries.delta[:, None], queries.pos[:, None],
+                        k_pos[None, :], queries, seq, terms, RULE, True,
+                    )  # fmt: skip
+                    acc += dscores
+
+    seq = sequence(bias_row, q_len, k_len, ragged)
+    q_offset = q_lo + tl.arange(0, TILE.block_q)[:, None]
+    k_offset = k_lo + tl.arange(0, TILE.block_k)[None, :]
+    if SPREAD.queries:
+        acc = tl.sum(acc, 0, keep_dims=True)
+        q_offset = tl.full([1, 1], 0, tl.int32)
+    if SPREAD.keys:
+        acc = tl.sum(acc, 1, keep_dims=True)
+        k_offset = tl.full([1, 1], 0, tl.int32)
+    pointers = pair_pointers(dbias, bias_row, bias_head, seq.q_start + q_offset, seq.k_start + k_offset)
+    tl.store(pointers, acc, (q_offset < seq.q_len) & (k_offset < seq.k_len))

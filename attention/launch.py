@@ -9,9 +9,10 @@ from typing import NamedTuple
 import torch
 import triton
 
-from . import backward as backward_kernels
+from .backward import Spread, dbias_kernel, delta_kernel, dkdv_kernel, dq_kernel, group_sum_kernel
 from .forward import forward_kernel
-from .tiles import INTERPRETED, Tile, view
+from .score import LOG2E, Terms
+from .tiles import INTERPRETED, Ragged, Tile, pair_view, rows_view, view
 
 
 class Launch(NamedTuple):
@@ -74,93 +75,155 @@ def float32_precision(dtype):
     return "ieee" if dtype == torch.float32 and torch.get_float32_matmul_precision() == "highest" else "tf32"
 
 
-def rows_view(x):
-    """View of a [B, H, T] tensor, in the (batch, sequence, head) order that kernels use."""
-    return view(x.transpose(1, 2))
+class Problem(NamedTuple):
+    """One call: its sizes, and the arguments that all kernels share."""
+
+    sequences: int  # rows of the batch, or packed sequences
+    q_len: int  # longest sequence, in queries and keys
+    k_len: int
+    ragged: Ragged
+    terms: Terms
+    tile: Tile  # but for its blocks
+    settings: dict  # kernel -> Launch
+
+    def plan(self, kernel, **changes):
+        """The Tile of a kernel and its warps and stages."""
+        launch = self.settings[kernel]
+        tile = self.tile._replace(block_q=launch.block_q, block_k=launch.block_k, **changes)
+        return tile, dict(num_warps=launch.num_warps, num_stages=launch.num_stages)
+
+    def grid(self, tile, axis="q"):
+        """One program per tile of queries ("q") or keys ("k"), head and sequence."""
+        tiles = triton.cdiv(self.q_len, tile.block_q) if axis == "q" else triton.cdiv(self.k_len, tile.block_k)
+        return (tiles * tile.heads * self.sequences,)
 
 
-def forward(q, k, v, seed, scale, rule):
-    """Launch the forward. Shapes as in attention(); returns out [B, Tq, H, Dv] and lse2 [B, H, Tq] float32, base 2."""
-    batch, q_len, heads, dim = q.shape
-    k_len, kv_heads, value_dim = v.shape[1:]
-    out = q.new_empty(batch, q_len, heads, value_dim)
-    lse2 = q.new_empty(batch, heads, q_len, dtype=torch.float32)
-    if out.numel() == 0:
-        return out, lse2
-    settings = launch_for("forward", max(dim, value_dim), q.element_size(), q.device)
-    tile = Tile(
-        settings.block_q,
-        settings.block_k,
-        dim,
-        value_dim,
-        heads,
-        heads // kv_heads,
-        float32_precision(q.dtype),
+def describe(q, k, v, options):
+    """Problem of a call; options as in ops.forward."""
+    heads, dim = q.shape[2:]
+    kv_heads, value_dim = v.shape[2:]
+    element_size, widest = q.element_size(), max(dim, value_dim)
+    packed = options.q_starts is not None
+    return Problem(
+        sequences=len(options.q_starts) - 1 if packed else q.shape[0],
+        q_len=min(options.max_q_len, q.shape[1]) if packed else q.shape[1],
+        k_len=min(options.max_k_len, k.shape[1]) if packed else k.shape[1],
+        ragged=Ragged(options.lengths, options.q_starts, options.k_starts),
+        terms=Terms(options.scale, pair_view(options.bias), view(options.gate), options.seed),
+        tile=Tile(0, 0, dim, value_dim, heads, heads // kv_heads, float32_precision(q.dtype)),
+        settings={kernel: launch_for(kernel, widest, element_size, q.device) for kernel in ("forward", "dq", "dkdv")}
+        | {"dbias": launch_for("dq", widest, element_size, q.device), "rows": ROWS},
     )
-    grid = (triton.cdiv(q_len, tile.block_q) * heads * batch,)
-    with device_of(q):
-        forward_kernel[grid](
-            view(q), view(k), view(v), view(out), rows_view(lse2), seed, q_len, k_len, scale, rule, tile,
-            num_warps=settings.num_warps, num_stages=settings.num_stages,
-        )  # fmt: skip
+
+
+def output(problem, like, *shape, fill=0.0, dtype=None):
+    """An empty tensor; filled where the kernels may leave out rows that belong to no sequence."""
+    if any(x is not None for x in problem.ragged):
+        return like.new_full(shape, fill, dtype=dtype or like.dtype)
+    return like.new_empty(shape, dtype=dtype or like.dtype)
+
+
+def forward(q, k, v, rule, options):
+    """Launch the forward. Shapes as in attention(); returns out [B, Tq, H, Dv] and lse2 [B, H, Tq] float32, base 2."""
+    problem = describe(q, k, v, options)
+    out = output(problem, q, *q.shape[:3], v.shape[-1])
+    lse2 = output(problem, q, q.shape[0], q.shape[2], q.shape[1], fill=float("-inf"), dtype=torch.float32)
+    if out.numel() > 0:
+        tile, settings = problem.plan("forward")
+        with torch.cuda.device_of(q):
+            forward_kernel[problem.grid(tile)](
+                view(q), view(k), view(v), view(out), rows_view(lse2), options.sink, problem.q_len, problem.k_len,
+                problem.ragged, problem.terms, rule, tile, **settings,
+            )  # fmt: skip
     return out, lse2
 
 
-def backward(q, k, v, out, lse2, dout, dlse, seed, scale, rule, loop_group=None):
-    """Launch the backward; returns dq, dk, dv in the dtype and shape of q, k, v.
+def backward(q, k, v, out, lse2, dout, dlse, rule, options, loop_group=None):
+    """Launch the backward; returns dq, dk, dv, dbias, dgate, dsink, with None for those whose input is None.
 
     dlse [B, H, Tq] float32 is the gradient of the natural-log LSE, or None. loop_group forces one of the strategies for
     grouped queries: True loops, False writes float32 partials of shape [B, Tk, H, D + Dv] and adds them.
     """
-    batch, q_len, heads, dim = q.shape
-    k_len, kv_heads, value_dim = v.shape[1:]
-    dq, dk, dv = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q, k, v))
+    problem = describe(q, k, v, options)
+    dq, dk, dv = (output(problem, x, *x.shape) for x in (q, k, v))
+    bias, gate, sink = options.bias, options.gate, options.sink
     if q.numel() == 0 or k.numel() == 0:
-        return dq.zero_(), dk.zero_(), dv.zero_()
+        zeros = [None if x is None else torch.zeros_like(x) for x in (bias, gate, sink)]
+        return dq.zero_(), dk.zero_(), dv.zero_(), *zeros
     if dout.stride(-1) != 1:  # the gradient of a sum is an expanded scalar
         dout = dout.contiguous()
-    widest = max(dim, value_dim)
-    tile = Tile(ROWS.block_q, ROWS.block_k, dim, value_dim, heads, heads // kv_heads, float32_precision(q.dtype))
-    delta = torch.empty_like(lse2)
+    sizes = (problem.q_len, problem.k_len, problem.ragged)
+    delta = output(problem, lse2, *lse2.shape)
+    inputs = (view(q), view(k), view(v), view(dout), rows_view(lse2), rows_view(delta))
+    gate_shape = None if gate is None else (q.shape[0], q.shape[2])
+    q_gate = None if gate is None else output(problem, lse2, *gate_shape, q.shape[1])
+    k_gate = None if gate is None else output(problem, lse2, *gate_shape, k.shape[1])
 
-    with device_of(q):
-        backward_kernels.delta_kernel[(triton.cdiv(q_len, tile.block_q) * heads * batch,)](
-            view(out), view(dout), None if dlse is None else rows_view(dlse), rows_view(delta), q_len, k_len, tile,
-            num_warps=ROWS.num_warps,
-        )  # fmt: skip
+    with torch.cuda.device_of(q):
+        tile, settings = problem.plan("rows")
+        delta_kernel[problem.grid(tile)](
+            view(out), view(dout), rows_view(dlse), rows_view(delta), *sizes, tile, **settings
+        )
+        tile, settings = problem.plan("dq")
+        dq_kernel[problem.grid(tile)](
+            *inputs, view(dq), rows_view(q_gate), *sizes, problem.terms, rule, tile, **settings
+        )
+        launch_dkdv(problem, inputs, dk, dv, k_gate, rule, loop_group)
+        dbias = None if bias is None else launch_dbias(problem, inputs, bias, rule)
 
-        settings = launch_for("dq", widest, q.element_size(), q.device)
-        tile = tile._replace(block_q=settings.block_q, block_k=settings.block_k)
-        backward_kernels.dq_kernel[(triton.cdiv(q_len, tile.block_q) * heads * batch,)](
-            view(q), view(k), view(v), view(dout), rows_view(lse2), rows_view(delta), view(dq), seed, q_len, k_len,
-            scale, rule, tile, num_warps=settings.num_warps, num_stages=settings.num_stages,
-        )  # fmt: skip
-
-        settings = launch_for("dkdv", widest, q.element_size(), q.device)
-        k_tiles = triton.cdiv(k_len, settings.block_k)
-        if loop_group is None:
-            loop_group = loops_over_group(k_tiles * kv_heads * batch, q.device)
-        partials = heads != kv_heads and not loop_group
-        slots = heads if partials else kv_heads
-        tile = tile._replace(block_q=settings.block_q, block_k=settings.block_k, heads=slots)
-        dk_sum, dv_sum = dk, dv
-        if partials:
-            dk_sum = k.new_empty(batch, k_len, heads, dim, dtype=torch.float32)
-            dv_sum = v.new_empty(batch, k_len, heads, value_dim, dtype=torch.float32)
-        backward_kernels.dkdv_kernel[(k_tiles * slots * batch,)](
-            view(q), view(k), view(v), view(dout), rows_view(lse2), rows_view(delta), view(dk_sum), view(dv_sum), seed,
-            q_len, k_len, scale, rule, tile, SPAN=heads // slots,
-            num_warps=settings.num_warps, num_stages=settings.num_stages,
-        )  # fmt: skip
-        if partials:
-            for partial, total in ((dk_sum, dk), (dv_sum, dv)):
-                tile = tile._replace(block_k=ROWS.block_k, dim=total.shape[-1], heads=kv_heads)
-                backward_kernels.group_sum_kernel[(triton.cdiv(k_len, tile.block_k) * kv_heads * batch,)](
-                    view(partial), view(total), k_len, tile, num_warps=ROWS.num_warps
-                )
-    return dq, dk, dv
+    dgate = dsink = None
+    if gate is not None:  # query i stands at gate i + Tk - Tq; a query before the first key sees none, so its half is 0
+        shift = k.shape[1] - q.shape[1]
+        dgate = k_gate
+        dgate[:, :, max(shift, 0) :] += q_gate[:, :, max(-shift, 0) :]
+        dgate = dgate.transpose(1, 2).to(gate.dtype).contiguous()
+    if sink is not None:  # its weight has no value, so dS = -weight * delta
+        weight = torch.exp(sink.float()[:, None] - lse2 / LOG2E.value)
+        dsink = -torch.where(lse2 == float("-inf"), 0.0, weight * delta).sum((0, 2), dtype=torch.float64).to(sink.dtype)
+    return dq, dk, dv, dbias, dgate, dsink
 
 
-def device_of(x):
-    """Triton launches on the current device; make that the tensor's own."""
-    return torch.cuda.device_of(x)
+def launch_dkdv(problem, inputs, dk, dv, k_gate, rule, loop_group):
+    """Fill dk and dv [B, Tk, Hkv, D or Dv], and the key half of dgate [B, H, Tk]."""
+    (batch, k_len, kv_heads, _), heads = dk.shape, problem.tile.heads
+    tile, settings = problem.plan("dkdv")
+    if loop_group is None:
+        loop_group = loops_over_group(problem.grid(tile._replace(heads=kv_heads), "k")[0], dk.device)
+    partials = heads != kv_heads and not loop_group
+    dk_sum, dv_sum = dk, dv
+    if partials:
+        dk_sum, dv_sum = (output(problem, x, batch, k_len, heads, x.shape[-1], dtype=torch.float32) for x in (dk, dv))
+    tile = tile._replace(heads=heads if partials else kv_heads)
+    dkdv_kernel[problem.grid(tile, "k")](
+        *inputs, view(dk_sum), view(dv_sum), rows_view(k_gate), problem.q_len, problem.k_len, problem.ragged,
+        problem.terms, rule, tile, SPAN=heads // tile.heads, **settings,
+    )  # fmt: skip
+    if partials:
+        for partial, total in ((dk_sum, dk), (dv_sum, dv)):
+            tile, settings = problem.plan("rows", dim=total.shape[-1], heads=kv_heads)
+            grid = (triton.cdiv(k_len, tile.block_k) * kv_heads * batch,)
+            group_sum_kernel[grid](view(partial), view(total), k_len, tile, **settings)
+
+
+def launch_dbias(problem, inputs, bias, rule):
+    """The gradient of bias, in its own broadcast shape."""
+    rows, bias_heads, q_len, k_len = bias.shape
+    packed = problem.ragged.q_starts is not None
+    spread = Spread(
+        batches=problem.sequences // rows if not packed else 1,
+        heads=problem.tile.heads // bias_heads,
+        queries=q_len == 1,
+        keys=k_len == 1,
+    )
+    programs = problem.sequences if packed else rows
+    # Packed sequences share an element only if it is broadcast over both axes: then each has its own, added below.
+    shared = packed and spread.queries and spread.keys
+    dbias = bias.new_zeros(programs if shared else rows, bias_heads, q_len, k_len, dtype=torch.float32)
+    tile, settings = problem.plan("dbias", heads=bias_heads)
+    tiles = 1 if spread.queries else triton.cdiv(problem.q_len, tile.block_q)
+    tiles *= 1 if spread.keys else triton.cdiv(problem.k_len, tile.block_k)
+    dbias_kernel[(tiles * bias_heads * programs,)](
+        *inputs, pair_view(dbias), problem.q_len, problem.k_len, problem.ragged, problem.terms,
+        rule, tile, SPREAD=spread, **settings,
+    )  # fmt: skip
+    return (dbias.sum(0, keepdim=True) if shared else dbias).to(bias.dtype)

@@ -4,59 +4,135 @@ Triton is imported when an op first runs, never before: the package loads on mac
 """
 
 import math
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 
+class Options(NamedTuple):
+    """The optional tensors and numbers of a call, as the ops take them; None or 0 = without."""
+
+    bias: Tensor | None  # [B or 1, H or 1, Tq or 1, Tk or 1]
+    gate: Tensor | None  # [B, Tk, H] float64, cumulative decay
+    sink: Tensor | None  # [H]
+    seed: Tensor | None  # [1] int64
+    lengths: Tensor | None  # [B] int32
+    q_starts: Tensor | None  # [N + 1] int32, cumulative; both or none
+    k_starts: Tensor | None
+    max_q_len: int
+    max_k_len: int
+    causal: bool
+    window: int
+    softcap: float
+    dropout: float
+    scale: float
+
+    @property
+    def rule(self):
+        from .score import Rule
+
+        return Rule(self.causal, self.window, self.softcap, self.dropout)
+
+
 @torch.library.custom_op("attention::forward", mutates_args=())
 def forward(
-    q: Tensor, k: Tensor, v: Tensor, seed: Tensor | None, causal: bool, window: int, softcap: float, dropout: float,
-    scale: float,
+    q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, gate: Tensor | None, sink: Tensor | None,
+    seed: Tensor | None, lengths: Tensor | None, q_starts: Tensor | None, k_starts: Tensor | None, max_q_len: int,
+    max_k_len: int, causal: bool, window: int, softcap: float, dropout: float, scale: float,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """out [B, Tq, H, Dv] in the dtype of q and lse2 [B, H, Tq] float32, base 2; 0 for window or softcap means none."""
+    """out [B, Tq, H, Dv] in the dtype of q and lse2 [B, H, Tq] float32, base 2. The rest is Options, field by field."""
     from . import launch
-    from .score import Rule
 
-    return launch.forward(q, k, v, seed, scale, Rule(causal, window, softcap, dropout))
+    options = Options(
+        bias,
+        gate,
+        sink,
+        seed,
+        lengths,
+        q_starts,
+        k_starts,
+        max_q_len,
+        max_k_len,
+        causal,
+        window,
+        softcap,
+        dropout,
+        scale,
+    )
+    return launch.forward(q, k, v, options.rule, options)
 
 
 @forward.register_fake
-def _(q, k, v, seed, causal, window, softcap, dropout, scale):
+def _(q, k, v, *options):
     batch, q_len, heads, _ = q.shape
     return q.new_empty(batch, q_len, heads, v.shape[-1]), q.new_empty(batch, heads, q_len, dtype=torch.float32)
 
 
 @torch.library.custom_op("attention::backward", mutates_args=())
 def backward(
-    q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse2: Tensor, dout: Tensor, dlse: Tensor | None, seed: Tensor | None,
-    causal: bool, window: int, softcap: float, dropout: float, scale: float,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """dq, dk, dv. dlse [B, H, Tq] is the gradient of the LSE in natural units, or None."""
+    q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse2: Tensor, dout: Tensor, dlse: Tensor | None, bias: Tensor | None,
+    gate: Tensor | None, sink: Tensor | None, seed: Tensor | None, lengths: Tensor | None, q_starts: Tensor | None,
+    k_starts: Tensor | None, max_q_len: int, max_k_len: int, causal: bool, window: int, softcap: float, dropout: float,
+    scale: float,
+) -> list[Tensor]:  # fmt: skip
+    """dq, dk, dv, then dbias, dgate and dsink of those that are given. dlse [B, H, Tq] is in natural units, or None."""
     from . import launch
-    from .score import Rule
 
-    rule = Rule(causal, window, softcap, dropout)
-    return launch.backward(q, k, v, out, lse2, dout, dlse, seed, scale, rule)
+    options = Options(
+        bias,
+        gate,
+        sink,
+        seed,
+        lengths,
+        q_starts,
+        k_starts,
+        max_q_len,
+        max_k_len,
+        causal,
+        window,
+        softcap,
+        dropout,
+        scale,
+    )
+    gradients = launch.backward(q, k, v, out, lse2, dout, dlse, options.rule, options)
+    return [x for x in gradients if x is not None]
 
 
 @backward.register_fake
-def _(q, k, v, out, lse2, dout, dlse, seed, causal, window, softcap, dropout, scale):
-    return tuple(torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q, k, v))
+def _(q, k, v, out, lse2, dout, dlse, bias, gate, sink, *options):
+    inputs = (x for x in (q, k, v, bias, gate, sink) if x is not None)
+    return [torch.empty_like(x, memory_format=torch.contiguous_format) for x in inputs]
 
 
 def _setup_context(ctx, inputs, output):
-    q, k, v, seed, *ctx.rule = inputs
-    ctx.save_for_backward(q, k, v, *output, seed)
+    q, k, v, *options = inputs
+    tensors = [x for x in options if isinstance(x, Tensor)]
+    ctx.options = [None if isinstance(x, Tensor) else x for x in options]
+    ctx.places = [place for place, x in enumerate(options) if isinstance(x, Tensor)]
+    ctx.save_for_backward(q, k, v, *output, *tensors)
     ctx.set_materialize_grads(False)
 
 
 def _autograd(ctx, dout, dlse2):
-    q, k, v, out, lse2, seed = ctx.saved_tensors
+    q, k, v, out, lse2, *tensors = ctx.saved_tensors
+    options = Options(*ctx.options)._asdict()
+    for place, tensor in zip(ctx.places, tensors, strict=True):
+        options[Options._fields[place]] = tensor
+    options = Options(**options)
     if dout is None:
         dout = torch.zeros_like(out)
     dlse = None if dlse2 is None else dlse2 / math.log(2)  # lse2 = lse / ln 2
-    return *backward(q, k, v, out, lse2, dout, dlse, seed, *ctx.rule), *[None] * 6
+    dq, dk, dv, *rest = backward(q, k, v, out, lse2, dout, dlse, *options)
+    rest = [None if x is None else rest.pop(0) for x in (options.bias, options.gate, options.sink)]
+    return dq, dk, dv, *rest, *[None] * (len(options) - 3)
 
 
 forward.register_autograd(_autograd, setup_context=_setup_context)
+
+
+def _no_second_derivative(ctx, *gradients):
+    raise RuntimeError("attention() has no second derivative; for one, use impl='reference'")
+
+
+backward.register_autograd(_no_second_derivative)

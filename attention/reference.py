@@ -7,51 +7,87 @@ import torch
 
 
 def reference_attention(
-    q, k, v, *, causal=True, window=None, scale=None, softcap=None, dropout=0.0, seed=None, return_lse=False
-):
+    q, k, v, *, causal=True, window=None, scale=None, softcap=None, dropout=0.0, seed=None, bias=None, decay=None,
+    sink=None, lengths=None, cu_seqlens=None, max_seqlen=None, return_lse=False,
+):  # fmt: skip
     """Arguments and results as attention(); seed is a tensor of one int64. Computes in the dtype of q throughout."""
-    q_len, k_len, heads = q.shape[1], k.shape[1], q.shape[2]
+    batch, q_len, heads, dim = q.shape
+    k_len = k.shape[1]
     group = heads // k.shape[2]
-    scale = q.shape[-1] ** -0.5 if scale is None else scale
+    scale = dim**-0.5 if scale is None else scale
+    shape = (batch, heads, q_len, k_len)
     k, v = (x.repeat_interleave(group, dim=2) for x in (k, v))
 
     scores = scale * torch.einsum("bqhd,bkhd->bhqk", q, k)
     if softcap is not None:
         scores = softcap * torch.tanh(scores / softcap)
-
-    q_pos = torch.arange(q_len, device=q.device)[:, None] + k_len - q_len  # counted in keys
-    k_pos = torch.arange(k_len, device=q.device)[None, :]
-    visible = torch.ones(q_len, k_len, dtype=torch.bool, device=q.device)
+    sequence, q_pos, k_pos, visible = place(shape, lengths, cu_seqlens, q.device)
     if causal:
-        visible &= k_pos <= q_pos
+        visible = visible & (k_pos <= q_pos)
     if window is not None:
-        visible &= (q_pos - k_pos < window) & (k_pos - q_pos < window)
+        visible = visible & (q_pos - k_pos < window) & (k_pos - q_pos < window)
+    if decay is not None:  # the sum runs through all sequences of a row, which the difference cancels
+        gate = decay.cumsum(1).transpose(1, 2)  # [B, H, Tk]
+        at = torch.where(visible, torch.arange(k_len, device=q.device), 0).amax(-1)  # last key a query sees: its own
+        q_gate = gate.gather(2, at.expand(batch, heads, q_len))
+        scores = scores + (q_gate[..., :, None] - gate[..., None, :]).to(scores.dtype)
+    if bias is not None:
+        scores = scores + bias
 
     # A row that sees no key gives 0 and lse = -inf, without a NaN on the way back.
+    visible = visible & (scores.detach() > float("-inf"))
     alive = visible.any(-1, keepdim=True)
-    scores = scores.masked_fill(~visible & alive, float("-inf"))
-    weights = torch.softmax(scores, -1) * alive
+    scores = scores.masked_fill(~visible, float("-inf")).masked_fill(~alive, 0.0)
+    logits = scores
+    if sink is not None:
+        logits = torch.cat((scores, sink.to(scores.dtype)[:, None, None].expand(batch, heads, q_len, 1)), -1)
+    weights = torch.softmax(logits, -1)[..., :k_len] * alive
     if dropout > 0:
-        weights = weights * keep_mask(seed, scores.shape, dropout) / (1 - dropout)
+        weights = weights * keep_mask(seed, sequence, heads, q_pos, k_pos, dropout) / (1 - dropout)
     out = torch.einsum("bhqk,bkhd->bqhd", weights, v)
     if not return_lse:
         return out
-    lse = torch.logsumexp(scores, -1).masked_fill(~alive.squeeze(-1), float("-inf"))
+    lse = torch.logsumexp(logits, -1).masked_fill(~alive.squeeze(-1), float("-inf"))
     return out, lse.float() if q.dtype != torch.float64 else lse
 
 
-def keep_mask(seed, shape, dropout):
+def place(shape, lengths, cu_seqlens, device):
+    """Where queries and keys stand: their sequence's number, positions counted in its keys, and which pairs exist.
+
+    All broadcast to [B, H, Tq, Tk].
+    """
+    batch, _, q_len, k_len = shape
+    q_pos = torch.arange(q_len, device=device).view(1, 1, -1, 1)
+    k_pos = torch.arange(k_len, device=device).view(1, 1, 1, -1)
+    if cu_seqlens is not None:
+        q_starts, k_starts = cu_seqlens if isinstance(cu_seqlens, tuple) else (cu_seqlens, cu_seqlens)
+        q_starts, k_starts = q_starts.long(), k_starts.long()
+        # number of the sequence: how many have ended; past the last one it is the count of sequences
+        q_sequence = torch.searchsorted(q_starts[1:].contiguous(), q_pos, right=True)
+        k_sequence = torch.searchsorted(k_starts[1:].contiguous(), k_pos, right=True)
+        last = len(q_starts) - 2
+        inside = q_sequence.clamp(max=last)
+        q_count = (q_starts[1:] - q_starts[:-1])[inside]
+        k_count = (k_starts[1:] - k_starts[:-1])[inside]
+        q_pos = q_pos - q_starts[inside] + k_count - q_count
+        k_pos = k_pos - k_starts[k_sequence.clamp(max=last)]
+        return inside, q_pos, k_pos, (q_sequence == k_sequence) & (q_sequence <= last)
+    sequence = torch.arange(batch, device=device).view(-1, 1, 1, 1)
+    q_pos = q_pos + k_len - q_len
+    exists = torch.ones(batch, 1, q_len, k_len, dtype=torch.bool, device=device)
+    if lengths is not None:
+        length = lengths.long().view(-1, 1, 1, 1)
+        exists = exists & (k_pos < length) & (q_pos < length)
+    return sequence, q_pos, k_pos, exists
+
+
+def keep_mask(seed, sequence, heads, q_pos, k_pos, dropout):
     """Which weights dropout keeps: [B, H, Tq, Tk] bool, bit for bit as score.drop decides in the kernels."""
-    batch, heads, q_len, k_len = shape
-
-    def counter(size, axis):
-        return torch.arange(size, device=seed.device).view([-1 if a == axis else 1 for a in range(4)])
-
     value = seed.view(1, 1, 1, 1)
-    low, high = philox(counter(batch, 0), counter(heads, 1), value & 0xFFFFFFFF)
+    head = torch.arange(heads, device=seed.device).view(1, -1, 1, 1)
+    low, high = philox(sequence, head, value & 0xFFFFFFFF)
     key, _ = philox(low, high, (value >> 32) & 0xFFFFFFFF)
-    q_pos = counter(q_len, 2) + k_len - q_len
-    bits, _ = philox(q_pos & 0xFFFFFFFF, counter(k_len, 3), key)
+    bits, _ = philox(q_pos & 0xFFFFFFFF, k_pos & 0xFFFFFFFF, key)
     return bits >= int(dropout * 2**32)
 
 

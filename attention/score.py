@@ -1,4 +1,4 @@
-"""The one score rule: scale, softcap, mask and dropout, shared by forward, dq and dk/dv.
+"""The one score rule: scale, softcap, decay, bias, mask and dropout, shared by forward, dq, dk/dv and dbias.
 
 Functions here are elementwise and free of orientation: the caller passes positions that broadcast to its tile, so the
 same formula serves [queries, keys] and [keys, queries]. Positions of queries are counted in keys: query i of Tq stands
@@ -7,10 +7,11 @@ at key i + Tk - Tq, which aligns causal masks and windows to the last key.
 
 from typing import NamedTuple
 
+import torch
 import triton
 import triton.language as tl
 
-from .tiles import FAR
+from .tiles import FAR, PairView, View, address, pair_pointers
 
 LOG2E = tl.constexpr(1.4426950408889634)
 PHILOX_MULTIPLIER = tl.constexpr(0xD256D193)
@@ -26,6 +27,15 @@ class Rule(NamedTuple):
     dropout: float  # probability of dropping a weight
 
 
+class Terms(NamedTuple):
+    """What a score depends on at run time; None where a call does without."""
+
+    scale: float
+    bias: PairView | None
+    gate: View | None  # [B, Tk, H] float64: decay summed up to and including each key
+    seed: torch.Tensor | None  # int64 [1], of dropout
+
+
 @triton.constexpr_function
 def behind(rule):
     """How many keys before its own position a query sees."""
@@ -39,17 +49,29 @@ def ahead(rule):
 
 
 @triton.jit
-def shape_scores(qk, q_pos, k_pos, k_len, scale, RULE: tl.constexpr, MASKED: tl.constexpr):
+def shape_scores(qk, q_pos, k_pos, head, seq, terms, RULE: tl.constexpr, MASKED: tl.constexpr):
     """Raw q.k -> (base-2 score, d score / d (scale * q.k) up to log2 e). MASKED=False promises that all is visible."""
     slope = 1.0
     if RULE.softcap > 0:
-        cap = 1 - 2 / (tl.exp2(qk * (2 * LOG2E * scale / RULE.softcap)) + 1)  # tanh(scale * q.k / softcap)
+        cap = 1 - 2 / (tl.exp2(qk * (2 * LOG2E * terms.scale / RULE.softcap)) + 1)  # tanh(scale * q.k / softcap)
         scores = cap * (RULE.softcap * LOG2E)
         slope = 1 - cap * cap
     else:
-        scores = qk * (scale * LOG2E)
+        scores = qk * (terms.scale * LOG2E)
+    q_exists = (q_pos >= seq.k_len - seq.q_len) & (q_pos < seq.k_len)
+    k_exists = k_pos < seq.k_len
+    if terms.gate is not None:
+        # Differences of float64 sums, since a float32 sum over a long row has lost what neighbours differ by.
+        gate = address(terms.gate, seq.row, head, seq.k_start)
+        q_gate = tl.load(gate + q_pos * terms.gate.seq, q_exists & (q_pos >= 0), 0.0)
+        k_gate = tl.load(gate + k_pos * terms.gate.seq, k_exists, 0.0)
+        scores += (q_gate - k_gate).to(tl.float32) * LOG2E
+    if terms.bias is not None:
+        q_index = seq.q_start + q_pos - (seq.k_len - seq.q_len)
+        pointers = pair_pointers(terms.bias, seq.row, head, q_index, seq.k_start + k_pos)
+        scores += tl.load(pointers, q_exists & k_exists, 0.0).to(tl.float32) * LOG2E
     if MASKED:
-        visible = k_pos < k_len
+        visible = k_exists
         if RULE.causal:
             visible = visible & (k_pos <= q_pos)
         elif RULE.window > 0:
@@ -72,11 +94,13 @@ def philox(low, high, key):
 
 
 @triton.jit
-def dropout_key(seed, sequence, head):
-    """Key of one (sequence, head) under a 64-bit seed (a pointer), so that a weight's fate depends on nothing else."""
-    value = tl.load(seed).to(tl.uint64, bitcast=True)
-    low, high = philox(tl.cast(sequence, tl.uint32), tl.cast(head, tl.uint32), value.to(tl.uint32))
-    key, _ = philox(low, high, (value >> 32).to(tl.uint32))
+def dropout_key(seq, head, terms, RULE: tl.constexpr):
+    """Key of one (sequence, head) under the 64-bit seed, so that a weight's fate depends on nothing else."""
+    key = 0
+    if RULE.dropout > 0:
+        value = tl.load(terms.seed).to(tl.uint64, bitcast=True)
+        low, high = philox(tl.cast(seq.index, tl.uint32), tl.cast(head, tl.uint32), value.to(tl.uint32))
+        key, _ = philox(low, high, (value >> 32).to(tl.uint32))
     return key
 
 
@@ -89,6 +113,8 @@ def threshold(rule):
 @triton.jit
 def drop(weights, key, q_pos, k_pos, RULE: tl.constexpr):
     """Zero each weight with probability RULE.dropout and scale the others up; the same for the same (q_pos, k_pos)."""
-    bits, _ = philox((q_pos + k_pos * 0).to(tl.uint32), (k_pos + q_pos * 0).to(tl.uint32), key)
-    kept = bits >= tl.full([], threshold(RULE), tl.uint32)
-    return tl.where(kept, weights * (1 / (1 - RULE.dropout)), 0.0)
+    if RULE.dropout > 0:
+        bits, _ = philox((q_pos + k_pos * 0).to(tl.uint32), (k_pos + q_pos * 0).to(tl.uint32), key)
+        kept = bits >= tl.full([], threshold(RULE), tl.uint32)
+        weights = tl.where(kept, weights * (1 / (1 - RULE.dropout)), 0.0)
+    return weights

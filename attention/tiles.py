@@ -24,9 +24,29 @@ class View(NamedTuple):
     head: int
 
 
+class PairView(NamedTuple):
+    """A [B, H, Tq, Tk] tensor; strides are 0 where it is broadcast."""
+
+    ptr: torch.Tensor
+    batch: int
+    head: int
+    query: int
+    key: int
+
+
 def view(x):
-    """[B, T, H, D] or [B, T, H] tensor -> View."""
-    return View(x, x.stride(0), x.stride(1), x.stride(2))
+    """[B, T, H, D] or [B, T, H] tensor -> View; None stays None."""
+    return None if x is None else View(x, x.stride(0), x.stride(1), x.stride(2))
+
+
+def rows_view(x):
+    """[B, H, T] tensor -> View, in the (batch, sequence, head) order that kernels use; None stays None."""
+    return None if x is None else view(x.transpose(1, 2))
+
+
+def pair_view(x):
+    """[B, H, Tq, Tk] tensor, with ones where it is broadcast -> PairView; None stays None."""
+    return None if x is None else PairView(x, *(s if n > 1 else 0 for s, n in zip(x.stride(), x.shape, strict=True)))
 
 
 class Tile(NamedTuple):
@@ -41,9 +61,18 @@ class Tile(NamedTuple):
     precision: str  # of float32 matmuls: "ieee" or "tf32"
 
 
-class Sequence(NamedTuple):
-    """Where one sequence lies: batch row, first query and key in that row, and how many of each."""
+class Ragged(NamedTuple):
+    """What bounds sequences at run time: lengths [B], or cumulative starts [N + 1] of packed queries and keys."""
 
+    lengths: torch.Tensor | None
+    q_starts: torch.Tensor | None
+    k_starts: torch.Tensor | None
+
+
+class Sequence(NamedTuple):
+    """Where one sequence lies: its number, batch row, first query and key in that row, and how many of each."""
+
+    index: tl.tensor
     row: tl.tensor
     q_start: tl.tensor
     q_len: tl.tensor
@@ -52,9 +81,26 @@ class Sequence(NamedTuple):
 
 
 @triton.jit
-def sequence(index, q_len, k_len):
-    """Bounds of sequence `index`. A dense batch holds one sequence per row."""
-    return Sequence(index, 0, q_len, 0, k_len)
+def sequence(index, q_len, k_len, ragged):
+    """Bounds of sequence `index`. A dense batch holds one sequence per row, a packed one holds all in row 0.
+
+    With lengths, queries and keys past the length do not exist: both counts shrink by as much, so that query i still
+    stands at key i + Tk - Tq.
+    """
+    row = index
+    q_start = 0
+    k_start = 0
+    if ragged.q_starts is not None:
+        row = 0
+        q_start = tl.load(ragged.q_starts + index)
+        k_start = tl.load(ragged.k_starts + index)
+        q_len = tl.load(ragged.q_starts + index + 1) - q_start
+        k_len = tl.load(ragged.k_starts + index + 1) - k_start
+    if ragged.lengths is not None:
+        length = tl.minimum(tl.load(ragged.lengths + index), k_len)
+        q_len = tl.maximum(q_len - (k_len - length), 0)
+        k_len = length
+    return Sequence(index, row, q_start, q_len, k_start, k_len)
 
 
 @triton.jit
@@ -79,21 +125,21 @@ def address(x, row, head, position):
 
 
 @triton.jit
-def load_tile(x, row, head, start, count, BLOCK: tl.constexpr, DIM: tl.constexpr, BOUNDED: tl.constexpr):
-    """x[row, start : start + BLOCK, head] as [BLOCK, DIM padded to a power of two]; zeros past `count` rows and DIM.
+def load_tile(x, row, head, start, low, high, BLOCK: tl.constexpr, DIM: tl.constexpr, BOUNDED: tl.constexpr):
+    """x[row, start : start + BLOCK, head] as [BLOCK, DIM padded to a power of two].
 
-    BOUNDED=False promises that all BLOCK rows exist.
+    Zeros outside rows [low, high) of the tile, and past DIM. BOUNDED=False promises that all BLOCK rows count.
     """
     offset = tl.arange(0, BLOCK)
     column = tl.arange(0, padded(DIM))
     pointers = address(x, row, head, start) + offset[:, None] * x.seq + column[None, :]
-    if padded(DIM) != DIM:
-        if BOUNDED:
-            tile = tl.load(pointers, (offset[:, None] < count) & (column[None, :] < DIM), 0.0)
-        else:
-            tile = tl.load(pointers, column[None, :] < DIM, 0.0)
-    elif BOUNDED:
-        tile = tl.load(pointers, offset[:, None] < count, 0.0)
+    if BOUNDED:
+        wanted = (offset[:, None] >= low) & (offset[:, None] < high)
+        if DIM != padded(DIM):
+            wanted = wanted & (column[None, :] < DIM)
+        tile = tl.load(pointers, wanted, 0.0)
+    elif DIM != padded(DIM):
+        tile = tl.load(pointers, column[None, :] < DIM, 0.0)
     else:
         tile = tl.load(pointers)
     return tile
@@ -120,6 +166,13 @@ def store_rows(x, values, row, head, start, count, BLOCK: tl.constexpr):
     """Write the first `count` values to x[row, start : start + count, head] of a [B, T, H] tensor."""
     offset = tl.arange(0, BLOCK)
     tl.store(address(x, row, head, start) + offset * x.seq, values, offset < count)
+
+
+@triton.jit
+def pair_pointers(x, row, head, q_index, k_index):
+    """Pointers to x[row, head, q_index, k_index] of a [B, H, Tq, Tk] tensor; the indices broadcast."""
+    base = x.ptr + tl.cast(row, tl.int64) * x.batch + tl.cast(head, tl.int64) * x.head
+    return base + tl.cast(q_index, tl.int64) * x.query + tl.cast(k_index, tl.int64) * x.key
 
 
 @triton.constexpr_function

@@ -20,7 +20,7 @@ from triton.backends.compiler import GPUTarget
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from attention import launch
-from attention.score import Rule
+from attention.ops import Options
 
 # name -> (dtype, torch.set_float32_matmul_precision)
 DTYPES = {
@@ -69,10 +69,10 @@ class Driver:
 def launch_kernels(dtype, dim, causal, group):
     """Forward and backward of one problem, by every strategy for grouped queries if there are groups."""
     q, k = (torch.empty(2, 4096, heads, dim, dtype=dtype, device="meta") for heads in (2 * group, 2))
-    rule, scale = Rule(causal, window=0, softcap=0.0, dropout=0.0), dim**-0.5
-    out, lse2 = launch.forward(q, k, k, None, scale, rule)
+    options = Options(*[None] * 7, 0, 0, causal, window=0, softcap=0.0, dropout=0.0, scale=dim**-0.5)
+    out, lse2 = launch.forward(q, k, k, options.rule, options)
     for loop_group in (True, False)[: 1 if group == 1 else 2]:
-        launch.backward(q, k, k, out, lse2, out, None, None, scale, rule, loop_group)
+        launch.backward(q, k, k, out, lse2, out, None, options.rule, options, loop_group)
 
 
 def main():

@@ -1,0 +1,134 @@
+"""What attention() accepts: each rule as one sentence with the value, the rule and the remedy.
+
+Shapes and dtypes are always checked. The contents of lengths and cu_seqlens would cost a wait for the device on every
+call, so they are checked only when the environment variable ATTENTION_DEBUG is 1.
+"""
+
+import math
+import os
+
+import torch
+
+MAX_HEAD_DIM = 256
+DTYPES = (torch.float16, torch.bfloat16, torch.float32)
+IMPLEMENTATIONS = ("auto", "triton", "sdpa", "reference")
+
+
+def check_tensors(q, k, v):
+    for name, x in (("q", q), ("k", k), ("v", v)):
+        if x.dim() != 4:
+            raise ValueError(f"{name} has shape {tuple(x.shape)}; it must be [batch, sequence, heads, head_dim]")
+        if x.dtype not in (*DTYPES, torch.float64):
+            raise ValueError(f"{name} is {x.dtype}; cast it to float16, bfloat16 or float32")
+        if x.dtype != q.dtype or x.device != q.device:
+            raise ValueError(f"{name} is {x.dtype} on {x.device}, q is {q.dtype} on {q.device}; they must be the same")
+        if x.shape[-1] % 8 or not 8 <= x.shape[-1] <= MAX_HEAD_DIM:
+            raise ValueError(
+                f"{name} has head dim {x.shape[-1]}; it must be a multiple of 8 up to {MAX_HEAD_DIM}: pad it"
+            )
+        if x.stride(-1) != 1:
+            raise ValueError(
+                f"{name} has stride {x.stride(-1)} in its last dimension; it must be 1: call .contiguous()"
+            )
+    if k.shape[:3] != v.shape[:3]:
+        raise ValueError(
+            f"k has shape {tuple(k.shape)}, v {tuple(v.shape)}; batch, sequence and heads must be the same"
+        )
+    if q.shape[0] != k.shape[0]:
+        raise ValueError(f"q has batch {q.shape[0]}, k and v {k.shape[0]}; they must be the same")
+    if q.shape[-1] != k.shape[-1]:
+        raise ValueError(f"q has head dim {q.shape[-1]}, k {k.shape[-1]}; they must be the same")
+    if k.shape[2] == 0 or q.shape[2] % k.shape[2]:
+        raise ValueError(f"q has {q.shape[2]} heads, k and v {k.shape[2]}; the first must be a multiple of the second")
+
+
+def check_options(q, window, scale, softcap, dropout, seed, impl):
+    if impl not in IMPLEMENTATIONS:
+        raise ValueError(f"impl={impl!r} is unknown; choose one of {', '.join(IMPLEMENTATIONS)}")
+    if window is not None and window < 1:
+        raise ValueError(f"window={window} must be at least 1 (the query's own position); None means no limit")
+    if scale is not None and not math.isfinite(scale):
+        raise ValueError(f"scale={scale} must be finite; None means 1 / sqrt(head_dim)")
+    if softcap is not None and not (softcap > 0 and math.isfinite(softcap)):
+        raise ValueError(f"softcap={softcap} must be positive and finite; None turns it off")
+    if not 0 <= dropout < 1:
+        raise ValueError(f"dropout={dropout} must be in [0, 1)")
+    if isinstance(seed, torch.Tensor) and (seed.dtype != torch.int64 or seed.numel() != 1 or seed.device != q.device):
+        raise ValueError(
+            f"seed is {seed.dtype} with {seed.numel()} elements on {seed.device}; it must be one int64 on {q.device}"
+        )
+    if q.dtype == torch.float64 and impl == "triton":
+        raise ValueError(
+            "q is torch.float64; the kernels take float16, bfloat16 and float32: cast it or use 'reference'"
+        )
+
+
+def check_terms(q, k, causal, bias, decay, sink):
+    """bias, decay and sink against the shapes of q [B, Tq, H, D] and k [B, Tk, Hkv, D]."""
+    (batch, q_len, heads, _), k_len = q.shape, k.shape[1]
+    for name, x in (("bias", bias), ("decay", decay), ("sink", sink)):
+        if x is not None and (not x.is_floating_point() or x.device != q.device):
+            raise ValueError(f"{name} is {x.dtype} on {x.device}; it must be floating point on {q.device}")
+    if bias is not None:
+        full = (batch, heads, q_len, k_len)
+        shape = (1,) * (4 - bias.dim()) + tuple(bias.shape)
+        if len(shape) != 4 or any(n not in (1, m) for n, m in zip(shape, full, strict=True)):
+            raise ValueError(f"bias has shape {tuple(bias.shape)}; it must broadcast to [B, H, Tq, Tk] = {full}")
+    if decay is not None:
+        if tuple(decay.shape) != (batch, k_len, heads):
+            raise ValueError(f"decay has shape {tuple(decay.shape)}; it must be [B, Tk, H] = {(batch, k_len, heads)}")
+        if not causal:
+            raise ValueError("decay with causal=False has no meaning for keys after the query; use causal=True")
+    if sink is not None and tuple(sink.shape) != (heads,):
+        raise ValueError(f"sink has shape {tuple(sink.shape)}; it must be [H] = ({heads},)")
+
+
+def check_ragged(q, k, lengths, cu_seqlens, max_seqlen):
+    """lengths, cu_seqlens and max_seqlen against the shapes of q [B, Tq, H, D] and k [B, Tk, Hkv, D]."""
+    batch, q_len, k_len = q.shape[0], q.shape[1], k.shape[1]
+    starts = cu_seqlens if isinstance(cu_seqlens, tuple) else (cu_seqlens, cu_seqlens)
+    limits = max_seqlen if isinstance(max_seqlen, tuple) else (max_seqlen, max_seqlen)
+    if len(starts) != 2 or (starts[0] is None) != (starts[1] is None):
+        raise ValueError("cu_seqlens must be one tensor, or a pair of tensors for queries and keys")
+    for name, x in (("lengths", lengths), ("cu_seqlens", starts[0]), ("cu_seqlens", starts[1])):
+        if x is not None and (x.dtype != torch.int32 or x.dim() != 1 or x.device != q.device):
+            raise ValueError(
+                f"{name} is {x.dtype} of {x.dim()} dims on {x.device}; it must be int32, 1-D, on {q.device}"
+            )
+        if x is not None and x.stride(0) != 1:
+            raise ValueError(f"{name} has stride {x.stride(0)}; it must be 1: call .contiguous()")
+    if lengths is not None and len(lengths) != batch:
+        raise ValueError(f"lengths has {len(lengths)} elements; it must have one for each of the {batch} rows of q")
+    if starts[0] is not None:
+        if lengths is not None:
+            raise ValueError("lengths and cu_seqlens were both given; packed sequences need no lengths: leave them out")
+        if batch != 1:
+            raise ValueError(f"q has batch {batch}; with cu_seqlens all sequences lie in one row: reshape to batch 1")
+        if len(starts[0]) != len(starts[1]) or len(starts[0]) < 2:
+            raise ValueError(
+                f"cu_seqlens has {len(starts[0])} and {len(starts[1])} elements for queries and keys; "
+                "both need one more than there are sequences"
+            )
+        if starts[0] is starts[1] and q_len != k_len:
+            raise ValueError(f"q has {q_len} tokens, k {k_len}; give cu_seqlens as a pair, for queries and for keys")
+    elif max_seqlen is not None:
+        raise ValueError(f"max_seqlen={max_seqlen} was given without cu_seqlens; leave it out")
+    for limit in limits:
+        if limit is not None and (not isinstance(limit, int) or limit < 1):
+            raise ValueError(f"max_seqlen={max_seqlen} must be an int of at least 1, or a pair of them")
+    if os.environ.get("ATTENTION_DEBUG") == "1":
+        check_contents(q_len, k_len, lengths, starts, limits)
+
+
+def check_contents(q_len, k_len, lengths, starts, limits):
+    """What the values of lengths and cu_seqlens must be; waits for the device."""
+    if lengths is not None and (lengths.min() < 0 or lengths.max() > k_len):
+        raise ValueError(f"lengths run from {lengths.min()} to {lengths.max()}; they must be from 0 to {k_len}")
+    for start, limit, length in zip(starts, limits, (q_len, k_len), strict=True):
+        if start is None:
+            continue
+        steps = start.diff()
+        if start[0] != 0 or steps.min() < 0 or start[-1] > length:
+            raise ValueError(f"cu_seqlens={start.tolist()} must start at 0, never decrease and end at {length} at most")
+        if limit is not None and steps.max() > limit:
+            raise ValueError(f"max_seqlen={limit} must be at least {steps.max()}, the longest sequence of cu_seqlens")

@@ -1,0 +1,166 @@
+"""attention() among the rest of PyTorch: compile, autocast, CUDA graphs, checkpointing, streams, devices."""
+
+import pytest
+import torch
+from test_attention import CASES, ON_GPU, kernels, make_problem, results
+from torch.utils.checkpoint import checkpoint
+
+from attention import attention
+
+# Inductor's own CPU code is not what is tested.
+BACKEND = "inductor" if ON_GPU else "aot_eager"
+needs_gpu = pytest.mark.skipif(not ON_GPU, reason="needs a GPU")
+
+
+def leaves(device, length=33, dtype=torch.float32):
+    return [torch.randn(2, length, 2, 16, device=device, dtype=dtype, requires_grad=True) for _ in range(3)]
+
+
+def loss_and_gradients(function, tensors):
+    loss = function(*tensors)
+    return [loss.detach(), *torch.autograd.grad(loss, tensors)]
+
+
+@pytest.mark.parametrize("impl", ["auto", "triton", "sdpa"])
+def test_compiles_in_one_graph(impl, device):
+    def loss(q, k, v):
+        return attention(q, k, v, impl=impl).square().mean()
+
+    tensors = leaves(device)
+    compiled = torch.compile(loss, fullgraph=True, backend=BACKEND)
+    for ours, eager in zip(loss_and_gradients(compiled, tensors), loss_and_gradients(loss, tensors), strict=True):
+        torch.testing.assert_close(ours, eager)
+
+
+@pytest.mark.parametrize("case", ["all", "all_packed"])
+def test_compiles_with_every_argument(case, device):
+    problem = make_problem(device, torch.float32, **CASES[case])
+    compiled = torch.compile(kernels, fullgraph=True, backend=BACKEND)
+    eager = results(kernels, problem, torch.float32)
+    for name, value in results(compiled, problem, torch.float32).items():
+        torch.testing.assert_close(value, eager[name], msg=name)
+
+
+def test_no_recompilation_when_only_the_length_changes(device):
+    """The second length makes the graph dynamic; no later one compiles again."""
+    torch.compiler.reset()
+    graphs = []
+
+    def count(graph, inputs):
+        graphs.append(graph)
+        return graph
+
+    compiled = torch.compile(lambda q, k, v: attention(q, k, v, impl="triton"), fullgraph=True, backend=count)
+    for length in (20, 24, 31, 40, 57):
+        compiled(*leaves(device, length))
+    assert len(graphs) == 2
+
+
+def test_autocast(device):
+    q, k, v = leaves(device)
+    with torch.autocast(device, torch.bfloat16):
+        out = attention(q, k.bfloat16(), v, impl="triton")
+    assert out.dtype == torch.bfloat16
+    gradients = torch.autograd.grad(out.float().sum(), (q, k, v))
+    assert all(x.dtype == torch.float32 and x.isfinite().all() for x in gradients)
+
+
+def test_activation_checkpointing_repeats_the_dropout(device):
+    def loss(q, k, v):
+        return attention(q, k, v, dropout=0.5, impl="triton").square().mean()
+
+    tensors = leaves(device)
+    torch.manual_seed(1)
+    plain = loss_and_gradients(loss, tensors)
+    torch.manual_seed(1)
+    again = loss_and_gradients(lambda *x: checkpoint(loss, *x, use_reentrant=False), tensors)
+    assert all(torch.equal(a, b) for a, b in zip(plain, again, strict=True))
+
+
+def test_double_backward_says_that_it_is_not_there(device):
+    q, k, v = leaves(device)
+    (dq,) = torch.autograd.grad(attention(q, k, v, impl="triton").sum(), q, create_graph=True)
+    with pytest.raises(RuntimeError, match="no second derivative"):
+        dq.sum().backward()
+
+
+def test_reference_passes_gradcheck(device):
+    arguments, _, _ = make_problem(
+        device, torch.float64, **CASES["all"] | dict(q_len=4, k_len=6, bias=(3, 4, 6), lengths=[5])
+    )
+    names = ("q", "k", "v", "bias", "decay", "sink")
+    tensors = [arguments.pop(name).double().requires_grad_() for name in names]
+    assert torch.autograd.gradcheck(
+        lambda *x: attention(**dict(zip(names, x, strict=True)), **arguments, impl="reference"), tensors
+    )
+
+
+@needs_gpu
+def test_cuda_graph(device):
+    """Capture replays on new inputs; dropout draws anew from torch's generator at each replay."""
+    q, k, v = (x.detach().half() for x in leaves(device, 200))
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        attention(q, k, v, dropout=0.5, impl="triton")
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        plain = attention(q, k, v, impl="triton")
+        dropped = attention(q, k, v, dropout=0.5, impl="triton")
+    q.normal_()
+    graph.replay()
+    assert torch.equal(plain, attention(q, k, v, impl="triton"))
+    first = dropped.clone()
+    graph.replay()
+    assert not torch.equal(first, dropped)
+
+
+@needs_gpu
+def test_another_stream(device):
+    problem = make_problem(device, torch.float16, q_len=500)
+    expected = results(kernels, problem, torch.float16)
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        found = results(kernels, problem, torch.float16)
+    stream.synchronize()
+    assert all(torch.equal(found[name], expected[name]) for name in expected)
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+def test_second_gpu_while_the_first_is_current():
+    problem = make_problem("cuda:1", torch.float16, q_len=100)
+    found = results(kernels, problem, torch.float16)
+    assert found["out"].device.index == 1 and torch.cuda.current_device() == 0
+    assert all(x.isfinite().all() for x in found.values())
+
+
+@needs_gpu
+def test_offsets_past_2_to_the_31(device):
+    """Elements beyond 2^31 of a row, forward and backward: the last head's tail equals a call on it alone."""
+    length, heads, dim, tail = 2**20 + 64, 16, 128, 300
+    q, k, v, dout = (torch.randn(1, length, heads, dim, device=device, dtype=torch.bfloat16) for _ in range(4))
+    assert q.numel() > 2**31
+    leaves = [x.requires_grad_() for x in (q, k, v)]
+    out = attention(*leaves, window=64, impl="triton")
+    gradients = torch.autograd.grad(out, leaves, dout)
+    part = [x[:, -tail:, -1:].detach().clone().requires_grad_() for x in (q, k, v)]
+    expected = attention(*part, window=64, impl="triton")
+    checked = slice(-tail + 63, None)  # what precedes sees keys that the part lacks
+    torch.testing.assert_close(out[:, checked, -1:], expected[:, checked], rtol=1e-2, atol=1e-2)
+    for ours, alone in zip(gradients, torch.autograd.grad(expected, part, dout[:, -tail:, -1:]), strict=True):
+        inner = slice(-tail + 126, None)
+        torch.testing.assert_close(ours[:, inner, -1:], alone[:, inner], rtol=2e-2, atol=2e-2)
+
+
+@needs_gpu
+def test_memory_grows_with_the_length_only(device):
+    """Peak beyond the inputs at T = 65,536: output, LSE, gradients and delta; nothing of size T^2 (4.3e9 scores)."""
+    q, k, v = (torch.randn(1, 65_536, 2, 64, device=device, dtype=torch.bfloat16, requires_grad=True) for _ in range(3))
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    attention(q, k, v, impl="triton").sum().backward()
+    peak = torch.cuda.max_memory_allocated() - before
+    print(f"peak memory beyond the inputs: {peak / 2**20:.0f} MiB")
+    assert peak < 8 * q.numel() * q.element_size()
