@@ -1,11 +1,11 @@
 """Run folders and checkpoints: one atomic file holds everything a run needs to go on."""
 
-import os
+from dataclasses import asdict
 from pathlib import Path
 
 import torch
 
-from data import from_state
+from data import atomic_file, from_state
 from model import GPT, GPTConfig
 
 RUNS = Path("runs")
@@ -36,33 +36,34 @@ def newest_run():
 
 def save_checkpoint(path, **contents):
     """Write contents (tensors, numbers, strings, lists, dicts) to a temporary name, flush to disk, rename to `path`."""
-    temporary = path.with_name(path.name + ".partial")
-    with open(temporary, "wb") as file:
+    with atomic_file(path) as file:
         torch.save({"format": FORMAT, **contents}, file)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(temporary, path)
 
 
-def load_checkpoint(path):
-    """The contents of a checkpoint, on the CPU; nothing in the file is executed (weights_only)."""
+def load_checkpoint(path, needed=()):
+    """The contents of a checkpoint, on the CPU; nothing in the file is executed (weights_only).
+
+    ValueError unless it holds a model, its tokenizer and all that is `needed` besides.
+    """
     path = Path(path)
     if not path.is_file():
         raise ValueError(f"checkpoint {path} does not exist; give a run folder or a checkpoint.pt in one")
     try:
         contents = torch.load(path, map_location="cpu", weights_only=True)
     except Exception as error:  # torch.load raises a dozen types for a damaged file
-        reason = str(error).splitlines()[0][:120]
+        reason = (str(error) or type(error).__name__).splitlines()[0][:120]
         raise ValueError(f"checkpoint {path} is damaged or not a checkpoint ({reason}); use another one") from error
     if not isinstance(contents, dict) or contents.get("format") != FORMAT:
         raise ValueError(f"checkpoint {path} is not of this project's format {FORMAT}; train again or use another one")
+    if missing := [name for name in ("model", "model_config", "tokenizer", *needed) if name not in contents]:
+        raise ValueError(f"checkpoint {path} lacks {', '.join(missing)}; use a checkpoint.pt, or another one")
     return contents
 
 
 def restore_model(contents, path):
     """The GPT of a loaded checkpoint, on the CPU, and its tokenizer; `path` is for the error message."""
-    try:
-        model = GPT(GPTConfig(**contents["model_config"]))
+    try:  # by whatever implementation this machine has
+        model = GPT(GPTConfig(**contents["model_config"] | {"attention": "auto"}))
     except TypeError as error:
         raise ValueError(f"checkpoint {path} describes another model ({error}); use one of this version") from error
     load_weights(model, contents, path)
@@ -76,7 +77,13 @@ def restore_model(contents, path):
 
 
 def load_weights(model, contents, path):
-    """Copy the weights of a loaded checkpoint into a model of the same shape."""
+    """Copy the weights of a loaded checkpoint into a model of the same configuration (but for dropout)."""
+    stored = asdict(GPTConfig(**contents["model_config"]))
+    for name, value in asdict(model.config).items():
+        if stored[name] != value and name not in ("dropout", "attention"):
+            raise ValueError(
+                f"checkpoint {path} holds another model: its {name} is {stored[name]!r}, not {value!r}; change it back"
+            )
     try:
         model.load_state_dict(contents["model"])
     except RuntimeError as error:

@@ -4,10 +4,11 @@ import contextlib
 import difflib
 import io
 import json
+import math
 import os
 import runpy
 import sys
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Literal, get_args, get_origin, get_type_hints
 
@@ -68,7 +69,7 @@ class Config(GPTConfig):
     eval_every: int = 250
     """Steps between evaluations, each of which saves a checkpoint and draws loss.png."""
     eval_batches: int = 50
-    """Most batches of an evaluation, spread evenly over the validation text; 0 takes all of it."""
+    """Most batches of batch_size per evaluation, spread evenly over the validation text; 0 takes all of it."""
     log_every: int = 10
     wandb: Literal["off", "offline", "online"] = "off"
     wandb_project: str = "gpt"
@@ -76,6 +77,7 @@ class Config(GPTConfig):
     def __post_init__(self):
         for name, kind in get_type_hints(type(self)).items():
             _check_type(name, getattr(self, name), kind)
+        check_finite(self)
         super().__post_init__()
         for name in ("batch_size", "steps", "eval_every", "log_every"):
             if getattr(self, name) < 1:
@@ -118,7 +120,7 @@ def load_config(argv):
     A config file holds assignments only. Its dictionary `cpu`, if any, replaces values on a machine without a GPU.
     With --resume [RUN] the run's own configuration takes the file's place.
     """
-    argv = list(argv)
+    argv = [part for flag in argv for part in (flag.split("=", 1) if flag.startswith("--resume=") else (flag,))]
     settings, cpu = {}, {}
     if "--resume" in argv:
         after = argv.index("--resume") + 1
@@ -131,43 +133,66 @@ def load_config(argv):
         path = Path(argv.pop(0))
         settings = {"name": path.stem} | _run_file(path)
         cpu = settings.pop("cpu", {})
+        if not isinstance(cpu, dict):
+            raise ValueError(f"cpu={cpu!r} in {path} must be a dict of options, such as dict(n_layer=4)")
+        if "resume" in settings | cpu:
+            raise ValueError(f"resume cannot be set in {path}; give it as the flag --resume")
     for name in settings | cpu:
         _check_name(name, Config)
-    config = parse_flags(Config(**settings), argv)
-    if cpu and resolve_device(config.device) == "cpu":
-        config = parse_flags(Config(**settings | cpu), argv)
-    return config
+    flags = read_flags(Config, argv)
+    device = flags.get("device", settings.get("device", "auto"))
+    on_cpu = cpu and isinstance(device, str) and resolve_device(device) == "cpu"
+    return Config(**settings | (cpu if on_cpu else {}) | flags)
 
 
-def parse_flags(default, argv):
-    """A copy of the dataclass `default` with the values of `--name value` or `--name=value` flags."""
-    kinds = get_type_hints(type(default))
+def read_flags(kind, argv):
+    """Values of `--name value` or `--name=value` flags for the fields of the dataclass `kind`, by name."""
+    kinds = get_type_hints(kind)
     if "--help" in argv or "-h" in argv:
-        tyro.cli(type(default), default=default, args=["--help"], use_underscores=True)
+        tyro.cli(kind, args=["--help"], use_underscores=True)
     values, rest = {}, list(argv)
     while rest:
         flag, equals, text = rest.pop(0).partition("=")
         name = flag.removeprefix("--").replace("-", "_")
         if not flag.startswith("--"):
             raise ValueError(f"{flag!r} is not an option; write --name value")
-        _check_name(name, type(default), "--")
+        _check_name(name, kind, "--")
         if not equals and not rest:
-            raise ValueError(f"--{name} needs a value, such as --{name} {getattr(default, name)!r}")
+            raise ValueError(f"--{name} needs a value; it must be {_words(kinds[name])}")
         values[name] = _convert(name, text if equals else rest.pop(0), kinds[name])
-    return replace(default, **values)
+    return values
+
+
+def check_finite(config):
+    """ValueError if a float of a dataclass is NaN or infinite, or its seed is not one that torch takes."""
+    for field in fields(config):
+        value = getattr(config, field.name)
+        if isinstance(value, float) and not math.isfinite(value):
+            raise ValueError(f"{field.name}={value} must be finite; give a number")
+    if not 0 <= config.seed < 2**63:
+        raise ValueError(f"seed={config.seed} must be from 0 to 2^63 - 1")
 
 
 def resolve_device(device):
     """The device that `auto` stands for; ValueError if the one asked for is absent."""
     if device == "auto":
         return "cuda" if torch.cuda.is_available() else "mps" if torch.backends.mps.is_available() else "cpu"
-    kind = device.split(":")[0]
-    if kind not in ("cpu", "cuda", "mps"):
+    kind, _, index = device.partition(":")
+    if kind not in ("cpu", "cuda", "mps") or (index and not (kind == "cuda" and index.isdecimal())):
         raise ValueError(f"device={device!r} is unknown; choose auto, cpu, cuda, cuda:N or mps")
-    present = {"cpu": True, "cuda": torch.cuda.is_available(), "mps": torch.backends.mps.is_available()}
-    if not present[kind]:
-        raise ValueError(f"device={device!r} is not available on this machine; use --device cpu or auto")
+    count = {"cpu": 1, "cuda": torch.cuda.device_count(), "mps": int(torch.backends.mps.is_available())}[kind]
+    if int(index or 0) >= count:
+        raise ValueError(f"device={device!r} is not available: {count} such devices are here; use --device cpu or auto")
     return device
+
+
+def resolve_dtype(dtype, device):
+    """The torch dtype of matmuls that a name stands for; auto depends on the device."""
+    if dtype != "auto":
+        return getattr(torch, dtype)
+    if not device.startswith("cuda"):
+        return torch.float32
+    return torch.bfloat16 if torch.cuda.get_device_capability(device) >= (8, 0) else torch.float16
 
 
 def _run_file(path):
@@ -183,8 +208,8 @@ def _run_file(path):
 
 def _read_json(path):
     try:
-        return json.loads(path.read_text())
-    except (OSError, ValueError) as error:
+        return dict(json.loads(path.read_text()))
+    except (OSError, ValueError, TypeError) as error:
         raise ValueError(f"{path} cannot be read ({error}); --resume needs the folder of a run") from error
 
 
@@ -225,7 +250,11 @@ def _words(kind):
 
 
 def fail(error):
-    """End the program with one sentence on standard error (of the first rank) and exit code 1."""
-    if os.environ.get("RANK", "0") == "0":
-        print(f"error: {error}", file=sys.stderr, flush=True)
+    """End the program with one sentence on standard error and exit code 1.
+
+    Before ranks have met, they all fail alike and the first speaks for them; afterwards each speaks for itself.
+    """
+    rank = os.environ.get("RANK", "0")
+    if rank == "0" or torch.distributed.is_initialized():
+        print(f"error: {error}" if rank == "0" else f"error on rank {rank}: {error}", file=sys.stderr, flush=True)
     sys.exit(1)

@@ -1,11 +1,15 @@
 """What a run tells: progress lines, metrics.jsonl, loss.png, wandb, and the share of the chip's peak it reaches."""
 
+import contextlib
 import json
+import re
 import sys
 import time
 
 import matplotlib
 import torch
+
+from data import atomic_file
 
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
@@ -24,7 +28,7 @@ def peak_flops(device):
     if torch.device(device).type != "cuda":
         return None
     name = torch.cuda.get_device_name(device)
-    known = [part for part in PEAK_TFLOPS if part in name]
+    known = [part for part in PEAK_TFLOPS if re.search(rf"\b{part}\b", name)]
     return PEAK_TFLOPS[max(known, key=len)] * 1e12 if known else None
 
 
@@ -44,24 +48,19 @@ class Report:
         self.paused = 0.0
         self.wandb = None
         if enabled and start > 0:  # what was recorded past the checkpoint is about to happen again
-            path = folder / "metrics.jsonl"
-            lines = [line for line in path.read_text().splitlines() if json.loads(line)["step"] <= start]
-            path.write_text("".join(line + "\n" for line in lines))
+            kept = [record for record in read_metrics(folder) if record["step"] <= start]
+            with atomic_file(folder / "metrics.jsonl") as file:
+                file.write("".join(json.dumps(record) + "\n" for record in kept).encode())
         if enabled and config.wandb != "off":
             try:
                 import wandb  # only if asked for: it takes a second to import
-            except ImportError as error:
-                raise ValueError(
-                    f"wandb={config.wandb!r} needs the wandb package ({error}); pip install wandb"
-                ) from error
 
-            self.wandb = wandb.init(
-                project=config.wandb_project,
-                name=folder.name,
-                mode=config.wandb,
-                dir=folder,
-                config=vars(config),
-            )
+                self.wandb = wandb.init(
+                    project=config.wandb_project, name=folder.name, mode=config.wandb, dir=folder, config=vars(config)
+                )
+            except Exception as error:  # its own errors share no base class across versions
+                reason = (str(error) or type(error).__name__).splitlines()[0]
+                raise ValueError(f"wandb={config.wandb!r} does not start ({reason}); use offline or off") from error
 
     def step(self, step, loss, learning_rate, grad_norm):
         """Record a training step; loss in nats per token. Call it when the device is in step with the host."""
@@ -87,11 +86,11 @@ class Report:
             f"{record['tokens_per_second']:,.0f} tokens/s  {speed}  {_clock(left)} left"
         )
 
-    def evaluation(self, step, loss, best):
+    def evaluation(self, step, loss, is_best):
         """Record the validation loss (nats per token) and redraw loss.png."""
         bits = loss * self.bits_per_nat
         self._write({"step": step, "val_loss": loss, "val_bpb": bits})
-        mark = "  (best)" if loss <= best else ""
+        mark = "  (best)" if is_best else ""
         self._line(f"step {step}/{self.config.steps}  val loss {loss:.4f} nats/token  {bits:.4f} bits/byte{mark}")
         if self.enabled:
             plot_losses(self.folder, self.bits_per_nat)
@@ -127,9 +126,18 @@ class Report:
             print(f"\r\x1b[K{text}" if sys.stdout.isatty() else text, flush=True)
 
 
+def read_metrics(folder):
+    """The records of metrics.jsonl; the last line may be cut, if the process was killed in the middle of it."""
+    path, records = folder / "metrics.jsonl", []
+    for line in path.read_text().splitlines() if path.exists() else ():
+        with contextlib.suppress(json.JSONDecodeError):
+            records.append(json.loads(line))
+    return records
+
+
 def plot_losses(folder, bits_per_nat):
     """Draw loss.png from metrics.jsonl: training and validation loss, with bits per byte on the right axis."""
-    records = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    records = read_metrics(folder)
     train = [(r["step"], r["loss"]) for r in records if "loss" in r]
     val = [(r["step"], r["val_loss"]) for r in records if "val_loss" in r]
     figure, axis = plt.subplots(figsize=(7, 4.2), layout="constrained")

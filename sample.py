@@ -15,7 +15,7 @@ import torch
 
 from attention import implementation
 from checkpoint import load_checkpoint, newest_run, restore_model
-from config import fail, parse_flags, resolve_device
+from config import check_finite, fail, read_flags, resolve_device, resolve_dtype
 from model import Cache
 
 
@@ -40,6 +40,7 @@ class SampleConfig:
     device: str = "auto"
 
     def __post_init__(self):
+        check_finite(self)
         if self.max_tokens < 1 or self.num_samples < 1:
             raise ValueError(f"max_tokens={self.max_tokens} and num_samples={self.num_samples} must be at least 1")
         if self.temperature < 0 or self.top_k < 0:
@@ -52,7 +53,7 @@ def choose(logits, temperature, top_k, top_p, generator):
     """Draw one token per row of logits [B, V] -> [B, 1]."""
     if temperature == 0:
         return logits.argmax(-1, keepdim=True)
-    logits = logits / temperature
+    logits = (logits - logits.amax(-1, keepdim=True)) / temperature  # at most 0, so that a tiny temperature is safe
     if 0 < top_k < logits.shape[-1]:
         kth = logits.topk(top_k).values[:, -1:]
         logits = logits.masked_fill(logits < kth, float("-inf"))
@@ -135,9 +136,9 @@ def main(config):
     if not ids:
         raise ValueError("the prompt is empty; give at least one character, such as --prompt 'O'")
     print(f"{path} on {device}", file=sys.stderr)
-    if model.config.attention == "auto":
-        implementation(torch.device(device))  # has its say before the text begins
-    autocast = torch.autocast("cuda", torch.bfloat16) if device.startswith("cuda") else nullcontext()
+    implementation(torch.device(device))  # has its say before the text begins
+    dtype = resolve_dtype("auto", device)
+    autocast = nullcontext() if dtype == torch.float32 else torch.autocast("cuda", dtype)
     start, count = time.perf_counter(), 0
     for index in range(config.num_samples):
         generator = torch.Generator(device).manual_seed(config.seed + index)
@@ -158,7 +159,7 @@ def main(config):
 
 if __name__ == "__main__":
     try:
-        main(parse_flags(SampleConfig(), sys.argv[1:]))
+        main(SampleConfig(**read_flags(SampleConfig, sys.argv[1:])))
     except (ValueError, OSError) as error:
         fail(error)
     except KeyboardInterrupt:

@@ -10,6 +10,7 @@ Everything a run writes is in runs/NAME/: config.json, metrics.jsonl, checkpoint
 import json
 import math
 import os
+import shutil
 import sys
 import time
 from contextlib import nullcontext
@@ -24,8 +25,8 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import clip_grad_norm_
 
 from checkpoint import load_checkpoint, load_weights, new_run, save_checkpoint
-from config import fail, load_config, resolve_device
-from data import Batches, fingerprint, open_corpus, to_state, validation_batches
+from config import fail, load_config, resolve_device, resolve_dtype
+from data import Batches, atomic_file, fingerprint, open_corpus, to_state, validation_batches
 from model import GPT
 from report import Report, peak_flops
 
@@ -54,7 +55,7 @@ def learning_rate(step, config):
 @torch.no_grad()
 def evaluate(model, batches, autocast, distributed):
     """Mean validation loss in nats per token; the batches are dealt out to the ranks."""
-    total = torch.zeros(2, dtype=torch.float64, device=distributed.device)  # sum of losses, number of tokens
+    total, tokens_seen = 0.0, 0
     model.eval()
     for index in range(distributed.rank, len(batches), distributed.world):
         tokens, targets = batches[index]
@@ -63,11 +64,13 @@ def evaluate(model, batches, autocast, distributed):
             tokens, targets = F.pad(tokens, (0, 0, 0, missing)), F.pad(targets, (0, 0, 0, missing), value=-100)
         with autocast:
             loss = model(tokens.to(distributed.device), targets.to(distributed.device))
-        total += torch.tensor([loss.item() * count, count], dtype=torch.float64, device=total.device)
+        total, tokens_seen = total + loss.item() * count, tokens_seen + count
     model.train()
     if distributed.world > 1:
-        dist.all_reduce(total)
-    return float(total[0] / total[1])
+        sums = torch.tensor([total, tokens_seen], dtype=torch.float64, device=distributed.device)
+        dist.all_reduce(sums)
+        total, tokens_seen = sums.tolist()
+    return total / tokens_seen
 
 
 def start_distributed(config):
@@ -83,13 +86,22 @@ def start_distributed(config):
     return Distributed(dist.get_rank(), world, device)
 
 
-def resolve_dtype(config, device):
-    """The torch dtype of matmuls."""
-    if config.dtype != "auto":
-        return getattr(torch, config.dtype)
-    if not device.startswith("cuda"):
-        return torch.float32
-    return torch.bfloat16 if torch.cuda.get_device_capability(device) >= (8, 0) else torch.float16
+def open_on_all_ranks(config, distributed):
+    """The corpus: the first rank prepares it, the others then find it prepared, or fail with its error."""
+    arguments = (config.data, config.tokenizer, config.input or None)
+    error = None
+    if distributed.rank == 0:
+        try:
+            corpus = open_corpus(*arguments)
+        except (ValueError, OSError) as failure:
+            error = str(failure)
+    if distributed.world > 1:
+        shared = [error]
+        dist.broadcast_object_list(shared, src=0)
+        error = shared[0]
+    if error is not None:
+        raise ValueError(error)
+    return corpus if distributed.rank == 0 else open_corpus(*arguments, quiet=True)
 
 
 def train(config):
@@ -108,12 +120,7 @@ def train(config):
             "change either"
         )
 
-    # Data: the first rank prepares it, the others find it prepared.
-    if not is_main:
-        dist.barrier()
-    corpus = open_corpus(config.data, config.tokenizer, config.input or None, quiet=not is_main)
-    if is_main and world > 1:
-        dist.barrier()
+    corpus = open_on_all_ranks(config, distributed)
     batches = Batches(corpus.train, config.block_size, config.batch_size, config.seed)
     eval_micro_batches = (
         config.eval_batches * (config.batch_size // micro_batch) or None
@@ -124,7 +131,7 @@ def train(config):
     # Model: from its seed, or from the checkpoint of the run to go on with.
     torch.manual_seed(config.seed)
     model = GPT(config.model(corpus.tokenizer.n_vocab)).to(device)
-    dtype = resolve_dtype(config, device)
+    dtype = resolve_dtype(config.dtype, device)
     optimizer = torch.optim.AdamW(
         model.parameter_groups(config.weight_decay),
         lr=config.learning_rate,
@@ -138,52 +145,65 @@ def train(config):
     if config.resume:
         folder = Path(config.resume)
         path = folder / "checkpoint.pt"
-        contents = load_checkpoint(path)
+        contents = load_checkpoint(path, ("tokenizer_hash", "optimizer", "scaler", "step", "best", "random"))
         if contents["tokenizer_hash"] != fingerprint(corpus.tokenizer):
             raise ValueError(
                 f"checkpoint {path} was trained with another tokenizer than the corpus now has; prepare it anew"
             )
         load_weights(model, contents, path)
+        options = [{k: v for k, v in group.items() if k != "params"} for group in optimizer.param_groups]
         optimizer.load_state_dict(contents["optimizer"])
+        for group, option in zip(optimizer.param_groups, options, strict=True):
+            group.update(option)  # the flags of this process, not the checkpoint's
         scaler.load_state_dict(contents["scaler"])
         start, best = contents["step"], contents["best"]
         if world == 1:
             restore_random_state(contents["random"], kind)
         if start >= config.steps:
             raise ValueError(f"run {folder} is finished at step {start}; give more --steps to go on")
+        if is_main:
+            write_config(folder, config)
     else:
         with torch.no_grad(), autocast:  # what cannot run on this device fails here, before the run's folder exists
             model.eval()(batches.batch(0, slice(1))[0].to(device))
         model.train()
         folder = new_run(config.name) if is_main else None
         if is_main:
-            (folder / "config.json").write_text(json.dumps(asdict(config), indent=2) + "\n")
+            write_config(folder, config)
 
     raw_model = model
     if kind == "cuda":
         torch.set_float32_matmul_precision("high")
         if config.compile:
             model = torch.compile(model)
+    network = model  # evaluated as it is: a rank may have no batch, which DDP would wait for
     if world > 1:
-        model = DistributedDataParallel(model, device_ids=[device] if kind == "cuda" else None)
+        model = DistributedDataParallel(model, device_ids=[device] if kind == "cuda" else None, broadcast_buffers=False)
 
-    report = Report(
-        folder,
-        config,
-        bits_per_nat=bits_per_nat,
-        flops_per_step=raw_model.flops_per_token() * config.batch_size * config.block_size,
-        peak=peak_flops(device) * world if peak_flops(device) else None,
-        start=start,
-        enabled=is_main,
-    )
+    try:
+        report = Report(
+            folder,
+            config,
+            bits_per_nat=bits_per_nat,
+            flops_per_step=raw_model.flops_per_token() * config.batch_size * config.block_size,
+            peak=peak_flops(device) * world if peak_flops(device) else None,
+            start=start,
+            enabled=is_main,
+        )
+    except ValueError:  # wandb does not start: leave no empty run behind
+        if is_main and not config.resume:
+            shutil.rmtree(folder)
+        raise
     if is_main:
         describe(config, raw_model, corpus, distributed, dtype, folder)
 
     for step in range(start, config.steps + 1):
         if (step % config.eval_every == 0 and step > start) or step in (0, config.steps):
+            if kind == "cuda":
+                torch.cuda.synchronize()  # the steps still queued are not the evaluation's
             since = time.perf_counter()
-            val_loss = evaluate(model, validation, autocast, distributed)
-            report.evaluation(step, val_loss, best)
+            val_loss = evaluate(network, validation, autocast, distributed)
+            report.evaluation(step, val_loss, is_best=0 < step and val_loss < best)
             if is_main and step > start:
                 contents = {
                     "config": asdict(config),
@@ -264,6 +284,11 @@ def describe(config, model, corpus, distributed, dtype, folder):
     print(f"step       {tokens:,} tokens, {config.steps:,} steps = {epochs:.1f} epochs")
 
 
+def write_config(folder, config):
+    with atomic_file(folder / "config.json") as file:
+        file.write((json.dumps(asdict(config), indent=2) + "\n").encode())
+
+
 def random_state(kind):
     """State of torch's generators, for the checkpoint."""
     state = {"cpu": torch.get_rng_state()}
@@ -283,6 +308,8 @@ def main(argv):
         train(load_config(argv))
     except (ValueError, OSError) as error:
         fail(error)
+    except KeyboardInterrupt:
+        sys.exit(130)
     finally:
         if dist.is_initialized():
             dist.destroy_process_group()

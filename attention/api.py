@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 
 from . import ops
-from .checks import check_options, check_ragged, check_tensors, check_terms
+from .checks import DTYPES, check_options, check_ragged, check_tensors, check_terms
 from .reference import reference_attention
 
 
@@ -75,7 +75,7 @@ def attention(
         if impl == "sdpa" and lack:
             raise ValueError(f"SDPA cannot express {lack}; use impl='triton' or impl='reference'")
         if impl == "auto":
-            impl = implementation(q.device).name
+            impl = implementation(q.device).name if q.dtype in DTYPES else "sdpa"
             impl = "reference" if impl == "sdpa" and lack else impl
     if impl == "sdpa":
         return _sdpa(q, k, v, causal, window, scale, dropout, bias)
@@ -129,6 +129,8 @@ def implementation(device):
 
     On a CUDA GPU the kernels first compute a tiny case, which is compared with the reference: about a second.
     """
+    if device.type == "cuda" and device.index is None:
+        device = torch.device("cuda", torch.cuda.current_device())
     if device not in _CHOICES:
         _CHOICES[device] = choice = _choose(device)
         if os.environ.get("RANK", "0") == "0":  # torchrun's other processes would say the same
@@ -140,16 +142,18 @@ def _choose(device):
     if device.type != "cuda":
         return Choice("sdpa", f"the Triton kernels need a CUDA GPU, this is {device.type}")
     try:
-        worst = max(_self_check(device, dtype) for dtype in (torch.float16, torch.float32))
+        # whatever the caller's context is, which may be autocast or inference
+        with torch.inference_mode(False), torch.autocast(device.type, enabled=False):
+            worst = _self_check(device)
     except Exception as error:  # whatever breaks here would break training later: a missing package, driver or compiler
         return Choice("sdpa", f"the Triton kernels failed their self-check: {type(error).__name__}: {error}")
-    if not worst < 1e-2:  # a NaN must fail
-        return Choice("sdpa", f"the Triton kernels failed their self-check: relative error {worst:.1e}, at most 1e-2")
+    if not worst < 2e-2:  # bfloat16 rounds by 4e-3; a NaN must fail
+        return Choice("sdpa", f"the Triton kernels failed their self-check: relative error {worst:.1e}, at most 2e-2")
     return Choice("triton", f"self-check passed, relative error {worst:.1e}")
 
 
-def _self_check(device, dtype):
-    """Largest relative error of output and gradients on a tiny grouped, causal, ragged case."""
+def _self_check(device):
+    """Largest relative error of output and gradients on a tiny grouped, causal, ragged case, over the chip's dtypes."""
     generator = torch.Generator().manual_seed(0)
     q, k, v, dout = (torch.randn(1, 70, heads, 64, generator=generator) for heads in (2, 1, 1, 2))
 
@@ -160,8 +164,12 @@ def _self_check(device, dtype):
         return [x.double().cpu() for x in (out.detach(), *torch.autograd.grad(out, leaves, dout.to(device, dtype)))]
 
     exact = run("reference", "cpu", torch.float32)
-    ours = run("triton", device, dtype)
-    return max(float((a - b).norm() / b.norm()) for a, b in zip(ours, exact, strict=True))
+    worst = 0.0
+    for dtype in DTYPES if torch.cuda.get_device_capability(device) >= (8, 0) else (torch.float16, torch.float32):
+        for ours, truth in zip(run("triton", device, dtype), exact, strict=True):
+            error = float((ours - truth).norm() / truth.norm())
+            worst = error if not error <= worst else worst  # so that a NaN stays
+    return worst
 
 
 def sdpa_lacks(q, k, rule, extra, seed, return_lse):

@@ -285,7 +285,9 @@ def dbias_kernel(
                 queries = load_queries(q, dout, lse2, delta, head, q_start, seq, terms, RULE, TILE)
                 first = q_start + seq.k_len - seq.q_len
                 last = first + TILE.block_q - 1
-                lo, _, _, hi = meeting_range(first, last, behind(RULE), ahead(RULE), seq.k_len, TILE.block_k)
+                lo, _full_lo, _full_hi, hi = meeting_range(
+                    first, last, behind(RULE), ahead(RULE), seq.k_len, TILE.block_k
+                )
                 for start in range(tl.maximum(lo, k_lo), tl.minimum(hi, k_hi), TILE.block_k):
                     k_pos = start + tl.arange(0, TILE.block_k)
                     at = seq.k_start + start
@@ -295,7 +297,7 @@ def dbias_kernel(
                     v_tile = load_tile(v, seq.row, kv_head, at, low, high, TILE.block_k, TILE.value_dim, True)
                     qk = dot(queries.tile, tl.trans(k_tile), None, TILE)
                     dweights = dot(queries.dout, tl.trans(v_tile), None, TILE)
-                    _, dscores, _ = score_gradients(
+                    _weights, dscores, _slope = score_gradients(
                         qk, dweights, queries.lse2[:, None], queries.delta[:, None], queries.pos[:, None],
                         k_pos[None, :], queries, seq, terms, RULE, True,
                     )  # fmt: skip

@@ -10,6 +10,7 @@ import os
 import torch
 
 MAX_HEAD_DIM = 256
+MAX_SEQUENCE_STRIDE = 2**23  # offsets inside a tile of up to 128 tokens are 32-bit; all others are 64-bit
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 IMPLEMENTATIONS = ("auto", "triton", "sdpa", "reference")
 
@@ -29,6 +30,11 @@ def check_tensors(q, k, v):
         if x.stride(-1) != 1:
             raise ValueError(
                 f"{name} has stride {x.stride(-1)} in its last dimension; it must be 1: call .contiguous()"
+            )
+        if x.stride(1) >= MAX_SEQUENCE_STRIDE:
+            raise ValueError(
+                f"{name} has stride {x.stride(1)} between tokens; it must be below {MAX_SEQUENCE_STRIDE}: "
+                "call .contiguous()"
             )
     if k.shape[:3] != v.shape[:3]:
         raise ValueError(

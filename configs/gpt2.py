@@ -19,7 +19,7 @@ warmup_steps = 2000
 beta2 = 0.95
 weight_decay = 0.1
 eval_every = 1000
-eval_batches = 200
+eval_batches = 5  # of 480 sequences: the 2.5M tokens that nanoGPT takes
 
 # Without a GPU: the same recipe at a size that ends.
 cpu = dict(

@@ -7,6 +7,7 @@
 """
 
 from data.corpus import Corpus, open_corpus
+from data.files import atomic_file
 from data.loader import Batches, validation_batches
 from data.tokenizer import CharTokenizer, fingerprint, from_state, make_tokenizer, to_state
 from data.tokens import Tokens, check_tokenizer, read_tokens, write_tokens
@@ -16,6 +17,7 @@ __all__ = [
     "CharTokenizer",
     "Corpus",
     "Tokens",
+    "atomic_file",
     "check_tokenizer",
     "fingerprint",
     "from_state",

@@ -326,13 +326,13 @@ def test_auto_says_once_what_it_took(device, capsys):
 def test_auto_survives_a_broken_kernel(device, monkeypatch):
     from attention import api
 
-    def broken(device, dtype):
+    def broken(device):
         raise RuntimeError("no compiler")
 
     monkeypatch.setattr(api, "_self_check", broken)
     choice = api._choose(torch.device("cuda"))
     assert choice.name == "sdpa" and "no compiler" in choice.reason
-    monkeypatch.setattr(api, "_self_check", lambda device, dtype: float("nan"))
+    monkeypatch.setattr(api, "_self_check", lambda device: float("nan"))
     assert api._choose(torch.device("cuda")).name == "sdpa"
 
 

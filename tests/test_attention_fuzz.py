@@ -85,7 +85,7 @@ def run(problem, seed):
     return check(make_problem("cuda" if ON_GPU else "cpu", dtype, **case), dtype)
 
 
-@settings(max_examples=400 if ON_GPU else 25, deadline=None, suppress_health_check=list(HealthCheck), derandomize=True)
+@settings(max_examples=60 if ON_GPU else 25, deadline=None, suppress_health_check=list(HealthCheck), derandomize=True)
 @given(problems(), st.integers(0, 2**31))
 def test_random_problems(problem, seed):
     run(problem, seed)

@@ -4,7 +4,7 @@ import dataclasses
 
 import pytest
 
-from config import Config, load_config
+from config import Config, load_config, resolve_device
 
 
 @pytest.fixture
@@ -36,6 +36,13 @@ def test_shipped_configs(name):
     assert load_config([f"configs/{name}.py", "--device", "cpu"]).n_layer == 4
 
 
+def test_the_network_that_results_is_what_is_checked(config_file):
+    """Not the file's GPU size under the user's flags, nor the file before them."""
+    path = config_file("n_head = 6\nn_embd = 384\ncpu = dict(n_head=4, n_embd=128)\n")
+    assert load_config([path, "--device", "cpu", "--n_embd", "256"]).n_head == 4
+    assert load_config([config_file("data = 'text'"), "--input", "x.txt"]).input == "x.txt"
+
+
 def test_values_of_every_kind():
     config = load_config(
         ["--compile", "False", "--n_kv_head", "2", "--logit-softcap=None", "--name", "a=b", "--mlp", "swiglu"]
@@ -62,6 +69,9 @@ def test_values_of_every_kind():
         (["--min_learning_rate", "1"], "min_learning_rate=1.0"),
         (["configs/gpt2.py", "--resume", "runs/x"], "leave out configs/gpt2.py"),
         (["--resume", "runs/none"], "cannot be read"),
+        (["--resume=runs/none"], "cannot be read"),
+        (["--learning_rate", "nan"], "learning_rate=nan must be finite"),
+        (["--seed", "99999999999999999999"], "seed=99999999999999999999 must be"),
     ],
 )
 def test_mistakes_on_the_command_line(argv, message):
@@ -79,6 +89,8 @@ def test_mistakes_on_the_command_line(argv, message):
         ("steps = 4.5", "must be int"),
         ("cpu = dict(n_layr=1)", "unknown option n_layr; did you mean n_layer?"),
         ("steps = (", "does not run: SyntaxError"),
+        ("cpu = 5", "must be a dict"),
+        ("resume = 'x'", "give it as the flag"),
     ],
 )
 def test_mistakes_in_a_file(config_file, text, message):
@@ -87,11 +99,10 @@ def test_mistakes_in_a_file(config_file, text, message):
     assert message in str(error.value)
 
 
-def test_device_that_is_absent():
-    with pytest.raises(ValueError, match="not available"):
-        from config import resolve_device
-
-        resolve_device("mps")
+@pytest.mark.parametrize("device", ["cuda:99", "cpu:1", "gpu", "cuda:x", "mps:1"])
+def test_device_that_is_absent(device):
+    with pytest.raises(ValueError, match=f"device='{device}' is"):
+        resolve_device(device)
 
 
 def test_a_config_is_frozen():

@@ -130,12 +130,14 @@ def test_mistakes(run, flags, message):
 def test_damaged_and_foreign_checkpoints(run):
     path = run / "checkpoint.pt"
     whole = path.read_bytes()
-    for contents, message in ((whole[: len(whole) // 2], "damaged"), (b"nonsense", "damaged")):
+    for contents, message in ((whole[: len(whole) // 2], "damaged"), (b"nonsense", "damaged"), (b"", "damaged")):
         path.write_bytes(contents)
         result = sample(run)
         assert result.returncode == 1 and message in result.stderr and "Traceback" not in result.stderr
     torch.save({"format": 0}, path)
     assert "not of this project's format" in sample(run).stderr
+    torch.save({"format": 1}, path)
+    assert "lacks model" in sample(run).stderr
     state = GPT(GPTConfig(**SMALL)).state_dict()
     save_checkpoint(path, model=state, model_config=dict(SMALL, n_layer=1), tokenizer={})
     assert "holds another model" in sample(run).stderr
