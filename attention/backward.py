@@ -14,7 +14,7 @@ from typing import NamedTuple
 import triton
 import triton.language as tl
 
-from .score import ahead, behind, drop, dropout_key, shape_scores
+from .score import Terms, ahead, behind, drop, dropout_key, shape_scores
 from .tiles import (
     dot,
     load_rows,
@@ -63,7 +63,7 @@ def delta_kernel(out, dout, dlse, delta, q_len, k_len, ragged, TILE: tl.constexp
     rows = tl.sum(out_tile.to(tl.float32) * dout_tile.to(tl.float32), 1)
     if dlse is not None:
         rows -= load_rows(dlse, seq.row, head, at, count, 0.0, TILE.block_q)
-    store_rows(delta, rows, seq.row, head, at, count, TILE.block_q)
+    store_rows(delta, rows, seq.row, head, at, 0, count, TILE.block_q)
 
 
 @triton.jit
@@ -75,11 +75,12 @@ def load_queries(q, dout, lse2, delta, head, start, seq, terms, RULE: tl.constex
     at = seq.q_start + start
     count = seq.q_len - start
     rows = load_rows(lse2, seq.row, head, at, count, float("inf"), TILE.block_q)
+    dead = rows == float("-inf")
     return Queries(
         load_tile(q, seq.row, head, at, 0, count, TILE.block_q, TILE.dim, True),
         load_tile(dout, seq.row, head, at, 0, count, TILE.block_q, TILE.value_dim, True),
-        tl.where(rows == float("-inf"), float("inf"), rows),
-        load_rows(delta, seq.row, head, at, count, 0.0, TILE.block_q),
+        tl.where(dead, float("inf"), rows),
+        tl.where(dead, 0.0, load_rows(delta, seq.row, head, at, count, 0.0, TILE.block_q)),
         start + seq.k_len - seq.q_len + tl.arange(0, TILE.block_q),
         head,
         dropout_key(seq, head, terms, RULE),
@@ -125,11 +126,28 @@ def gather_dq(
 
 @triton.jit(do_not_specialize=["q_len", "k_len"])
 def dq_kernel(
-    q, k, v, dout, lse2, delta, dq, dgate, q_len, k_len, ragged, terms, RULE: tl.constexpr, TILE: tl.constexpr
+    q,
+    k,
+    v,
+    dout,
+    lse2,
+    delta,
+    dq,
+    dgate,
+    q_len,
+    k_len,
+    ragged,
+    scale,
+    seed,
+    bias,
+    gate,
+    RULE: tl.constexpr,
+    TILE: tl.constexpr,
 ):
-    """dQ = scale dS K and the query half of dgate, for one tile of queries; a walk over the keys, as in the forward."""
+    """dQ = scale dS K and the query half of dgate [B, Tk, H], for one tile of queries; walks the keys."""
     tile, head, index = locate(tl.cdiv(q_len, TILE.block_q), TILE.heads, RULE.causal)
     seq = sequence(index, q_len, k_len, ragged)
+    terms = Terms(scale, seed, bias, gate)
     q_start = tile * TILE.block_q
     count = seq.q_len - q_start
     if count <= 0:
@@ -148,7 +166,8 @@ def dq_kernel(
     at = seq.q_start + q_start
     store_tile(dq, sums.main * terms.scale, seq.row, head, at, count, TILE.block_q, TILE.dim)
     if dgate is not None:
-        store_rows(dgate, sums.gate, seq.row, head, at, count, TILE.block_q)
+        # at the keys where the queries stand; one before the first key has seen none
+        store_rows(dgate, sums.gate, seq.row, head, seq.k_start + first, -first, count, TILE.block_q)
 
 
 @triton.jit
@@ -178,7 +197,7 @@ def gather_dkdv(
 
 @triton.jit(do_not_specialize=["q_len", "k_len"])
 def dkdv_kernel(
-    q, k, v, dout, lse2, delta, dk, dv, dgate, q_len, k_len, ragged, terms,
+    q, k, v, dout, lse2, delta, dk, dv, dgate, q_len, k_len, ragged, scale, seed, bias, gate,
     RULE: tl.constexpr, TILE: tl.constexpr, SPAN: tl.constexpr,
 ):  # fmt: skip
     """dK, dV and the key half of dgate for one tile of keys, summed over SPAN query heads (dgate: for each of them).
@@ -188,6 +207,7 @@ def dkdv_kernel(
     """
     tile, slot, index = locate(tl.cdiv(k_len, TILE.block_k), TILE.heads, False)
     seq = sequence(index, q_len, k_len, ragged)
+    terms = Terms(scale, seed, bias, gate)
     k_start = tile * TILE.block_k
     count = seq.k_len - k_start
     if count <= 0:
@@ -228,7 +248,7 @@ def dkdv_kernel(
                 RULE, TILE, MASKED=True,
             )  # fmt: skip
         if dgate is not None:
-            store_rows(dgate, sums.gate, seq.row, head, at, count, TILE.block_k)
+            store_rows(dgate, sums.gate, seq.row, head, at, 0, count, TILE.block_k)
             sums = Gradients(sums.main, sums.value, sums.gate * 0.0)
     store_tile(dk, sums.main * terms.scale, seq.row, slot, at, count, TILE.block_k, TILE.dim)
     store_tile(dv, sums.value, seq.row, slot, at, count, TILE.block_k, TILE.value_dim)
@@ -261,7 +281,7 @@ class Spread(NamedTuple):
 
 @triton.jit(do_not_specialize=["q_len", "k_len"])
 def dbias_kernel(
-    q, k, v, dout, lse2, delta, dbias, q_len, k_len, ragged, terms,
+    q, k, v, dout, lse2, delta, dbias, q_len, k_len, ragged, scale, seed, bias, gate,
     RULE: tl.constexpr, TILE: tl.constexpr, SPREAD: tl.constexpr,
 ):  # fmt: skip
     """dS of one [queries, keys] tile of the bias, summed over all that it was broadcast over.
@@ -269,6 +289,7 @@ def dbias_kernel(
     The scores are computed once more: cheaper than keeping dS, which would take O(B H Tq Tk) memory. TILE.heads counts
     heads of the bias; a sequence or row of the batch is a program of its own unless SPREAD says otherwise.
     """
+    terms = Terms(scale, seed, bias, gate)
     q_tiles = 1 if SPREAD.queries else tl.cdiv(q_len, TILE.block_q)
     k_tiles = 1 if SPREAD.keys else tl.cdiv(k_len, TILE.block_k)
     tile, bias_head, bias_row = locate(q_tiles * k_tiles, TILE.heads, False)

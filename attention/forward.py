@@ -5,7 +5,7 @@ from typing import NamedTuple
 import triton
 import triton.language as tl
 
-from .score import LOG2E, ahead, behind, drop, dropout_key, shape_scores
+from .score import LOG2E, Terms, ahead, behind, drop, dropout_key, shape_scores
 from .tiles import dot, load_tile, locate, meeting_range, narrow, sequence, store_rows, store_tile, zeros
 
 
@@ -57,7 +57,9 @@ def attend(state, queries, k, v, seq, terms, lo, hi, RULE: tl.constexpr, TILE: t
 
 
 @triton.jit(do_not_specialize=["q_len", "k_len"])
-def forward_kernel(q, k, v, out, lse2, sink, q_len, k_len, ragged, terms, RULE: tl.constexpr, TILE: tl.constexpr):
+def forward_kernel(
+    q, k, v, out, lse2, sink, q_len, k_len, ragged, scale, seed, bias, gate, RULE: tl.constexpr, TILE: tl.constexpr
+):
     """out = softmax(rule(q k^T)) v and lse2 = log2 sum 2^score, for one tile of queries of one head.
 
     On chip: the query tile, one key and one value tile (double-buffered), and the Softmax state in registers.
@@ -65,6 +67,7 @@ def forward_kernel(q, k, v, out, lse2, sink, q_len, k_len, ragged, terms, RULE: 
     """
     tile, head, index = locate(tl.cdiv(q_len, TILE.block_q), TILE.heads, RULE.causal)
     seq = sequence(index, q_len, k_len, ragged)
+    terms = Terms(scale, seed, bias, gate)
     q_start = tile * TILE.block_q
     count = seq.q_len - q_start
     if count <= 0:
@@ -93,13 +96,13 @@ def forward_kernel(q, k, v, out, lse2, sink, q_len, k_len, ragged, terms, RULE: 
 
     dead = state.total == 0  # a row that sees no key outputs zero and lse2 = -inf
     total = tl.where(dead, 1.0, state.total)
-    scale = 1 / total
+    factor = 1 / total
     lse = state.top + tl.log2(total)
     if sink is not None:  # one more logit in the denominator: 2^lse grows by 2^sink
         logit = tl.load(sink + head).to(tl.float32) * LOG2E
         peak = tl.maximum(lse, logit)
         with_sink = peak + tl.log2(tl.exp2(lse - peak) + tl.exp2(logit - peak))
-        scale *= tl.where(dead, 0.0, tl.exp2(lse - with_sink))
+        factor *= tl.where(dead, 0.0, tl.exp2(lse - with_sink))
         lse = tl.where(dead, lse, with_sink)
-    store_tile(out, state.acc * scale[:, None], seq.row, head, at, count, TILE.block_q, TILE.value_dim)
-    store_rows(lse2, lse, seq.row, head, at, count, TILE.block_q)
+    store_tile(out, state.acc * factor[:, None], seq.row, head, at, count, TILE.block_q, TILE.value_dim)
+    store_rows(lse2, lse, seq.row, head, at, 0, count, TILE.block_q)

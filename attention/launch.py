@@ -109,7 +109,7 @@ def describe(q, k, v, options):
         q_len=min(options.max_q_len, q.shape[1]) if packed else q.shape[1],
         k_len=min(options.max_k_len, k.shape[1]) if packed else k.shape[1],
         ragged=Ragged(options.lengths, options.q_starts, options.k_starts),
-        terms=Terms(options.scale, pair_view(options.bias), view(options.gate), options.seed),
+        terms=Terms(options.scale, options.seed, pair_view(options.bias), view(options.gate)),
         tile=Tile(0, 0, dim, value_dim, heads, heads // kv_heads, float32_precision(q.dtype)),
         settings={kernel: launch_for(kernel, widest, element_size, q.device) for kernel in ("forward", "dq", "dkdv")}
         | {"dbias": launch_for("dq", widest, element_size, q.device), "rows": ROWS},
@@ -133,7 +133,7 @@ def forward(q, k, v, rule, options):
         with torch.cuda.device_of(q):
             forward_kernel[problem.grid(tile)](
                 view(q), view(k), view(v), view(out), rows_view(lse2), options.sink, problem.q_len, problem.k_len,
-                problem.ragged, problem.terms, rule, tile, **settings,
+                problem.ragged, *problem.terms, rule, tile, **settings,
             )  # fmt: skip
     return out, lse2
 
@@ -155,9 +155,8 @@ def backward(q, k, v, out, lse2, dout, dlse, rule, options, loop_group=None):
     sizes = (problem.q_len, problem.k_len, problem.ragged)
     delta = output(problem, lse2, *lse2.shape)
     inputs = (view(q), view(k), view(v), view(dout), rows_view(lse2), rows_view(delta))
-    gate_shape = None if gate is None else (q.shape[0], q.shape[2])
-    q_gate = None if gate is None else output(problem, lse2, *gate_shape, q.shape[1])
-    k_gate = None if gate is None else output(problem, lse2, *gate_shape, k.shape[1])
+    # the gate's gradient as a query and as a key, each at its key
+    q_gate, k_gate = (None if gate is None else lse2.new_zeros(q.shape[0], q.shape[2], k.shape[1]) for _ in range(2))
 
     with torch.cuda.device_of(q):
         tile, settings = problem.plan("rows")
@@ -166,17 +165,14 @@ def backward(q, k, v, out, lse2, dout, dlse, rule, options, loop_group=None):
         )
         tile, settings = problem.plan("dq")
         dq_kernel[problem.grid(tile)](
-            *inputs, view(dq), rows_view(q_gate), *sizes, problem.terms, rule, tile, **settings
+            *inputs, view(dq), rows_view(q_gate), *sizes, *problem.terms, rule, tile, **settings
         )
         launch_dkdv(problem, inputs, dk, dv, k_gate, rule, loop_group)
         dbias = None if bias is None else launch_dbias(problem, inputs, bias, rule)
 
     dgate = dsink = None
-    if gate is not None:  # query i stands at gate i + Tk - Tq; a query before the first key sees none, so its half is 0
-        shift = k.shape[1] - q.shape[1]
-        dgate = k_gate
-        dgate[:, :, max(shift, 0) :] += q_gate[:, :, max(-shift, 0) :]
-        dgate = dgate.transpose(1, 2).to(gate.dtype).contiguous()
+    if gate is not None:
+        dgate = (q_gate + k_gate).transpose(1, 2).to(gate.dtype).contiguous()
     if sink is not None:  # its weight has no value, so dS = -weight * delta
         weight = torch.exp(sink.float()[:, None] - lse2 / LOG2E.value)
         dsink = -torch.where(lse2 == float("-inf"), 0.0, weight * delta).sum((0, 2), dtype=torch.float64).to(sink.dtype)
@@ -196,7 +192,7 @@ def launch_dkdv(problem, inputs, dk, dv, k_gate, rule, loop_group):
     tile = tile._replace(heads=heads if partials else kv_heads)
     dkdv_kernel[problem.grid(tile, "k")](
         *inputs, view(dk_sum), view(dv_sum), rows_view(k_gate), problem.q_len, problem.k_len, problem.ragged,
-        problem.terms, rule, tile, SPAN=heads // tile.heads, **settings,
+        *problem.terms, rule, tile, SPAN=heads // tile.heads, **settings,
     )  # fmt: skip
     if partials:
         for partial, total in ((dk_sum, dk), (dv_sum, dv)):
@@ -223,7 +219,7 @@ def launch_dbias(problem, inputs, bias, rule):
     tiles = 1 if spread.queries else triton.cdiv(problem.q_len, tile.block_q)
     tiles *= 1 if spread.keys else triton.cdiv(problem.k_len, tile.block_k)
     dbias_kernel[(tiles * bias_heads * programs,)](
-        *inputs, pair_view(dbias), problem.q_len, problem.k_len, problem.ragged, problem.terms,
+        *inputs, pair_view(dbias), problem.q_len, problem.k_len, problem.ragged, *problem.terms,
         rule, tile, SPREAD=spread, **settings,
     )  # fmt: skip
     return (dbias.sum(0, keepdim=True) if shared else dbias).to(bias.dtype)

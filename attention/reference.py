@@ -35,7 +35,7 @@ def reference_attention(
         scores = scores + bias
 
     # A row that sees no key gives 0 and lse = -inf, without a NaN on the way back.
-    visible = visible & (scores.detach() > float("-inf"))
+    visible = visible & (scores.detach() != float("-inf"))
     alive = visible.any(-1, keepdim=True)
     scores = scores.masked_fill(~visible, float("-inf")).masked_fill(~alive, 0.0)
     logits = scores

@@ -28,12 +28,15 @@ class Rule(NamedTuple):
 
 
 class Terms(NamedTuple):
-    """What a score depends on at run time; None where a call does without."""
+    """What a score depends on at run time; None where a call does without.
+
+    Kernels take the fields one by one: Triton 3.6 mixes up the constants of tuples inside an argument's tuple.
+    """
 
     scale: float
+    seed: torch.Tensor | None  # int64 [1], of dropout
     bias: PairView | None
     gate: View | None  # [B, Tk, H] float64: decay summed up to and including each key
-    seed: torch.Tensor | None  # int64 [1], of dropout
 
 
 @triton.constexpr_function
@@ -49,11 +52,19 @@ def ahead(rule):
 
 
 @triton.jit
+def tanh(x):
+    """By 2^x where that is accurate; near 0, where the difference would cancel, by its series."""
+    square = x * x
+    series = x * (1 - square * (1 / 3 - square * (2 / 15 - square * (17 / 315))))
+    return tl.where(square < 0.04, series, 1 - 2 / (tl.exp2(x * (2 * LOG2E)) + 1))
+
+
+@triton.jit
 def shape_scores(qk, q_pos, k_pos, head, seq, terms, RULE: tl.constexpr, MASKED: tl.constexpr):
     """Raw q.k -> (base-2 score, d score / d (scale * q.k) up to log2 e). MASKED=False promises that all is visible."""
     slope = 1.0
     if RULE.softcap > 0:
-        cap = 1 - 2 / (tl.exp2(qk * (2 * LOG2E * terms.scale / RULE.softcap)) + 1)  # tanh(scale * q.k / softcap)
+        cap = tanh(qk * (terms.scale / RULE.softcap))
         scores = cap * (RULE.softcap * LOG2E)
         slope = 1 - cap * cap
     else:

@@ -162,10 +162,10 @@ def load_rows(x, row, head, start, count, other, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def store_rows(x, values, row, head, start, count, BLOCK: tl.constexpr):
-    """Write the first `count` values to x[row, start : start + count, head] of a [B, T, H] tensor."""
+def store_rows(x, values, row, head, start, low, high, BLOCK: tl.constexpr):
+    """Write values[low:high] to x[row, start + low : start + high, head] of a [B, T, H] tensor."""
     offset = tl.arange(0, BLOCK)
-    tl.store(address(x, row, head, start) + offset * x.seq, values, offset < count)
+    tl.store(address(x, row, head, start) + offset * x.seq, values, (offset >= low) & (offset < high))
 
 
 @triton.jit

@@ -1,0 +1,378 @@
+"""Every formula of docs/attention.md in float64, against autograd or brute force; no kernel runs here.
+
+One function per section of the document, in its order and with its names.
+"""
+
+import itertools
+import math
+
+import pytest
+import torch
+
+LOG2E = math.log2(math.e)
+FAR = 2**29
+INF = float("inf")
+
+
+@pytest.fixture(autouse=True)
+def float64():
+    torch.manual_seed(0)
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float64)
+    yield
+    torch.set_default_dtype(before)
+
+
+def close(a, b):
+    torch.testing.assert_close(a, b, rtol=1e-10, atol=1e-12)
+
+
+def causal_mask(q_len, k_len):
+    return torch.arange(k_len) <= torch.arange(q_len)[:, None] + k_len - q_len
+
+
+def gradients(loss, *leaves):
+    return torch.autograd.grad(loss, leaves, retain_graph=True)
+
+
+# Softmax
+
+
+def test_safe_softmax():
+    scores = torch.tensor([[1000.0, 1001.0, 999.0], [-1000.0, -1003.0, -INF]])
+    top = scores.amax(-1, keepdim=True)
+    weights = torch.exp(scores - top)
+    close(weights / weights.sum(-1, keepdim=True), torch.softmax(scores, -1))
+    assert torch.exp(scores).sum(-1).tolist() == [INF, 0]  # without the shift both rows are lost
+
+
+def attend(scores2, v, block_k):
+    """The forward's loop over key tiles: acc, top, total of base-2 scores."""
+    rows = len(scores2)
+    acc, top, total = torch.zeros(rows, v.shape[1]), torch.full((rows,), -INF), torch.zeros(rows)
+    for start in range(0, len(v), block_k):
+        tile = scores2[:, start : start + block_k]
+        new_top = torch.maximum(top, tile.amax(1))
+        pivot = torch.where(new_top == -INF, 0.0, new_top)
+        weights = torch.exp2(tile - pivot[:, None])
+        fade = torch.exp2(top - pivot)
+        total = total * fade + weights.sum(1)
+        acc = acc * fade[:, None] + weights @ v[start : start + block_k]
+        top = new_top
+    return acc, top, total
+
+
+def finish(acc, top, total, sink=None):
+    """Output and base-2 LSE of a finished state, as the end of the forward kernel; sink in natural units."""
+    dead = total == 0
+    total = torch.where(dead, 1.0, total)
+    scale, lse = 1 / total, top + torch.log2(total)
+    if sink is not None:
+        logit = torch.tensor(sink * LOG2E)
+        peak = torch.maximum(lse, logit)
+        with_sink = peak + torch.log2(torch.exp2(lse - peak) + torch.exp2(logit - peak))
+        scale = scale * torch.where(dead, 0.0, torch.exp2(lse - with_sink))
+        lse = torch.where(dead, lse, with_sink)
+    return acc * scale[:, None], lse
+
+
+@pytest.mark.parametrize("block_k", [1, 3, 4, 16])
+def test_online_softmax_in_base_2(block_k):
+    """Any tiling gives the same output and LSE; rows that see no key yet, or none at all, make no NaN."""
+    q_len, k_len = 9, 7  # causal, so the first two queries see nothing
+    scores = (100 * torch.randn(q_len, k_len)).masked_fill(~causal_mask(q_len, k_len), -INF)
+    scores[4, :3] = -INF
+    v = torch.randn(k_len, 5)
+    out, lse2 = finish(*attend(scores * LOG2E, v, block_k))
+    close(out, torch.softmax(scores, -1).nan_to_num(0.0) @ v)
+    close(lse2 / LOG2E, torch.logsumexp(scores, -1))
+    assert (out[:2] == 0).all() and (lse2[:2] == -INF).all()
+
+
+def test_states_of_two_spans_merge():
+    """The state of all keys is the merge of the states of two halves: what tiling and splitting rest on."""
+    scores, v = torch.randn(4, 10) * LOG2E, torch.randn(10, 3)
+    (acc_a, top_a, total_a), (acc_b, top_b, total_b) = attend(scores[:, :6], v[:6], 4), attend(scores[:, 6:], v[6:], 4)
+    top = torch.maximum(top_a, top_b)
+    fade_a, fade_b = torch.exp2(top_a - top), torch.exp2(top_b - top)
+    merged = acc_a * fade_a[:, None] + acc_b * fade_b[:, None], top, total_a * fade_a + total_b * fade_b
+    for ours, whole in zip(merged, attend(scores, v, 4), strict=True):
+        close(ours, whole)
+
+
+# Backward
+
+
+def test_delta_dq_dk_dv_with_dropout_and_dlse():
+    q_len, k_len, dim, scale = 6, 8, 4, 0.3
+    q, k, v = (torch.randn(n, dim, requires_grad=True) for n in (q_len, k_len, k_len))
+    mask = causal_mask(q_len, k_len)
+    keep = (torch.rand(q_len, k_len) < 0.7) / 0.7
+    scores = (scale * q @ k.T).masked_fill(~mask, -INF)
+    lse = torch.logsumexp(scores, -1)
+    weights = torch.softmax(scores, -1)
+    out = (weights * keep) @ v
+    dout, dlse = torch.randn_like(out), torch.randn_like(lse)
+    expected = gradients((out * dout).sum() + (lse * dlse).sum(), q, k, v, scores)
+
+    with torch.no_grad():
+        recomputed = torch.exp2(scores * LOG2E - (lse * LOG2E)[:, None])
+        close(recomputed, weights)
+        dweights = (dout @ v.T) * keep
+        delta = (out * dout).sum(-1)
+        close(delta, (weights * dweights).sum(-1))  # the sum over all keys that delta replaces
+        delta = delta - dlse
+        dscores = weights * (dweights - delta[:, None])
+        found = scale * dscores @ k, scale * dscores.T @ q, (weights * keep).T @ dout, dscores
+    for ours, truth in zip(found, expected, strict=True):
+        close(ours, truth)
+
+
+def test_gradient_of_lse_reaches_queries_and_keys_only_as_softmax():
+    scores = torch.randn(5, 7, requires_grad=True)
+    (dscores,) = gradients(torch.logsumexp(scores, -1).sum(), scores)
+    close(dscores, torch.softmax(scores, -1))
+
+
+def test_base_2_gradient_conversion():
+    """Autograd hands the op d loss / d lse2; the kernels want d loss / d lse."""
+    lse = torch.randn(5, requires_grad=True)
+    lse2 = lse * LOG2E
+    dlse2, dlse = gradients((lse2 * math.log(2)).square().sum(), lse2, lse)
+    close(dlse, dlse2 / math.log(2))
+
+
+@pytest.mark.parametrize("strategy", ["loop", "partials"])
+def test_grouped_queries_sum_over_the_group(strategy):
+    length, kv_heads, group, dim = 5, 2, 3, 4
+    q = torch.randn(length, kv_heads * group, dim, requires_grad=True)
+    k, v = (torch.randn(length, kv_heads, dim, requires_grad=True) for _ in range(2))
+    wide_k, wide_v = (x.repeat_interleave(group, 1) for x in (k, v))
+    weights = torch.softmax(torch.einsum("qhd,khd->hqk", q, wide_k), -1)
+    out = torch.einsum("hqk,khd->qhd", weights, wide_v)
+    dout = torch.randn_like(out)
+    dk, dv = gradients((out * dout).sum(), k, v)
+
+    with torch.no_grad():
+        delta = (out * dout).sum(-1)
+
+        def partial(head):
+            kv_head = head // group
+            dscores = weights[head] * (dout[:, head] @ v[:, kv_head].T - delta[:, head, None])
+            return torch.cat((dscores.T @ q[:, head], weights[head].T @ dout[:, head]), -1)
+
+        sums = torch.zeros(length, kv_heads, 2 * dim)
+        if strategy == "loop":  # one program per key head, over its query heads
+            for kv_head, member in itertools.product(range(kv_heads), range(group)):
+                sums[:, kv_head] += partial(kv_head * group + member)
+        else:  # one program per query head, then the sum over [kv_heads, group]
+            partials = torch.stack([partial(head) for head in range(kv_heads * group)], 1)
+            sums = partials.view(length, kv_heads, group, 2 * dim).sum(2)
+    close(sums, torch.cat((dk, dv), -1))
+
+
+# Score terms
+
+
+@pytest.mark.parametrize("scale", [0.7, 0.0, -0.4])
+def test_softcap_and_its_slope(scale):
+    softcap = 1.5
+    qk = (10 * torch.randn(50)).requires_grad_()
+    scaled = scale * qk
+    scores = softcap * torch.tanh(scaled / softcap)
+    cap = 1 - 2 / (torch.exp2(qk * (2 * LOG2E * scale / softcap)) + 1)
+    close(cap * softcap, scores)
+    (slope,) = gradients(scores.sum(), scaled)
+    close(1 - cap * cap, slope)
+    close(gradients(scores.sum(), qk)[0], slope * scale)  # why dq and dk carry both slope and scale
+    huge = torch.tensor([-1e6, 1e6])
+    assert (1 - 2 / (torch.exp2(huge) + 1)).tolist() == [-1, 1]
+
+
+@pytest.mark.parametrize("q_len, k_len", [(6, 6), (4, 7), (7, 4)])
+def test_decay_is_a_difference_of_gates(q_len, k_len):
+    """The term is sum(decay[j + 1 .. i]); its gradient is rows minus columns of dS, then autograd's through cumsum."""
+    decay = (-torch.rand(k_len)).requires_grad_()
+    mask, shift = causal_mask(q_len, k_len), k_len - q_len
+    weight = torch.randn(q_len, k_len).masked_fill(~mask, 0.0)  # stands for dS, which is 0 where nothing is seen
+    brute = sum(
+        (weight[i, j] * decay[j + 1 : i + shift + 1].sum() for i in range(q_len) for j in range(k_len) if mask[i, j]),
+        start=torch.zeros(()),
+    )
+    expected = gradients(brute, decay)[0]
+
+    gate = decay.cumsum(0)
+    dgate = -weight.sum(0)  # the key half
+    for i in range(q_len):
+        if i + shift >= 0:
+            dgate[i + shift] += weight[i].sum()  # the query half, at the key the query stands at
+    close(torch.autograd.grad(gate, decay, dgate)[0], expected)
+    close(dgate.flip(0).cumsum(0).flip(0), expected)  # which is the sum from the key's own place on
+
+
+def test_decay_of_packed_sequences_cancels_the_sum_before_them():
+    """Queries and keys packed apart: the query half of sequence n lies k_end[n] - q_end[n] further on."""
+    q_starts, k_starts = [0, 3, 5, 9], [0, 3, 7, 12]
+    decay = (-torch.rand(k_starts[-1])).requires_grad_()
+    gate = decay.cumsum(0)
+    dscores, brute = {}, torch.zeros(())
+    for n in range(3):
+        q_len, k_len = q_starts[n + 1] - q_starts[n], k_starts[n + 1] - k_starts[n]
+        dscores[n] = torch.randn(q_len, k_len).masked_fill(~causal_mask(q_len, k_len), 0.0)
+        own = decay[k_starts[n] : k_starts[n + 1]].cumsum(0)  # of this sequence alone
+        q_own = own[k_len - q_len :]
+        brute = brute + (dscores[n] * (q_own[:, None] - own)).sum()
+    dgate = torch.zeros_like(decay)
+    for n in range(3):
+        dgate[k_starts[n] : k_starts[n + 1]] -= dscores[n].sum(0)
+        at = k_starts[n + 1] - (q_starts[n + 1] - q_starts[n])
+        dgate[at : k_starts[n + 1]] += dscores[n].sum(1)
+    close(torch.autograd.grad(gate, decay, dgate)[0], gradients(brute, decay)[0])
+
+
+def test_why_gates_are_summed_in_float64():
+    decay = torch.full((20_000,), -1.001)
+    exact = decay[-1]
+    errors = [abs((gate[-1] - gate[-2]).item() - exact) for gate in (decay.cumsum(0), decay.float().cumsum(0))]
+    assert errors[0] < 1e-10 and errors[1] > 1e-4
+
+
+def test_constant_decay_is_a_linear_distance():
+    gate = torch.full((8,), -0.25).cumsum(0)
+    position = torch.arange(8)
+    close(gate[:, None] - gate, -0.25 * (position[:, None] - position))
+
+
+@pytest.mark.parametrize("shape", list(itertools.product((1, 2), (1, 3), (1, 4), (1, 5))))
+def test_bias_gradient_sums_what_it_was_broadcast_over(shape):
+    full = (2, 3, 4, 5)
+    qk, v = torch.randn(full), torch.randn(2, 3, 5, 6)
+    bias = torch.randn(shape, requires_grad=True)
+    weights = torch.softmax(qk + bias, -1)
+    out = weights @ v
+    dout = torch.randn_like(out)
+    (expected,) = gradients((out * dout).sum(), bias)
+    with torch.no_grad():
+        dscores = weights * (dout @ v.mT - (out * dout).sum(-1, keepdim=True))
+        dims = [axis for axis, n in enumerate(shape) if n == 1]
+        close(dscores.sum(dims, keepdim=True) if dims else dscores, expected)
+
+
+@pytest.mark.parametrize("sink", [-3.0, 0.4, 30.0])
+def test_sink_and_its_gradient(sink):
+    q_len, k_len = 5, 4  # the first row is dead: the sink does not revive it
+    mask = causal_mask(q_len, k_len)
+    alive = mask.any(-1)
+    scores = torch.randn(q_len, k_len).masked_fill(~mask, -INF)
+    v, keep = torch.randn(k_len, 3), (torch.rand(q_len, k_len) < 0.6) / 0.6
+    leaf = torch.tensor(sink, requires_grad=True)
+    logits = torch.cat((scores, leaf.expand(q_len, 1)), -1)
+    weights = torch.softmax(logits, -1)[:, :-1] * alive[:, None]
+    lse = torch.logsumexp(logits, -1).masked_fill(~alive, -INF)
+    out = (weights * keep) @ v
+
+    bare, lse2 = finish(*attend(scores * LOG2E, v, 2), sink)
+    close(bare, (weights @ v).detach())
+    close(lse2 / LOG2E, lse.detach())
+
+    dout, dlse = torch.randn_like(out), torch.randn(q_len)
+    (expected,) = gradients((out * dout).sum() + (lse.masked_fill(~alive, 0.0) * dlse).sum(), leaf)
+    with torch.no_grad():
+        delta = (out * dout).sum(-1) - dlse
+        weight = torch.where(alive, torch.exp(leaf - lse), 0.0)
+        close(-(weight * delta)[alive].sum(), expected)
+
+
+def test_dead_rows_have_no_weights():
+    """lse2 = -inf is read as +inf, so that a weight is 2^(score - inf) = 0 and never 2^(-inf + inf)."""
+    scores, lse2 = torch.tensor([-INF, 0.0, 5.0]), torch.tensor(-INF)
+    lse2 = torch.where(lse2 == -INF, INF, lse2)
+    assert (torch.exp2(scores - lse2) == 0).all()
+
+
+# Which tiles meet
+
+
+def meeting_range(first, last, behind, ahead, length, block):
+    lo = max(first - behind, 0) // block * block
+    hi = min(last + ahead + 1, length)
+    full_lo = -(-max(last - behind, 0) // block) * block
+    full_hi = max(min(first + ahead + 1, length), 0) // block * block
+    return lo, full_lo, max(full_lo, full_hi), hi
+
+
+def spans(window, lo, full_lo, full_hi, hi):
+    """The (start, stop, masked) of the loops of the forward and of dq."""
+    edge = [(lo, min(full_lo, hi), True)] if window else []
+    return [*edge, (full_lo, full_hi, False), (full_hi, hi, True)]
+
+
+def sees(q_pos, k, behind, ahead):
+    return q_pos - behind <= k <= q_pos + ahead
+
+
+MASKS = {
+    "causal": (FAR, 0, None),
+    "full": (FAR, FAR, None),
+    **{f"window {w}": (w - 1, 0, w) for w in (1, 2, 5)},
+    **{f"full window {w}": (w - 1, w - 1, w) for w in (1, 2, 5)},
+}
+
+
+@pytest.mark.parametrize("mask", MASKS.values(), ids=MASKS)
+@pytest.mark.parametrize("block_q, block_k", [(4, 2), (2, 4), (3, 3), (1, 1)])
+def test_tiles_of_keys_for_a_tile_of_queries(mask, block_q, block_k):
+    """Every visible pair is visited once, every unmasked tile is all visible, and no unseen tile is visited."""
+    behind, ahead, window = mask
+    for q_len, k_len in itertools.product(range(1, 11), range(0, 11)):
+        for q_start in range(0, q_len, block_q):
+            first = q_start + k_len - q_len
+            last = first + min(block_q, q_len - q_start) - 1
+            bounds = meeting_range(first, last, behind, ahead, k_len, block_k)
+            seen = {(p, k) for p in range(first, last + 1) for k in range(k_len) if sees(p, k, behind, ahead)}
+            visited = []
+            for start, stop, masked in spans(window, *bounds):
+                for k_start in range(start, stop, block_k):
+                    visited.append(k_start)
+                    tile = {(p, k) for p in range(first, last + 1) for k in range(k_start, k_start + block_k)}
+                    assert masked or tile <= seen  # the promise of MASKED=False
+                    assert tile & seen
+            assert len(visited) == len(set(visited))
+            assert {k // block_k * block_k for _, k in seen} <= set(visited)
+
+
+@pytest.mark.parametrize("mask", MASKS.values(), ids=MASKS)
+@pytest.mark.parametrize("block_q, block_k", [(4, 2), (2, 4), (3, 3), (1, 1)])
+def test_tiles_of_queries_for_a_tile_of_keys(mask, block_q, block_k):
+    """The same for dk/dv, where queries are counted by their index and rows past the last are harmless zeros."""
+    behind, ahead, window = mask
+    for q_len, k_len in itertools.product(range(0, 11), range(1, 11)):
+        shift, whole = k_len - q_len, -(-q_len // block_q) * block_q
+        for k_start in range(0, k_len, block_k):
+            keys = range(k_start, min(k_start + block_k, k_len))
+            first, last = keys[0] - shift, keys[-1] - shift
+            lo, full_lo, full_hi, hi = meeting_range(first, last, ahead, behind, whole, block_q)
+            loops = [(full_lo, full_hi, False)]
+            if ahead == 0 or window:
+                loops.append((lo, min(full_lo, hi), True))
+            if window:
+                loops.append((full_hi, hi, True))
+            seen = {(i, k) for i in range(q_len) for k in keys if sees(i + shift, k, behind, ahead)}
+            visited = []
+            for start, stop, masked in loops:
+                for q_start in range(start, stop, block_q):
+                    visited.append(q_start)
+                    tile = {(i, k) for i in range(q_start, min(q_start + block_q, q_len)) for k in keys}
+                    assert masked or tile <= seen
+                    assert tile & seen
+            assert len(visited) == len(set(visited))
+            assert {i // block_q * block_q for i, _ in seen} <= set(visited)
+
+
+def test_lengths_shrink_both_counts():
+    """sequence(): with a length, query i still stands at key i + Tk - Tq."""
+    for q_len, k_len in itertools.product(range(1, 7), repeat=2):
+        for length in range(k_len + 1):
+            kept_q, kept_k = max(q_len - (k_len - length), 0), length
+            before = {i: i + k_len - q_len for i in range(q_len) if i + k_len - q_len < length}
+            assert before == {i: i + kept_k - kept_q for i in range(kept_q)}
