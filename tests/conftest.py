@@ -31,3 +31,9 @@ def poisoned(monkeypatch):
 
     for owner, name in ((torch, "empty"), (torch, "empty_like"), (torch.Tensor, "new_empty")):
         monkeypatch.setattr(owner, name, nan(getattr(owner, name)))
+
+
+@pytest.fixture(autouse=True)
+def seed():
+    """The same random inputs in every run: a comparison of two rounding errors must not fail by luck of the draw."""
+    torch.manual_seed(0)
