@@ -28,7 +28,7 @@ class Launch(NamedTuple):
 HOPPER = {
     ("forward", 2): {64: Launch(128, 64, 4, 3), 128: Launch(64, 64, 4, 2), 256: Launch(128, 32, 8, 2)},
     ("dq", 2): {64: Launch(64, 64, 4, 3), 128: Launch(64, 32, 4, 2), 256: Launch(128, 32, 8, 2)},
-    ("dkdv", 2): {64: Launch(32, 128, 8, 2), 128: Launch(32, 128, 8, 2), 256: Launch(32, 32, 8, 2)},
+    ("dkdv", 2): {64: Launch(32, 128, 8, 2), 128: Launch(32, 64, 8, 2), 256: Launch(32, 32, 8, 2)},
     ("forward", 4): {64: Launch(64, 32, 8, 2), 128: Launch(32, 16, 4, 2), 256: Launch(32, 16, 8, 1)},
     ("dq", 4): {64: Launch(32, 32, 8, 2), 128: Launch(32, 16, 4, 2), 256: Launch(32, 16, 8, 1)},
     ("dkdv", 4): {64: Launch(32, 32, 4, 2), 128: Launch(32, 32, 8, 1), 256: Launch(16, 32, 8, 1)},

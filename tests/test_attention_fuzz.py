@@ -10,6 +10,7 @@ import sys
 import time
 from pathlib import Path
 
+import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -85,6 +86,7 @@ def run(problem, seed):
     return check(make_problem("cuda" if ON_GPU else "cpu", dtype, **case), dtype)
 
 
+@pytest.mark.skipif(os.environ.get("FUZZ") != "1", reason="minutes long: set FUZZ=1")
 @settings(max_examples=60 if ON_GPU else 25, deadline=None, suppress_health_check=list(HealthCheck), derandomize=True)
 @given(problems(), st.integers(0, 2**31))
 def test_random_problems(problem, seed):
