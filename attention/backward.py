@@ -16,6 +16,7 @@ import triton.language as tl
 
 from .score import Terms, ahead, behind, drop, dropout_key, shape_scores
 from .tiles import (
+    Ragged,
     dot,
     load_rows,
     load_tile,
@@ -95,7 +96,7 @@ def score_gradients(
     scores, slope = shape_scores(qk, q_pos, k_pos, queries.head, seq, terms, RULE, MASKED)
     weights = tl.exp2(scores - lse2)
     dscores = weights * (drop(dweights, queries.key, q_pos, k_pos, RULE) - delta)
-    if MASKED:  # an invisible key may hold NaN
+    if MASKED or terms.bias is not None:  # an invisible key may hold NaN
         dscores = tl.where(weights > 0, dscores, 0.0)
     return drop(weights, queries.key, q_pos, k_pos, RULE), dscores, slope
 
@@ -117,6 +118,8 @@ def gather_dq(
             qk, dweights, queries.lse2[:, None], queries.delta[:, None], queries.pos[:, None], k_pos[None, :], queries,
             seq, terms, RULE, MASKED,
         )  # fmt: skip
+        if terms.bias is not None:  # and 0 * NaN is NaN
+            k_tile = tl.where(tl.max(tl.abs(dscores), 0)[:, None] > 0, k_tile, 0.0).to(k_tile.dtype)
         gate = sums.gate
         if terms.gate is not None:
             gate += tl.sum(dscores, 1)
@@ -324,7 +327,8 @@ def dbias_kernel(
                     )  # fmt: skip
                     acc += dscores
 
-    seq = sequence(bias_row, q_len, k_len, ragged)
+    # a row's length bounds what was summed, not the bias, which other rows may share
+    seq = sequence(bias_row, q_len, k_len, Ragged(None, ragged.q_starts, ragged.k_starts))
     q_offset = q_lo + tl.arange(0, TILE.block_q)[:, None]
     k_offset = k_lo + tl.arange(0, TILE.block_k)[None, :]
     if SPREAD.queries:

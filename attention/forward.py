@@ -51,6 +51,8 @@ def attend(state, queries, k, v, seq, terms, lo, hi, RULE: tl.constexpr, TILE: t
         # after the sum: dropout acts on normalised weights
         weights = drop(weights, queries.key, queries.pos[:, None], k_pos[None, :], RULE)
         v_tile = load_tile(v, seq.row, kv_head, at, low, high, TILE.block_k, TILE.value_dim, MASKED)
+        if terms.bias is not None:  # a value hidden by -inf may hold NaN, and 0 * NaN is NaN
+            v_tile = tl.where(tl.max(scores, 0)[:, None] == float("-inf"), 0.0, v_tile).to(v_tile.dtype)
         acc = dot(narrow(weights, v_tile), v_tile, state.acc * fade[:, None], TILE)
         state = Softmax(acc, top, total)
     return state

@@ -38,7 +38,9 @@ PORTABLE = HOPPER | {
     ("forward", 2): {64: Launch(64, 64, 4, 2), 128: Launch(64, 32, 4, 2), 256: Launch(64, 32, 8, 1)},
     ("dq", 2): {64: Launch(64, 32, 4, 2), 128: Launch(64, 32, 4, 2), 256: Launch(32, 32, 4, 1)},
     ("dkdv", 2): {64: Launch(32, 64, 4, 2), 128: Launch(32, 64, 4, 1), 256: Launch(32, 32, 8, 1)},
-    ("dkdv", 4): {64: Launch(32, 32, 4, 2), 128: Launch(32, 32, 8, 1), 256: Launch(16, 16, 8, 1)},
+    ("forward", 4): {64: Launch(64, 32, 8, 2), 128: Launch(32, 16, 8, 2), 256: Launch(32, 16, 16, 1)},
+    ("dq", 4): {64: Launch(32, 32, 8, 2), 128: Launch(32, 16, 4, 2), 256: Launch(16, 16, 8, 1)},
+    ("dkdv", 4): {64: Launch(32, 32, 8, 2), 128: Launch(16, 16, 8, 1), 256: Launch(16, 16, 8, 1)},
 }
 CHIPS = {(9, 0): HOPPER}
 # Small and unequal, so that a short sequence in the interpreter meets many tiles and a swapped axis shows.

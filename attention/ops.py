@@ -35,31 +35,21 @@ class Options(NamedTuple):
         return Rule(self.causal, self.window, self.softcap, self.dropout)
 
 
-@torch.library.custom_op("attention::forward", mutates_args=())
-def forward(
-    q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, gate: Tensor | None, sink: Tensor | None,
-    seed: Tensor | None, lengths: Tensor | None, q_starts: Tensor | None, k_starts: Tensor | None, max_q_len: int,
-    max_k_len: int, causal: bool, window: int, softcap: float, dropout: float, scale: float,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """out [B, Tq, H, Dv] in the dtype of q and lse2 [B, H, Tq] float32, base 2. The rest is Options, field by field."""
+TENSORS = "Tensor q, Tensor k, Tensor v"
+OPTIONS = (  # the fields of Options, in their order
+    "Tensor? bias, Tensor? gate, Tensor? sink, Tensor? seed, Tensor? lengths, Tensor? q_starts, Tensor? k_starts, "
+    "SymInt max_q_len, SymInt max_k_len, bool causal, int window, float softcap, float dropout, float scale"
+)
+
+
+@torch.library.custom_op(
+    "attention::forward", mutates_args=(), schema=f"({TENSORS}, {OPTIONS}) -> (Tensor, Tensor)"
+)  # fmt: skip
+def forward(q, k, v, *options):
+    """out [B, Tq, H, Dv] in the dtype of q and lse2 [B, H, Tq] float32, base 2."""
     from . import launch
 
-    options = Options(
-        bias,
-        gate,
-        sink,
-        seed,
-        lengths,
-        q_starts,
-        k_starts,
-        max_q_len,
-        max_k_len,
-        causal,
-        window,
-        softcap,
-        dropout,
-        scale,
-    )
+    options = Options(*options)
     return launch.forward(q, k, v, options.rule, options)
 
 
@@ -69,39 +59,24 @@ def _(q, k, v, *options):
     return q.new_empty(batch, q_len, heads, v.shape[-1]), q.new_empty(batch, heads, q_len, dtype=torch.float32)
 
 
-@torch.library.custom_op("attention::backward", mutates_args=())
-def backward(
-    q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse2: Tensor, dout: Tensor, dlse: Tensor | None, bias: Tensor | None,
-    gate: Tensor | None, sink: Tensor | None, seed: Tensor | None, lengths: Tensor | None, q_starts: Tensor | None,
-    k_starts: Tensor | None, max_q_len: int, max_k_len: int, causal: bool, window: int, softcap: float, dropout: float,
-    scale: float,
-) -> list[Tensor]:  # fmt: skip
+@torch.library.custom_op(
+    "attention::backward",
+    mutates_args=(),
+    schema=f"({TENSORS}, Tensor out, Tensor lse2, Tensor dout, Tensor? dlse, {OPTIONS}) -> Tensor[]",
+)
+def backward(q, k, v, out, lse2, dout, dlse, *options):
     """dq, dk, dv, then dbias, dgate and dsink of those that are given. dlse [B, H, Tq] is in natural units, or None."""
     from . import launch
 
-    options = Options(
-        bias,
-        gate,
-        sink,
-        seed,
-        lengths,
-        q_starts,
-        k_starts,
-        max_q_len,
-        max_k_len,
-        causal,
-        window,
-        softcap,
-        dropout,
-        scale,
-    )
+    options = Options(*options)
     gradients = launch.backward(q, k, v, out, lse2, dout, dlse, options.rule, options)
     return [x for x in gradients if x is not None]
 
 
 @backward.register_fake
-def _(q, k, v, out, lse2, dout, dlse, bias, gate, sink, *options):
-    inputs = (x for x in (q, k, v, bias, gate, sink) if x is not None)
+def _(q, k, v, out, lse2, dout, dlse, *options):
+    options = Options(*options)
+    inputs = (x for x in (q, k, v, options.bias, options.gate, options.sink) if x is not None)
     return [torch.empty_like(x, memory_format=torch.contiguous_format) for x in inputs]
 
 

@@ -63,14 +63,19 @@ def tanh(x):
 def shape_scores(qk, q_pos, k_pos, head, seq, terms, RULE: tl.constexpr, MASKED: tl.constexpr):
     """Raw q.k -> (base-2 score, d score / d (scale * q.k) up to log2 e). MASKED=False promises that all is visible."""
     slope = 1.0
+    q_exists = (q_pos >= seq.k_len - seq.q_len) & (q_pos < seq.k_len)
+    k_exists = k_pos < seq.k_len
+    if terms.bias is not None:
+        q_index = seq.q_start + q_pos - (seq.k_len - seq.q_len)
+        pointers = pair_pointers(terms.bias, seq.row, head, q_index, seq.k_start + k_pos)
+        bias = tl.load(pointers, q_exists & k_exists, float("-inf")).to(tl.float32)
+        qk = tl.where(bias == float("-inf"), 0.0, qk)  # a hidden key may hold NaN
     if RULE.softcap > 0:
         cap = tanh(qk * (terms.scale / RULE.softcap))
         scores = cap * (RULE.softcap * LOG2E)
         slope = 1 - cap * cap
     else:
         scores = qk * (terms.scale * LOG2E)
-    q_exists = (q_pos >= seq.k_len - seq.q_len) & (q_pos < seq.k_len)
-    k_exists = k_pos < seq.k_len
     if terms.gate is not None:
         # Differences of float64 sums, since a float32 sum over a long row has lost what neighbours differ by.
         gate = address(terms.gate, seq.row, head, seq.k_start)
@@ -78,9 +83,7 @@ def shape_scores(qk, q_pos, k_pos, head, seq, terms, RULE: tl.constexpr, MASKED:
         k_gate = tl.load(gate + k_pos * terms.gate.seq, k_exists, 0.0)
         scores += (q_gate - k_gate).to(tl.float32) * LOG2E
     if terms.bias is not None:
-        q_index = seq.q_start + q_pos - (seq.k_len - seq.q_len)
-        pointers = pair_pointers(terms.bias, seq.row, head, q_index, seq.k_start + k_pos)
-        scores += tl.load(pointers, q_exists & k_exists, 0.0).to(tl.float32) * LOG2E
+        scores += bias * LOG2E
     if MASKED:
         visible = k_exists
         if RULE.causal:

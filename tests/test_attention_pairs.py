@@ -1,0 +1,81 @@
+"""Every pair of argument values of attention() meets in some problem: kernels against the float64 reference.
+
+Small sizes in the interpreter; on a GPU the full range of lengths, head dims and dtypes.
+"""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+from allpairspy import AllPairs
+from test_attention import ON_GPU, check, make_problem
+
+from attention import launch
+
+PARAMETERS = {
+    "q_len": [1, 2, 15, 16, 17, 63, 64, 65, 127, 128, 129, 200, 257, 300] if ON_GPU else [1, 16, 17, 33],
+    "dim": [8, 24, 40, 64, 72, 96, 128, 160, 200, 256] if ON_GPU else [8, 16, 24],
+    "bias": [None, "full", "heads", "keys", "queries", "one"],
+    "value_dim": [None, 8, 48, 128] if ON_GPU else [None, 8],
+    "ragged": [None, "lengths", "packed", "packed_pair"],
+    "group": [1, 2, 3, 8],
+    "window": [None, 1, 16, 50] if ON_GPU else [None, 1, 12],
+    "keys": ["same", "more", "fewer"],
+    "scale": [None, -0.3, 0.0],
+    "dtype": [torch.float32, torch.float16, torch.bfloat16] if ON_GPU else [torch.float32, torch.float16],
+    "kv_heads": [1, 2] if ON_GPU else [1],
+    "causal": [True, False],
+    "softcap": [None, 2.0],
+    "dropout": [0.0, 0.3],
+    "decay": [False, True],
+    "sink": [False, True],
+    "loops": [True, False],
+}
+
+
+def possible(values):
+    """Whether the parameters given so far go together; allpairspy asks this of growing prefixes."""
+    case = dict.fromkeys(PARAMETERS) | dict(zip(PARAMETERS, values, strict=False))
+    return not (case["decay"] and case["causal"] is False) and not (
+        case["ragged"] == "packed" and case["keys"] in ("more", "fewer")
+    )
+
+
+def arguments(case):
+    """Keyword arguments of make_problem."""
+    q_len, heads = case.q_len, case.group * case.kv_heads
+    k_len = {"same": q_len, "more": q_len + 37, "fewer": q_len // 2 + 1}[case.keys]
+    batch = {None: 2, "lengths": 3, "packed": 1, "packed_pair": 1}[case.ragged]
+    arguments = dict(
+        q_len=q_len, k_len=k_len, dim=case.dim, value_dim=case.value_dim, heads=heads, kv_heads=case.kv_heads,
+        batch=batch, causal=case.causal, decay=case.decay, sink=case.sink, window=case.window, scale=case.scale,
+        softcap=case.softcap, dropout=case.dropout, seed=q_len,
+    )  # fmt: skip
+    arguments["bias"] = {
+        None: None,
+        "full": (batch, heads, q_len, k_len),
+        "heads": (1, heads, q_len, k_len),
+        "keys": (batch, 1, 1, k_len),
+        "queries": (heads, q_len, 1),
+        "one": (1,),
+    }[case.bias]
+    starts = [0, q_len // 3, q_len // 3, q_len - q_len // 8]  # the second is empty, and some tokens belong to none
+    if case.ragged == "lengths":
+        arguments["lengths"] = [k_len, k_len * 2 // 3, 0]
+    elif case.ragged == "packed":
+        arguments["packed"] = starts
+    elif case.ragged == "packed_pair":
+        arguments["packed"] = starts, [0, k_len // 2, k_len // 2 + 1, k_len]
+    return arguments
+
+
+CASES = [
+    SimpleNamespace(**dict(zip(PARAMETERS, values, strict=True)))
+    for values in AllPairs(list(PARAMETERS.values()), filter_func=possible)
+]
+
+
+@pytest.mark.parametrize("case", CASES, ids=range(len(CASES)))
+def test_pair(case, device, poisoned, monkeypatch):
+    monkeypatch.setattr(launch, "loops_over_group", lambda programs, device: case.loops)
+    check(make_problem(device, case.dtype, **arguments(case)), case.dtype)
