@@ -25,7 +25,8 @@ def attention(
     key gives 0, lse = -inf and gradients of 0. All arguments compose, but for what Raises names.
 
     Args:
-        q: [B, Tq, H, D] float16, bfloat16 or float32; any strides as long as the last dimension is contiguous.
+        q: [B, Tq, H, D] float16, bfloat16 or float32; any strides as long as the last dimension is contiguous;
+            multiples of 8 elements from a 16-byte boundary need no copy.
         k, v: [B, Tk, Hkv, D] and [B, Tk, Hkv, Dv], dtype and device of q.
         causal: a query sees the keys up to its own position.
         window: a query at key position i sees keys i - window + 1 .. i, and without causal also the window - 1 after
@@ -90,7 +91,7 @@ def attention(
         k,
         v,
         None if bias is None else bias.reshape((1,) * (4 - bias.dim()) + bias.shape),
-        None if decay is None else decay.to(torch.float64).cumsum(1),
+        None if decay is None else decay.transpose(1, 2).to(torch.float64).cumsum(2),
         sink,
         seed if dropout > 0 else None,
         lengths,

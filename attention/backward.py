@@ -147,7 +147,7 @@ def dq_kernel(
     RULE: tl.constexpr,
     TILE: tl.constexpr,
 ):
-    """dQ = scale dS K and the query half of dgate [B, Tk, H], for one tile of queries; walks the keys."""
+    """dQ = scale dS K and the query half of dgate [B, H, Tk], for one tile of queries; walks the keys."""
     tile, head, index = locate(tl.cdiv(q_len, TILE.block_q), TILE.heads, RULE.causal)
     seq = sequence(index, q_len, k_len, ragged)
     terms = Terms(scale, seed, bias, gate)

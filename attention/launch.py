@@ -12,7 +12,7 @@ import triton
 from .backward import Spread, dbias_kernel, delta_kernel, dkdv_kernel, dq_kernel, group_sum_kernel
 from .forward import forward_kernel
 from .score import LOG2E, Terms
-from .tiles import INTERPRETED, Ragged, Tile, pair_view, rows_view, view
+from .tiles import INTERPRETED, Ragged, Tile, aligned, pair_view, rows_view, view
 
 
 class Launch(NamedTuple):
@@ -111,7 +111,7 @@ def describe(q, k, v, options):
         q_len=min(options.max_q_len, q.shape[1]) if packed else q.shape[1],
         k_len=min(options.max_k_len, k.shape[1]) if packed else k.shape[1],
         ragged=Ragged(options.lengths, options.q_starts, options.k_starts),
-        terms=Terms(options.scale, options.seed, pair_view(options.bias), view(options.gate)),
+        terms=Terms(options.scale, options.seed, pair_view(options.bias), rows_view(options.gate)),
         tile=Tile(0, 0, dim, value_dim, heads, heads // kv_heads, float32_precision(q.dtype)),
         settings={kernel: launch_for(kernel, widest, element_size, q.device) for kernel in ("forward", "dq", "dkdv")}
         | {"dbias": launch_for("dq", widest, element_size, q.device), "rows": ROWS},
@@ -127,6 +127,7 @@ def output(problem, like, *shape, fill=0.0, dtype=None):
 
 def forward(q, k, v, rule, options):
     """Launch the forward. Shapes as in attention(); returns out [B, Tq, H, Dv] and lse2 [B, H, Tq] float32, base 2."""
+    q, k, v = map(aligned, (q, k, v))
     problem = describe(q, k, v, options)
     out = output(problem, q, *q.shape[:3], v.shape[-1])
     lse2 = output(problem, q, q.shape[0], q.shape[2], q.shape[1], fill=float("-inf"), dtype=torch.float32)
@@ -152,8 +153,7 @@ def backward(q, k, v, out, lse2, dout, dlse, rule, options, loop_group=None):
     if q.numel() == 0 or k.numel() == 0:
         zeros = [None if x is None else torch.zeros_like(x) for x in (bias, gate, sink)]
         return dq.zero_(), dk.zero_(), dv.zero_(), *zeros
-    if dout.stride(-1) != 1:  # the gradient of a sum is an expanded scalar
-        dout = dout.contiguous()
+    q, k, v, dout = map(aligned, (q, k, v, dout))
     sizes = (problem.q_len, problem.k_len, problem.ragged)
     delta = output(problem, lse2, *lse2.shape)
     inputs = (view(q), view(k), view(v), view(dout), rows_view(lse2), rows_view(delta))
@@ -174,7 +174,7 @@ def backward(q, k, v, out, lse2, dout, dlse, rule, options, loop_group=None):
 
     dgate = dsink = None
     if gate is not None:
-        dgate = (q_gate + k_gate).transpose(1, 2).to(gate.dtype).contiguous()
+        dgate = (q_gate + k_gate).to(gate.dtype)
     if sink is not None:  # its weight has no value, so dS = -weight * delta
         weight = torch.exp(sink.float()[:, None] - lse2 / LOG2E.value)
         dsink = -torch.where(lse2 == float("-inf"), 0.0, weight * delta).sum((0, 2), dtype=torch.float64).to(sink.dtype)

@@ -14,7 +14,7 @@ class Options(NamedTuple):
     """The optional tensors and numbers of a call, as the ops take them; None or 0 = without."""
 
     bias: Tensor | None  # [B or 1, H or 1, Tq or 1, Tk or 1]
-    gate: Tensor | None  # [B, Tk, H] float64, cumulative decay
+    gate: Tensor | None  # [B, H, Tk] float64, cumulative decay
     sink: Tensor | None  # [H]
     seed: Tensor | None  # [1] int64
     lengths: Tensor | None  # [B] int32

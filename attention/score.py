@@ -36,7 +36,7 @@ class Terms(NamedTuple):
     scale: float
     seed: torch.Tensor | None  # int64 [1], of dropout
     bias: PairView | None
-    gate: View | None  # [B, Tk, H] float64: decay summed up to and including each key
+    gate: View | None  # [B, H, Tk] float64: decay summed up to and including each key
 
 
 @triton.constexpr_function

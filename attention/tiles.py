@@ -15,8 +15,12 @@ INTERPRETED = tl.constexpr(os.environ.get("TRITON_INTERPRET") == "1")
 FAR = tl.constexpr(2**29)
 
 
+# Elements that strides of [B, T, H, D] tensors are multiples of. Kernels know it, so they load 16 bytes at a time.
+STEP = tl.constexpr(8)
+
+
 class View(NamedTuple):
-    """A [B, T, H, D] or [B, T, H] tensor as kernels take it: a pointer and strides in elements; D is contiguous."""
+    """A [B, T, H, D] tensor as kernels take it, with strides in STEPs and D contiguous, or [B, T, H], in elements."""
 
     ptr: torch.Tensor
     batch: int
@@ -34,14 +38,22 @@ class PairView(NamedTuple):
     key: int
 
 
+def aligned(x):
+    """[B, T, H, D] tensor, copied if its strides are not whole STEPs or it does not start at 16 bytes."""
+    whole = all(stride % STEP.value == 0 for stride in x.stride()[:3])
+    return (
+        x if whole and x.stride(3) == 1 and x.data_ptr() % 16 == 0 else x.clone(memory_format=torch.contiguous_format)
+    )
+
+
 def view(x):
-    """[B, T, H, D] or [B, T, H] tensor -> View; None stays None."""
-    return None if x is None else View(x, x.stride(0), x.stride(1), x.stride(2))
+    """aligned() [B, T, H, D] tensor -> View."""
+    return View(x, *(stride // STEP.value for stride in x.stride()[:3]))
 
 
 def rows_view(x):
     """[B, H, T] tensor -> View, in the (batch, sequence, head) order that kernels use; None stays None."""
-    return None if x is None else view(x.transpose(1, 2))
+    return None if x is None else View(x, x.stride(0), x.stride(2), x.stride(1))
 
 
 def pair_view(x):
@@ -115,13 +127,21 @@ def locate(n_tiles, HEADS: tl.constexpr, REVERSED: tl.constexpr):
 
 @triton.jit
 def address(x, row, head, position):
-    """Pointer to x[row, position, head]; widened before multiplying, since the product is what overflows."""
+    """Pointer to x[row, position, head] of a [B, T, H] tensor; widened before multiplying, where it could overflow."""
     return (
         x.ptr
         + tl.cast(row, tl.int64) * x.batch
         + tl.cast(position, tl.int64) * x.seq
         + tl.cast(head, tl.int64) * x.head
     )
+
+
+@triton.jit
+def tile_pointers(x, row, head, start, BLOCK: tl.constexpr, DIM: tl.constexpr):
+    """Pointers to x[row, start : start + BLOCK, head] of a [B, T, H, D] tensor, D padded to a power of two."""
+    steps = tl.cast(row, tl.int64) * x.batch + tl.cast(start, tl.int64) * x.seq + tl.cast(head, tl.int64) * x.head
+    offset = tl.arange(0, BLOCK)[:, None] * (x.seq * STEP) + tl.arange(0, padded(DIM))[None, :]
+    return x.ptr + steps * STEP + offset
 
 
 @triton.jit
@@ -132,7 +152,7 @@ def load_tile(x, row, head, start, low, high, BLOCK: tl.constexpr, DIM: tl.const
     """
     offset = tl.arange(0, BLOCK)
     column = tl.arange(0, padded(DIM))
-    pointers = address(x, row, head, start) + offset[:, None] * x.seq + column[None, :]
+    pointers = tile_pointers(x, row, head, start, BLOCK, DIM)
     if BOUNDED:
         wanted = (offset[:, None] >= low) & (offset[:, None] < high)
         if DIM != padded(DIM):
@@ -150,7 +170,7 @@ def store_tile(x, tile, row, head, start, count, BLOCK: tl.constexpr, DIM: tl.co
     """Write the first `count` rows and DIM columns of a tile to x[row, start : start + count, head]."""
     offset = tl.arange(0, BLOCK)
     column = tl.arange(0, padded(DIM))
-    pointers = address(x, row, head, start) + offset[:, None] * x.seq + column[None, :]
+    pointers = tile_pointers(x, row, head, start, BLOCK, DIM)
     tl.store(pointers, tile.to(x.ptr.dtype.element_ty), (offset[:, None] < count) & (column[None, :] < DIM))
 
 

@@ -16,12 +16,12 @@ PARAMETERS = {
     "q_len": [1, 2, 15, 16, 17, 63, 64, 65, 127, 128, 129, 200, 257, 300] if ON_GPU else [1, 16, 17, 33],
     "dim": [8, 24, 40, 64, 72, 96, 128, 160, 200, 256] if ON_GPU else [8, 16, 24],
     "bias": [None, "full", "heads", "keys", "queries", "one"],
-    "value_dim": [None, 8, 48, 128] if ON_GPU else [None, 8],
+    "value_dim": [None, 8, 24, 40, 48, 128] if ON_GPU else [None, 8],
     "ragged": [None, "lengths", "packed", "packed_pair"],
     "group": [1, 2, 3, 8],
     "window": [None, 1, 16, 50] if ON_GPU else [None, 1, 12],
     "keys": ["same", "more", "fewer"],
-    "scale": [None, -0.3, 0.0],
+    "scale": [None, -1.5, 0.0],  # as a multiple of 1 / sqrt(dim)
     "dtype": [torch.float32, torch.float16, torch.bfloat16] if ON_GPU else [torch.float32, torch.float16],
     "kv_heads": [1, 2] if ON_GPU else [1],
     "causal": [True, False],
@@ -43,13 +43,13 @@ def possible(values):
 
 def arguments(case):
     """Keyword arguments of make_problem."""
-    q_len, heads = case.q_len, case.group * case.kv_heads
+    q_len, heads, dim = case.q_len, case.group * case.kv_heads, case.dim
     k_len = {"same": q_len, "more": q_len + 37, "fewer": q_len // 2 + 1}[case.keys]
     batch = {None: 2, "lengths": 3, "packed": 1, "packed_pair": 1}[case.ragged]
     arguments = dict(
-        q_len=q_len, k_len=k_len, dim=case.dim, value_dim=case.value_dim, heads=heads, kv_heads=case.kv_heads,
-        batch=batch, causal=case.causal, decay=case.decay, sink=case.sink, window=case.window, scale=case.scale,
-        softcap=case.softcap, dropout=case.dropout, seed=q_len,
+        q_len=q_len, k_len=k_len, dim=dim, value_dim=case.value_dim, heads=heads, kv_heads=case.kv_heads, batch=batch,
+        causal=case.causal, decay=case.decay, sink=case.sink, window=case.window, softcap=case.softcap,
+        scale=None if case.scale is None else case.scale * dim**-0.5, dropout=case.dropout, seed=q_len,
     )  # fmt: skip
     arguments["bias"] = {
         None: None,
