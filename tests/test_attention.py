@@ -134,30 +134,33 @@ def check(problem, dtype):
     for name, truth in exact.items():
         assert ours[name].isfinite().all(), f"{name} is not finite"
         error, allowed = ((x[name].double() - truth).norm().item() for x in (ours, eager))
-        allowed = max(allowed, rounding(problem, name, truth, exact["out"]))
+        allowed = max(allowed, rounding(problem, name, exact))
         worst = max(worst, error / allowed)
         assert error <= 2 * allowed, f"{name}: error {error:.2e}, allowed {2 * allowed:.2e}"
     return worst
 
 
-def rounding(problem, name, truth, out):
+def rounding(problem, name, exact):
     """Norm of the error that rounding alone makes of a result, where eager may be exact by luck.
 
-    A row's delta = dO.O is computed from the output as rounded to its dtype, and the gradient of each score,
-    P (dP - delta), has its error. Where few keys are visible, or where scores are summed over the keys (of a broadcast
-    bias, a sink), P dP and delta cancel, and that error is what is left; eager's may cancel too.
+    The backward makes weights P from scores and the saved LSE, each rounded to float32, and delta = dO.O from the
+    output as rounded to its dtype. Where few keys are visible, or where score gradients P (dP - delta) are summed over
+    the keys (of a broadcast bias, a sink), P dP and delta cancel, and the error of delta is what is left.
     """
     arguments, dout, _ = problem
-    dim, value_dim = arguments["q"].shape[3], arguments["v"].shape[3]
+    (_, _, _, dim), (_, k_len, _, value_dim) = arguments["q"].shape, arguments["v"].shape
     half, single = (torch.finfo(dtype).eps / 2 for dtype in (dout.dtype, torch.float32))
-    floor = single * truth.numel() ** 0.5
-    if name == "lse":  # scaled to base 2, raised, added, and back
-        floor += 2 * single * truth.norm()
-    if name in ("dq", "dk", "dbias", "ddecay", "dsink"):
-        # of float32 sums over value_dim, the errors grow with the square root of their length
-        delta = (half + single * value_dim**0.5) * (dout * out).norm()
-        scale = arguments.get("scale")
-        floor += delta * (1 if name not in ("dq", "dk") or scale is None else abs(scale) * dim**0.5)
+    truth, largest = exact[name], exact["lse"].abs().max()
+    floor = single * (truth.numel() ** 0.5 + max(1, largest) * truth.norm())
+    # of float32 sums over value_dim, the errors grow with the square root of their length
+    delta = (half + single * value_dim**0.5) * (dout * exact["out"]).norm()
+    if name in ("dq", "dk"):
+        starts = arguments.get("cu_seqlens")
+        sequences = 1 if starts is None else len(starts[0] if isinstance(starts, tuple) else starts) - 1
+        keys = max(1, min(k_len / sequences, arguments.get("window") or k_len))  # of weight 1 / keys
+        floor += delta * abs(arguments.get("scale") or dim**-0.5) * (dim / keys) ** 0.5
+    if name in ("dbias", "ddecay", "dsink"):
+        floor += 2 * delta  # a few numbers can err by more than their standard deviation
     return float(floor)
 
 
