@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 
 from . import ops
-from .checks import DTYPES, check_options, check_ragged, check_tensors, check_terms
+from .checks import DTYPES, check_is_tensor, check_options, check_ragged, check_tensors, check_terms, pair
 from .reference import reference_attention
 
 
@@ -38,8 +38,8 @@ def attention(
             The same seed drops the same (sequence, head, query, key), whatever the tile sizes.
         bias: floating tensor broadcastable to [B, H, Tq, Tk], added to the scores; -inf hides a key. Has a gradient,
             which costs one more pass over the scores.
-        decay: [B, Tk, H] float32, log forget gate of each key's token, <= 0: the score of query position i and key j
-            gets sum(decay[j + 1 .. i]). Needs causal. A constant gives ALiBi. Has a gradient.
+        decay: [B, Tk, H] float32 or float64, log forget gate of each key's token, <= 0: a score of query position i
+            and key j gets sum(decay[j + 1 .. i]). Needs causal. A constant gives ALiBi. Has a gradient.
         sink: [H] floating, a logit that joins each row's softmax denominator and has no value. Has a gradient.
         lengths: [B] int32, how many tokens of each row are valid: keys past it are invisible, queries standing past it
             give 0.
@@ -47,7 +47,7 @@ def attention(
             such tensors, for queries and for keys, where they differ. Empty sequences are allowed; tokens behind the
             last start belong to no sequence and give 0.
         max_seqlen: length of the longest sequence, or a pair (queries, keys); None = T, which is safe and starts more
-            programs than needed. Sequences longer than it are cut off.
+            programs than needed. What a smaller one than the longest gives is undefined.
         return_lse: also return the logarithm of the softmax denominator (with the sink), natural log, differentiable.
         impl: "auto" takes Triton on a CUDA GPU where it passed the start-up self-check, SDPA elsewhere where it can
             express the call, else the reference, and prints once which and why. "triton", "sdpa" and "reference" never
@@ -64,10 +64,12 @@ def attention(
     """
     q, k, v = _cast_for_autocast(q, k, v)
     check_tensors(q, k, v)
-    check_options(q, window, scale, softcap, dropout, seed, impl)
+    check_options(q, causal, window, scale, softcap, dropout, seed, impl)
     check_terms(q, k, causal, bias, decay, sink)
     check_ragged(q, k, lengths, cu_seqlens, max_seqlen)
     scale = q.shape[-1] ** -0.5 if scale is None else float(scale)
+    if bias is not None:
+        bias = bias.reshape((1,) * (4 - bias.dim()) + bias.shape)
     rule = dict(causal=causal, window=window, scale=scale, softcap=softcap, dropout=dropout)
     extra = dict(bias=bias, decay=decay, sink=sink, lengths=lengths, cu_seqlens=cu_seqlens, max_seqlen=max_seqlen)
 
@@ -84,34 +86,27 @@ def attention(
         seed = _seed_tensor(seed, q.device)
     if impl == "reference":
         return reference_attention(q, k, v, seed=seed, return_lse=return_lse, **rule, **extra)
-    if not (q.is_cuda or _interpreting()):
+    if not (q.is_cuda or os.environ.get("TRITON_INTERPRET") == "1"):
         raise ValueError(f"impl='triton' needs tensors on a CUDA GPU, got {q.device}; use impl='auto' or 'sdpa'")
-    out, lse2 = ops.forward(
-        q,
-        k,
-        v,
-        None if bias is None else bias.reshape((1,) * (4 - bias.dim()) + bias.shape),
-        None if decay is None else decay.transpose(1, 2).to(torch.float64).cumsum(2),
-        sink,
-        seed if dropout > 0 else None,
-        lengths,
-        *_pair(cu_seqlens),
-        *(
-            full if given is None else given
-            for given, full in zip(_pair(max_seqlen), (q.shape[1], k.shape[1]), strict=True)
-        ),
-        causal,
-        window or 0,
-        softcap or 0.0,
-        float(dropout),
-        scale,
+    (q_starts, k_starts), (max_q_len, max_k_len) = pair(cu_seqlens), pair(max_seqlen)
+    options = ops.Options(
+        bias=bias,
+        gate=None if decay is None else decay.transpose(1, 2).to(torch.float64).cumsum(2),
+        sink=sink,
+        seed=seed if dropout > 0 else None,
+        lengths=lengths,
+        q_starts=q_starts,
+        k_starts=k_starts,
+        max_q_len=q.shape[1] if max_q_len is None else max_q_len,
+        max_k_len=k.shape[1] if max_k_len is None else max_k_len,
+        causal=causal,
+        window=window or 0,
+        softcap=softcap or 0.0,
+        dropout=dropout,
+        scale=scale,
     )
+    out, lse2 = ops.forward(q, k, v, *options)
     return (out, lse2 * math.log(2)) if return_lse else out
-
-
-def _pair(x):
-    """An argument given for queries and keys alike, or for each."""
-    return x if isinstance(x, tuple) else (x, x)
 
 
 class Choice(NamedTuple):
@@ -133,6 +128,10 @@ def implementation(device):
     if device.type == "cuda" and device.index is None:
         device = torch.device("cuda", torch.cuda.current_device())
     if device not in _CHOICES:
+        if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+            raise RuntimeError(
+                "attention() checks itself when first called; call it once before capturing a CUDA graph"
+            )
         _CHOICES[device] = choice = _choose(device)
         if os.environ.get("RANK", "0") == "0":  # torchrun's other processes would say the same
             print(f"attention  {choice.name} on {device}: {choice.reason}", file=sys.stderr, flush=True)
@@ -156,7 +155,7 @@ def _choose(device):
 def _self_check(device):
     """Largest relative error of output and gradients on a tiny grouped, causal, ragged case, over the chip's dtypes."""
     generator = torch.Generator().manual_seed(0)
-    q, k, v, dout = (torch.randn(1, 70, heads, 64, generator=generator) for heads in (2, 1, 1, 2))
+    q, k, v, dout = (torch.randn(1, 70, heads, 64, generator=generator, device="cpu") for heads in (2, 1, 1, 2))
 
     def run(impl, device, dtype):
         leaves = [x.to(device, dtype).requires_grad_() for x in (q, k, v)]
@@ -201,8 +200,10 @@ def _sdpa(q, k, v, causal, window, scale, dropout, bias):
         if window is not None:
             mask = mask & (distance.abs() < window)
     if bias is not None:
-        bias = bias.to(q.dtype)
-        mask = bias if mask is None else bias.masked_fill(~mask, float("-inf"))
+        mask = bias.to(q.dtype) if mask is None else bias.to(q.dtype).masked_fill(~mask, float("-inf"))
+        # A key hidden from every query may be NaN, and 0 * NaN is NaN.
+        hidden = (mask == float("-inf")).all(-2).all(1)  # [B or 1, Tk or 1]
+        k, v = (x.masked_fill(hidden[..., None, None], 0.0) for x in (k, v))
     out = F.scaled_dot_product_attention(
         *(x.transpose(1, 2) for x in (q, k, v)), attn_mask=mask, dropout_p=dropout, scale=scale,
         is_causal=causal and mask is None and q_len > 1, enable_gqa=q.shape[2] != k.shape[2],
@@ -210,24 +211,20 @@ def _sdpa(q, k, v, causal, window, scale, dropout, bias):
     return out.transpose(1, 2)
 
 
-def _interpreting():
-    """Whether kernels run in the Triton interpreter, on any device."""
-    from .tiles import INTERPRETED
-
-    return bool(INTERPRETED.value)
-
-
 def _seed_tensor(seed, device):
     if seed is None:
         return torch.randint(2**62, (1,), device=device)
     if isinstance(seed, int):
-        return torch.tensor([seed], device=device)
+        return torch.full((1,), seed, dtype=torch.int64, device=device)  # no copy from the host, so it can be captured
     return seed
 
 
 def _cast_for_autocast(*tensors):
+    """As torch does it: float64 and integers stay what they are."""
+    for name, x in zip("qkv", tensors, strict=True):
+        check_is_tensor(name, x)
     device = tensors[0].device.type
-    if torch.is_autocast_enabled(device):
+    if torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device):
         dtype = torch.get_autocast_dtype(device)
-        return [x.to(dtype) for x in tensors]
+        return [x.to(dtype) if x.dtype in DTYPES else x for x in tensors]
     return tensors

@@ -102,22 +102,31 @@ def score_gradients(
 
 
 @triton.jit
+def meet_keys(
+    queries, k, v, start, low, high, seq, terms, RULE: tl.constexpr, TILE: tl.constexpr, MASKED: tl.constexpr
+):
+    """The key tile at `start`, dS [queries, keys] and slope; low and high bound the keys any of the queries can see."""
+    kv_head = queries.head // TILE.group
+    k_pos = start + tl.arange(0, TILE.block_k)
+    at = seq.k_start + start
+    k_tile = load_tile(k, seq.row, kv_head, at, low - start, high - start, TILE.block_k, TILE.dim, MASKED)
+    v_tile = load_tile(v, seq.row, kv_head, at, low - start, high - start, TILE.block_k, TILE.value_dim, MASKED)
+    qk = dot(queries.tile, tl.trans(k_tile), None, TILE)
+    dweights = dot(queries.dout, tl.trans(v_tile), None, TILE)
+    _, dscores, slope = score_gradients(
+        qk, dweights, queries.lse2[:, None], queries.delta[:, None], queries.pos[:, None], k_pos[None, :], queries,
+        seq, terms, RULE, MASKED,
+    )  # fmt: skip
+    return k_tile, dscores, slope
+
+
+@triton.jit
 def gather_dq(
     sums, queries, k, v, low, high, seq, terms, lo, hi, RULE: tl.constexpr, TILE: tl.constexpr, MASKED: tl.constexpr
 ):
-    """Add dS K over the keys in [lo, hi); low and high bound the keys that any of the queries can see."""
-    kv_head = queries.head // TILE.group
+    """Add dS K over the keys in [lo, hi)."""
     for start in range(lo, hi, TILE.block_k):
-        k_pos = start + tl.arange(0, TILE.block_k)
-        at = seq.k_start + start
-        k_tile = load_tile(k, seq.row, kv_head, at, low - start, high - start, TILE.block_k, TILE.dim, MASKED)
-        v_tile = load_tile(v, seq.row, kv_head, at, low - start, high - start, TILE.block_k, TILE.value_dim, MASKED)
-        qk = dot(queries.tile, tl.trans(k_tile), None, TILE)
-        dweights = dot(queries.dout, tl.trans(v_tile), None, TILE)
-        _, dscores, slope = score_gradients(
-            qk, dweights, queries.lse2[:, None], queries.delta[:, None], queries.pos[:, None], k_pos[None, :], queries,
-            seq, terms, RULE, MASKED,
-        )  # fmt: skip
+        k_tile, dscores, slope = meet_keys(queries, k, v, start, low, high, seq, terms, RULE, TILE, MASKED)
         if terms.bias is not None:  # and 0 * NaN is NaN
             k_tile = tl.where(tl.max(tl.abs(dscores), 0)[:, None] > 0, k_tile, 0.0).to(k_tile.dtype)
         gate = sums.gate
@@ -129,24 +138,9 @@ def gather_dq(
 
 @triton.jit(do_not_specialize=["q_len", "k_len"])
 def dq_kernel(
-    q,
-    k,
-    v,
-    dout,
-    lse2,
-    delta,
-    dq,
-    dgate,
-    q_len,
-    k_len,
-    ragged,
-    scale,
-    seed,
-    bias,
-    gate,
-    RULE: tl.constexpr,
-    TILE: tl.constexpr,
-):
+    q, k, v, dout, lse2, delta, dq, dgate, q_len, k_len, ragged, scale, seed, bias, gate,
+    RULE: tl.constexpr, TILE: tl.constexpr,
+):  # fmt: skip
     """dQ = scale dS K and the query half of dgate [B, H, Tk], for one tile of queries; walks the keys."""
     tile, head, index = locate(tl.cdiv(q_len, TILE.block_q), TILE.heads, RULE.causal)
     seq = sequence(index, q_len, k_len, ragged)
@@ -312,19 +306,11 @@ def dbias_kernel(
                 lo, _full_lo, _full_hi, hi = meeting_range(
                     first, last, behind(RULE), ahead(RULE), seq.k_len, TILE.block_k
                 )
+                low = first - behind(RULE)
                 for start in range(tl.maximum(lo, k_lo), tl.minimum(hi, k_hi), TILE.block_k):
-                    k_pos = start + tl.arange(0, TILE.block_k)
-                    at = seq.k_start + start
-                    low, high = first - behind(RULE) - start, hi - start
-                    kv_head = head // TILE.group
-                    k_tile = load_tile(k, seq.row, kv_head, at, low, high, TILE.block_k, TILE.dim, True)
-                    v_tile = load_tile(v, seq.row, kv_head, at, low, high, TILE.block_k, TILE.value_dim, True)
-                    qk = dot(queries.tile, tl.trans(k_tile), None, TILE)
-                    dweights = dot(queries.dout, tl.trans(v_tile), None, TILE)
-                    _weights, dscores, _slope = score_gradients(
-                        qk, dweights, queries.lse2[:, None], queries.delta[:, None], queries.pos[:, None],
-                        k_pos[None, :], queries, seq, terms, RULE, True,
-                    )  # fmt: skip
+                    _k_tile, dscores, _slope = meet_keys(
+                        queries, k, v, start, low, hi, seq, terms, RULE, TILE, MASKED=True
+                    )
                     acc += dscores
 
     # a row's length bounds what was summed, not the bias, which other rows may share

@@ -4,15 +4,32 @@ Shapes and dtypes are always checked. The contents of lengths and cu_seqlens wou
 call, so they are checked only when the environment variable ATTENTION_DEBUG is 1.
 """
 
-import math
 import os
 
 import torch
 
 MAX_HEAD_DIM = 256
+MAX_WINDOW = 2**29  # positions and their differences are 32-bit
+MAX_FLOAT = torch.finfo(torch.float32).max
 MAX_SEQUENCE_STRIDE = 2**23  # offsets inside a tile of up to 128 tokens are 32-bit; all others are 64-bit
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 IMPLEMENTATIONS = ("auto", "triton", "sdpa", "reference")
+
+
+def check_is_tensor(name, x):
+    if not isinstance(x, torch.Tensor):
+        raise ValueError(f"{name} is {type(x).__name__}; it must be a torch.Tensor")
+
+
+def check_int(name, x, low, high, remedy=""):
+    if not isinstance(x, int) or isinstance(x, bool) or not low <= x <= high:
+        raise ValueError(f"{name}={x!r} must be an int from {low} to {high}{remedy}")
+
+
+def check_number(name, x, holds, rule):
+    """holds(x) of a number says whether `rule`, in words, is kept."""
+    if not isinstance(x, (int, float)) or isinstance(x, bool) or not holds(x):
+        raise ValueError(f"{name}={x!r} must be {rule}")
 
 
 def check_tensors(q, k, v):
@@ -31,7 +48,7 @@ def check_tensors(q, k, v):
             raise ValueError(
                 f"{name} has stride {x.stride(-1)} in its last dimension; it must be 1: call .contiguous()"
             )
-        if x.stride(1) >= MAX_SEQUENCE_STRIDE:
+        if x.shape[1] > 1 and x.stride(1) >= MAX_SEQUENCE_STRIDE:
             raise ValueError(
                 f"{name} has stride {x.stride(1)} between tokens; it must be below {MAX_SEQUENCE_STRIDE}: "
                 "call .contiguous()"
@@ -48,21 +65,25 @@ def check_tensors(q, k, v):
         raise ValueError(f"q has {q.shape[2]} heads, k and v {k.shape[2]}; the first must be a multiple of the second")
 
 
-def check_options(q, window, scale, softcap, dropout, seed, impl):
+def check_options(q, causal, window, scale, softcap, dropout, seed, impl):
     if impl not in IMPLEMENTATIONS:
         raise ValueError(f"impl={impl!r} is unknown; choose one of {', '.join(IMPLEMENTATIONS)}")
-    if window is not None and window < 1:
-        raise ValueError(f"window={window} must be at least 1 (the query's own position); None means no limit")
-    if scale is not None and not math.isfinite(scale):
-        raise ValueError(f"scale={scale} must be finite; None means 1 / sqrt(head_dim)")
-    if softcap is not None and not (softcap > 0 and math.isfinite(softcap)):
-        raise ValueError(f"softcap={softcap} must be positive and finite; None turns it off")
-    if not 0 <= dropout < 1:
-        raise ValueError(f"dropout={dropout} must be in [0, 1)")
-    if isinstance(seed, torch.Tensor) and (seed.dtype != torch.int64 or seed.numel() != 1 or seed.device != q.device):
-        raise ValueError(
-            f"seed is {seed.dtype} with {seed.numel()} elements on {seed.device}; it must be one int64 on {q.device}"
-        )
+    if not isinstance(causal, bool):
+        raise ValueError(f"causal={causal!r} must be True or False")
+    if window is not None:
+        check_int("window", window, 1, MAX_WINDOW, "; it counts the query's own position, and None means no limit")
+    if scale is not None:
+        check_number("scale", scale, lambda x: abs(x) < MAX_FLOAT, "a finite float32; None means 1 / sqrt(head_dim)")
+    if softcap is not None:
+        check_number("softcap", softcap, lambda x: 0 < x < MAX_FLOAT, "positive and a finite float32; None = off")
+    check_number("dropout", dropout, lambda x: 0 <= x < 1, "in [0, 1)")
+    if isinstance(seed, torch.Tensor):
+        if seed.dtype != torch.int64 or seed.numel() != 1 or seed.device != q.device:
+            raise ValueError(
+                f"seed is {seed.dtype} of {seed.numel()} elements on {seed.device}; it must be one int64 on {q.device}"
+            )
+    elif seed is not None:
+        check_int("seed", seed, -(2**63), 2**63 - 1)
     if q.dtype == torch.float64 and impl == "triton":
         raise ValueError(
             "q is torch.float64; the kernels take float16, bfloat16 and float32: cast it or use 'reference'"
@@ -73,7 +94,10 @@ def check_terms(q, k, causal, bias, decay, sink):
     """bias, decay and sink against the shapes of q [B, Tq, H, D] and k [B, Tk, Hkv, D]."""
     (batch, q_len, heads, _), k_len = q.shape, k.shape[1]
     for name, x in (("bias", bias), ("decay", decay), ("sink", sink)):
-        if x is not None and (not x.is_floating_point() or x.device != q.device):
+        if x is None:
+            continue
+        check_is_tensor(name, x)
+        if not x.is_floating_point() or x.device != q.device:
             raise ValueError(f"{name} is {x.dtype} on {x.device}; it must be floating point on {q.device}")
     if bias is not None:
         full = (batch, heads, q_len, k_len)
@@ -83,6 +107,8 @@ def check_terms(q, k, causal, bias, decay, sink):
     if decay is not None:
         if tuple(decay.shape) != (batch, k_len, heads):
             raise ValueError(f"decay has shape {tuple(decay.shape)}; it must be [B, Tk, H] = {(batch, k_len, heads)}")
+        if decay.dtype not in (torch.float32, torch.float64):
+            raise ValueError(f"decay is {decay.dtype}; a sum over the sequence needs float32: compute the gates in it")
         if not causal:
             raise ValueError("decay with causal=False has no meaning for keys after the query; use causal=True")
     if sink is not None and tuple(sink.shape) != (heads,):
@@ -92,16 +118,18 @@ def check_terms(q, k, causal, bias, decay, sink):
 def check_ragged(q, k, lengths, cu_seqlens, max_seqlen):
     """lengths, cu_seqlens and max_seqlen against the shapes of q [B, Tq, H, D] and k [B, Tk, Hkv, D]."""
     batch, q_len, k_len = q.shape[0], q.shape[1], k.shape[1]
-    starts = cu_seqlens if isinstance(cu_seqlens, tuple) else (cu_seqlens, cu_seqlens)
-    limits = max_seqlen if isinstance(max_seqlen, tuple) else (max_seqlen, max_seqlen)
-    if len(starts) != 2 or (starts[0] is None) != (starts[1] is None):
-        raise ValueError("cu_seqlens must be one tensor, or a pair of tensors for queries and keys")
+    starts, limits = pair(cu_seqlens), pair(max_seqlen)
+    if len(starts) != 2 or len(limits) != 2 or (cu_seqlens is not None and None in starts):
+        raise ValueError("cu_seqlens and max_seqlen must each be given once, or as a pair for queries and keys")
     for name, x in (("lengths", lengths), ("cu_seqlens", starts[0]), ("cu_seqlens", starts[1])):
-        if x is not None and (x.dtype != torch.int32 or x.dim() != 1 or x.device != q.device):
+        if x is None:
+            continue
+        check_is_tensor(name, x)
+        if x.dtype != torch.int32 or x.dim() != 1 or x.device != q.device:
             raise ValueError(
                 f"{name} is {x.dtype} of {x.dim()} dims on {x.device}; it must be int32, 1-D, on {q.device}"
             )
-        if x is not None and x.stride(0) != 1:
+        if x.stride(0) != 1:
             raise ValueError(f"{name} has stride {x.stride(0)}; it must be 1: call .contiguous()")
     if lengths is not None and len(lengths) != batch:
         raise ValueError(f"lengths has {len(lengths)} elements; it must have one for each of the {batch} rows of q")
@@ -120,15 +148,20 @@ def check_ragged(q, k, lengths, cu_seqlens, max_seqlen):
     elif max_seqlen is not None:
         raise ValueError(f"max_seqlen={max_seqlen} was given without cu_seqlens; leave it out")
     for limit in limits:
-        if limit is not None and (not isinstance(limit, int) or limit < 1):
-            raise ValueError(f"max_seqlen={max_seqlen} must be an int of at least 1, or a pair of them")
+        if limit is not None:
+            check_int("max_seqlen", limit, 1, MAX_WINDOW)
     if os.environ.get("ATTENTION_DEBUG") == "1":
         check_contents(q_len, k_len, lengths, starts, limits)
 
 
+def pair(x):
+    """An argument given once for queries and keys, or for each."""
+    return x if isinstance(x, tuple) else (x, x)
+
+
 def check_contents(q_len, k_len, lengths, starts, limits):
     """What the values of lengths and cu_seqlens must be; waits for the device."""
-    if lengths is not None and (lengths.min() < 0 or lengths.max() > k_len):
+    if lengths is not None and len(lengths) > 0 and (lengths.min() < 0 or lengths.max() > k_len):
         raise ValueError(f"lengths run from {lengths.min()} to {lengths.max()}; they must be from 0 to {k_len}")
     for start, limit, length in zip(starts, limits, (q_len, k_len), strict=True):
         if start is None:

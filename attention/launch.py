@@ -26,21 +26,21 @@ class Launch(NamedTuple):
 # rounded up to a power of two. Sizes for sm_90 compile there without register spills (tests/test_compile.py); up to a
 # head dim of 128 two programs fit a multiprocessor. None of them is tuned by time yet.
 HOPPER = {
-    ("forward", 2): {64: Launch(128, 64, 4, 3), 128: Launch(64, 64, 4, 2), 256: Launch(128, 32, 8, 2)},
+    ("forward", 2): {64: Launch(128, 64, 4, 3), 128: Launch(64, 64, 4, 2), 256: Launch(64, 32, 4, 2)},
     ("dq", 2): {64: Launch(64, 64, 4, 3), 128: Launch(64, 32, 4, 2), 256: Launch(128, 32, 8, 2)},
     ("dkdv", 2): {64: Launch(32, 128, 8, 2), 128: Launch(32, 64, 8, 2), 256: Launch(32, 32, 8, 2)},
-    ("forward", 4): {64: Launch(64, 32, 8, 2), 128: Launch(32, 16, 4, 2), 256: Launch(32, 16, 8, 1)},
+    ("forward", 4): {64: Launch(64, 32, 8, 2), 128: Launch(32, 16, 8, 2), 256: Launch(32, 16, 16, 1)},
     ("dq", 4): {64: Launch(32, 32, 8, 2), 128: Launch(32, 16, 4, 2), 256: Launch(32, 16, 8, 1)},
     ("dkdv", 4): {64: Launch(32, 32, 4, 2), 128: Launch(32, 32, 8, 1), 256: Launch(16, 32, 8, 1)},
 }
 # Any other chip: what fits the 99 KB of shared memory of the smallest of them.
-PORTABLE = HOPPER | {
-    ("forward", 2): {64: Launch(64, 64, 4, 2), 128: Launch(64, 32, 4, 2), 256: Launch(64, 32, 8, 1)},
+PORTABLE = {
+    ("forward", 2): {64: Launch(64, 64, 4, 2), 128: Launch(128, 32, 8, 2), 256: Launch(64, 32, 8, 1)},
     ("dq", 2): {64: Launch(64, 32, 4, 2), 128: Launch(64, 32, 4, 2), 256: Launch(32, 32, 4, 1)},
     ("dkdv", 2): {64: Launch(32, 64, 4, 2), 128: Launch(32, 64, 4, 1), 256: Launch(32, 32, 8, 1)},
     ("forward", 4): {64: Launch(64, 32, 8, 2), 128: Launch(32, 16, 8, 2), 256: Launch(32, 16, 16, 1)},
-    ("dq", 4): {64: Launch(32, 32, 8, 2), 128: Launch(32, 16, 4, 2), 256: Launch(16, 16, 8, 1)},
-    ("dkdv", 4): {64: Launch(32, 32, 8, 2), 128: Launch(16, 16, 8, 1), 256: Launch(16, 16, 8, 1)},
+    ("dq", 4): {64: Launch(32, 32, 8, 2), 128: Launch(32, 16, 8, 2), 256: Launch(16, 16, 8, 1)},
+    ("dkdv", 4): {64: Launch(32, 32, 8, 2), 128: Launch(16, 16, 8, 1), 256: Launch(16, 16, 8, 2)},
 }
 CHIPS = {(9, 0): HOPPER}
 # Small and unequal, so that a short sequence in the interpreter meets many tiles and a swapped axis shows.
@@ -131,25 +131,25 @@ def forward(q, k, v, rule, options):
     problem = describe(q, k, v, options)
     out = output(problem, q, *q.shape[:3], v.shape[-1])
     lse2 = output(problem, q, q.shape[0], q.shape[2], q.shape[1], fill=float("-inf"), dtype=torch.float32)
+    sink = None if options.sink is None else options.sink.contiguous()
     if out.numel() > 0:
         tile, settings = problem.plan("forward")
         with torch.cuda.device_of(q):
             forward_kernel[problem.grid(tile)](
-                view(q), view(k), view(v), view(out), rows_view(lse2), options.sink, problem.q_len, problem.k_len,
+                view(q), view(k), view(v), view(out), rows_view(lse2), sink, problem.q_len, problem.k_len,
                 problem.ragged, *problem.terms, rule, tile, **settings,
             )  # fmt: skip
     return out, lse2
 
 
-def backward(q, k, v, out, lse2, dout, dlse, rule, options, loop_group=None):
+def backward(q, k, v, out, lse2, dout, dlse, bias_grad, rule, options):
     """Launch the backward; returns dq, dk, dv, dbias, dgate, dsink, with None for those whose input is None.
 
-    dlse [B, H, Tq] float32 is the gradient of the natural-log LSE, or None. loop_group forces one of the strategies for
-    grouped queries: True loops, False writes float32 partials of shape [B, Tk, H, D + Dv] and adds them.
+    dlse [B, H, Tq] float32 is the gradient of the natural-log LSE, or None. dbias is None too unless bias_grad.
     """
     problem = describe(q, k, v, options)
     dq, dk, dv = (output(problem, x, *x.shape) for x in (q, k, v))
-    bias, gate, sink = options.bias, options.gate, options.sink
+    bias, gate, sink = options.bias if bias_grad else None, options.gate, options.sink
     if q.numel() == 0 or k.numel() == 0:
         zeros = [None if x is None else torch.zeros_like(x) for x in (bias, gate, sink)]
         return dq.zero_(), dk.zero_(), dv.zero_(), *zeros
@@ -169,7 +169,7 @@ def backward(q, k, v, out, lse2, dout, dlse, rule, options, loop_group=None):
         dq_kernel[problem.grid(tile)](
             *inputs, view(dq), rows_view(q_gate), *sizes, *problem.terms, rule, tile, **settings
         )
-        launch_dkdv(problem, inputs, dk, dv, k_gate, rule, loop_group)
+        launch_dkdv(problem, inputs, dk, dv, k_gate, rule)
         dbias = None if bias is None else launch_dbias(problem, inputs, bias, rule)
 
     dgate = dsink = None
@@ -181,13 +181,16 @@ def backward(q, k, v, out, lse2, dout, dlse, rule, options, loop_group=None):
     return dq, dk, dv, dbias, dgate, dsink
 
 
-def launch_dkdv(problem, inputs, dk, dv, k_gate, rule, loop_group):
-    """Fill dk and dv [B, Tk, Hkv, D or Dv], and the key half of dgate [B, H, Tk]."""
+def launch_dkdv(problem, inputs, dk, dv, k_gate, rule):
+    """Fill dk and dv [B, Tk, Hkv, D or Dv], and the key half of dgate [B, H, Tk].
+
+    Grouped queries: either each program loops over the group, or all write float32 partials [B, Tk, H, D + Dv], which
+    are added afterwards.
+    """
     (batch, k_len, kv_heads, _), heads = dk.shape, problem.tile.heads
     tile, settings = problem.plan("dkdv")
-    if loop_group is None:
-        loop_group = loops_over_group(problem.grid(tile._replace(heads=kv_heads), "k")[0], dk.device)
-    partials = heads != kv_heads and not loop_group
+    programs = problem.grid(tile._replace(heads=kv_heads), "k")[0]
+    partials = heads != kv_heads and not loops_over_group(programs, dk.device)
     dk_sum, dv_sum = dk, dv
     if partials:
         dk_sum, dv_sum = (output(problem, x, batch, k_len, heads, x.shape[-1], dtype=torch.float32) for x in (dk, dv))

@@ -42,9 +42,7 @@ OPTIONS = (  # the fields of Options, in their order
 )
 
 
-@torch.library.custom_op(
-    "attention::forward", mutates_args=(), schema=f"({TENSORS}, {OPTIONS}) -> (Tensor, Tensor)"
-)  # fmt: skip
+@torch.library.custom_op("attention::forward", mutates_args=(), schema=f"({TENSORS}, {OPTIONS}) -> (Tensor, Tensor)")
 def forward(q, k, v, *options):
     """out [B, Tq, H, Dv] in the dtype of q and lse2 [B, H, Tq] float32, base 2."""
     from . import launch
@@ -62,22 +60,22 @@ def _(q, k, v, *options):
 @torch.library.custom_op(
     "attention::backward",
     mutates_args=(),
-    schema=f"({TENSORS}, Tensor out, Tensor lse2, Tensor dout, Tensor? dlse, {OPTIONS}) -> Tensor[]",
+    schema=f"({TENSORS}, Tensor out, Tensor lse2, Tensor dout, Tensor? dlse, bool bias_grad, {OPTIONS}) -> Tensor[]",
 )
-def backward(q, k, v, out, lse2, dout, dlse, *options):
-    """dq, dk, dv, then dbias, dgate and dsink of those that are given. dlse [B, H, Tq] is in natural units, or None."""
+def backward(q, k, v, out, lse2, dout, dlse, bias_grad, *options):
+    """dq, dk, dv, then dbias if bias_grad, dgate and dsink if given. dlse [B, H, Tq] is in natural units, or None."""
     from . import launch
 
     options = Options(*options)
-    gradients = launch.backward(q, k, v, out, lse2, dout, dlse, options.rule, options)
+    gradients = launch.backward(q, k, v, out, lse2, dout, dlse, bias_grad, options.rule, options)
     return [x for x in gradients if x is not None]
 
 
 @backward.register_fake
-def _(q, k, v, out, lse2, dout, dlse, *options):
+def _(q, k, v, out, lse2, dout, dlse, bias_grad, *options):
     options = Options(*options)
-    inputs = (x for x in (q, k, v, options.bias, options.gate, options.sink) if x is not None)
-    return [torch.empty_like(x, memory_format=torch.contiguous_format) for x in inputs]
+    inputs = (q, k, v, options.bias if bias_grad else None, options.gate, options.sink)
+    return [torch.empty_like(x, memory_format=torch.contiguous_format) for x in inputs if x is not None]
 
 
 def _setup_context(ctx, inputs, output):
@@ -98,9 +96,11 @@ def _autograd(ctx, dout, dlse2):
     if dout is None:
         dout = torch.zeros_like(out)
     dlse = None if dlse2 is None else dlse2 / math.log(2)  # lse2 = lse / ln 2
-    dq, dk, dv, *rest = backward(q, k, v, out, lse2, dout, dlse, *options)
-    rest = [None if x is None else rest.pop(0) for x in (options.bias, options.gate, options.sink)]
-    return dq, dk, dv, *rest, *[None] * (len(options) - 3)
+    bias_grad = ctx.needs_input_grad[3]
+    dq, dk, dv, *rest = backward(q, k, v, out, lse2, dout, dlse, bias_grad, *options)
+    learned = (options.bias if bias_grad else None, options.gate, options.sink)
+    rest = [None if x is None else rest.pop(0) for x in learned]
+    return dq, dk, dv, *rest, *[None] * (len(options) - len(learned))
 
 
 forward.register_autograd(_autograd, setup_context=_setup_context)

@@ -16,26 +16,30 @@ def reference_attention(
     group = heads // k.shape[2]
     scale = dim**-0.5 if scale is None else scale
     shape = (batch, heads, q_len, k_len)
-    k, v = (x.repeat_interleave(group, dim=2) for x in (k, v))
-
-    scores = scale * torch.einsum("bqhd,bkhd->bhqk", q, k)
-    if softcap is not None:
-        scores = softcap * torch.tanh(scores / softcap)
     sequence, q_pos, k_pos, visible = place(shape, lengths, cu_seqlens, q.device)
     if causal:
         visible = visible & (k_pos <= q_pos)
     if window is not None:
         visible = visible & (q_pos - k_pos < window) & (k_pos - q_pos < window)
-    if decay is not None:  # the sum runs through all sequences of a row, which the difference cancels
+    reach = visible
+    if bias is not None:
+        visible = visible & (bias != float("-inf"))
+    # What no query of a head sees may be NaN, and 0 * NaN is NaN.
+    hidden = ~visible.any(-2).transpose(1, 2)[..., None]  # [B, Tk, H or 1, 1]
+    k, v = (x.repeat_interleave(group, dim=2).masked_fill(hidden, 0.0) for x in (k, v))
+
+    scores = scale * torch.einsum("bqhd,bkhd->bhqk", q, k)
+    if softcap is not None:
+        scores = softcap * torch.tanh(scores / softcap)
+    if decay is not None and k_len > 0:  # the sum runs through all sequences of a row, which the difference cancels
         gate = decay.cumsum(1).transpose(1, 2)  # [B, H, Tk]
-        at = torch.where(visible, torch.arange(k_len, device=q.device), 0).amax(-1)  # last key a query sees: its own
+        at = torch.where(reach, torch.arange(k_len, device=q.device), 0).amax(-1)  # last key a query sees: its own
         q_gate = gate.gather(2, at.expand(batch, heads, q_len))
         scores = scores + (q_gate[..., :, None] - gate[..., None, :]).to(scores.dtype)
     if bias is not None:
-        scores = scores + bias
+        scores = scores + bias.to(scores.dtype)
 
     # A row that sees no key gives 0 and lse = -inf, without a NaN on the way back.
-    visible = visible & (scores.detach() != float("-inf"))
     alive = visible.any(-1, keepdim=True)
     scores = scores.masked_fill(~visible, float("-inf")).masked_fill(~alive, 0.0)
     logits = scores

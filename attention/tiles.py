@@ -13,8 +13,6 @@ import triton.language as tl
 INTERPRETED = tl.constexpr(os.environ.get("TRITON_INTERPRET") == "1")
 # Stands for "no limit" in position arithmetic; a quarter of the int32 range, so that sums of two still fit.
 FAR = tl.constexpr(2**29)
-
-
 # Elements that strides of [B, T, H, D] tensors are multiples of. Kernels know it, so they load 16 bytes at a time.
 STEP = tl.constexpr(8)
 

@@ -66,13 +66,25 @@ class Driver:
         return lambda *args: None
 
 
-def launch_kernels(dtype, dim, causal, group):
+def launch_kernels(dtype, dim, causal, group, features=False):
     """Forward and backward of one problem, by every strategy for grouped queries if there are groups."""
     q, k = (torch.empty(2, 4096, heads, dim, dtype=dtype, device="meta") for heads in (2 * group, 2))
     options = Options(*[None] * 7, 0, 0, causal, window=0, softcap=0.0, dropout=0.0, scale=dim**-0.5)
+    if features:
+        options = options._replace(
+            bias=q.new_empty(2, 2 * group, 4096, 4096),
+            gate=q.new_empty(2, 2 * group, 4096, dtype=torch.float64) if causal else None,
+            sink=q.new_empty(2 * group),
+            seed=q.new_empty(1, dtype=torch.int64),
+            lengths=q.new_empty(2, dtype=torch.int32),
+            window=1000,
+            softcap=30.0,
+            dropout=0.1,
+        )
     out, lse2 = launch.forward(q, k, k, options.rule, options)
     for loop_group in (True, False)[: 1 if group == 1 else 2]:
-        launch.backward(q, k, k, out, lse2, out, None, options.rule, options, loop_group)
+        launch.loops_over_group = lambda programs, device, loop_group=loop_group: loop_group
+        launch.backward(q, k, k, out, lse2, out, None, features, options.rule, options)
 
 
 def main():
@@ -82,6 +94,7 @@ def main():
     parser.add_argument("--dims", nargs="+", default=[64, 128, 256], type=int)
     parser.add_argument("--masks", nargs="+", default=["causal", "full"], choices=["causal", "full"])
     parser.add_argument("--groups", nargs="+", default=[1, 2], type=int, help="query heads per key/value head")
+    parser.add_argument("--features", action="store_true", help="with all of them, not none")
     args = parser.parse_args()
 
     triton.knobs.nvidia.dump_ptxas_log = True  # to stdout
@@ -101,7 +114,7 @@ def main():
 
                     triton.runtime.driver.set_active(Driver(args.chip, ptxas_log, report))
                     with contextlib.redirect_stdout(ptxas_log):
-                        launch_kernels(dtype, dim, mask == "causal", group)
+                        launch_kernels(dtype, dim, mask == "causal", group, args.features)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Run forward and backward of every case of test_attention.py once, for compute-sanitizer on a GPU:
+"""Run forward and backward of every case of test_attention_pairs.py once, for compute-sanitizer on a GPU:
 
 compute-sanitizer --tool memcheck --kernel-regex kns=$(python tests/sanitize.py --kernels) python tests/sanitize.py
 """
@@ -10,7 +10,10 @@ from pathlib import Path
 import torch
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
-from test_attention import CASES, kernels, make_problem, results
+from test_attention import kernels, make_problem, results
+from test_attention_pairs import CASES, arguments
+
+from attention import launch
 
 KERNELS = "(forward|delta|dq|dkdv|group_sum|dbias)_kernel"  # the others are PyTorch's
 
@@ -24,12 +27,12 @@ def main():
     if args.kernels:
         print(KERNELS)
         return
-    names = list(CASES)[args.part :: args.parts]
-    for name in names:
-        for dtype in (torch.float32, torch.bfloat16):
-            results(kernels, make_problem("cuda", dtype, **CASES[name]), dtype)
+    cases = CASES[args.part :: args.parts]
+    for case in cases:
+        launch.loops_over_group = lambda programs, device, loops=case.loops: loops
+        results(kernels, make_problem("cuda", case.dtype, **arguments(case)), case.dtype)
     torch.cuda.synchronize()
-    print(f"ran {2 * len(names)} problems")
+    print(f"ran {len(cases)} problems")
 
 
 if __name__ == "__main__":

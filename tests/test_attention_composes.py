@@ -41,7 +41,18 @@ def test_compiles_with_every_argument(case, device):
         torch.testing.assert_close(value, eager[name], msg=name)
 
 
-def test_no_recompilation_when_only_the_length_changes(device):
+CALLS = {
+    "plain": lambda q, k, v: attention(q, k, v, impl="triton"),
+    "decay": lambda q, k, v: attention(q, k, v, window=7, decay=-q.abs().mean(-1), impl="triton"),
+    "packed": lambda q, k, v: attention(
+        *(x[:1] for x in (q, k, v)), cu_seqlens=torch.zeros(3, dtype=torch.int32, device=q.device),
+        max_seqlen=q.shape[1] // 2, impl="triton",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("call", CALLS.values(), ids=CALLS)
+def test_no_recompilation_when_only_the_length_changes(call, device):
     """The second length makes the graph dynamic; no later one compiles again."""
     torch.compiler.reset()
     graphs = []
@@ -50,7 +61,7 @@ def test_no_recompilation_when_only_the_length_changes(device):
         graphs.append(graph)
         return graph
 
-    compiled = torch.compile(lambda q, k, v: attention(q, k, v, impl="triton"), fullgraph=True, backend=count)
+    compiled = torch.compile(call, fullgraph=True, backend=count)
     for length in (20, 24, 31, 40, 57):
         compiled(*leaves(device, length))
     assert len(graphs) == 2
@@ -99,17 +110,23 @@ def test_reference_passes_gradcheck(device):
 def test_cuda_graph(device):
     """Capture replays on new inputs; dropout draws anew from torch's generator at each replay."""
     q, k, v = (x.detach().half() for x in leaves(device, 200))
+    q.requires_grad_()
     stream = torch.cuda.Stream()
     with torch.cuda.stream(stream):
-        attention(q, k, v, dropout=0.5, impl="triton")
+        attention(q, k, v, dropout=0.5, impl="triton").sum().backward()
     torch.cuda.current_stream().wait_stream(stream)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         plain = attention(q, k, v, impl="triton")
+        seeded = attention(q, k, v, dropout=0.5, seed=3, impl="triton")
+        (dq,) = torch.autograd.grad(seeded.sum(), q)
         dropped = attention(q, k, v, dropout=0.5, impl="triton")
-    q.normal_()
+    with torch.no_grad():
+        q.normal_()
     graph.replay()
     assert torch.equal(plain, attention(q, k, v, impl="triton"))
+    expected = attention(q, k, v, dropout=0.5, seed=3, impl="triton")
+    assert torch.equal(seeded, expected) and torch.equal(dq, torch.autograd.grad(expected.sum(), q)[0])
     first = dropped.clone()
     graph.replay()
     assert not torch.equal(first, dropped)

@@ -41,7 +41,7 @@ LONGEST = 300 if ON_GPU else 40
 
 
 def variant(number):
-    """Values of COMPILED, the same in every run."""
+    """Values of COMPILED; the same for the same number."""
     generator = random.Random(number)
     while True:
         case = dict.fromkeys(PARAMETERS) | {name: generator.choice(PARAMETERS[name]) for name in COMPILED}
@@ -104,7 +104,7 @@ def search(count, seconds, numbers, seed):
         try:
             worst[name] = max(worst.get(name, (0.0, "")), (run(problem, seed), str(problem)))
         except Exception as error:
-            failures.append(f"{str(error).splitlines()[0][:200]} {problem} {seed}")
+            failures.append(f"{repr(error)[:200]} {problem} {seed}")
 
     fuzz()
     return Report(done, worst, failures)
@@ -121,7 +121,7 @@ def main():
     share = -(-args.problems // args.processes)
     with ProcessPoolExecutor(args.processes, multiprocessing.get_context("spawn")) as pool:
         jobs = range(args.processes)
-        numbers = [range(job, VARIANTS, args.processes) for job in jobs]
+        numbers = [range(args.seed + job, args.seed + VARIANTS, args.processes) for job in jobs]
         seeds = [args.seed + job for job in jobs]
         reports = list(pool.map(partial(search, share, args.seconds), numbers, seeds))
     failures = [failure for report in reports for failure in report.failures]

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from allpairspy import AllPairs
-from test_attention import ON_GPU, check, make_problem
+from test_attention import ON_GPU, check, kernels, make_problem, results
 
 from attention import launch
 
@@ -75,7 +75,21 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize("case", CASES, ids=range(len(CASES)))
-def test_pair(case, device, poisoned, monkeypatch):
+@pytest.fixture
+def problem(case, device, poisoned, monkeypatch):
     monkeypatch.setattr(launch, "loops_over_group", lambda programs, device: case.loops)
-    check(make_problem(device, case.dtype, **arguments(case)), case.dtype)
+    return make_problem(device, case.dtype, **arguments(case))
+
+
+@pytest.mark.parametrize("case", CASES, ids=range(len(CASES)))
+def test_pair(case, problem):
+    check(problem, case.dtype)
+
+
+@pytest.mark.parametrize("case", CASES if ON_GPU else CASES[:2], ids=range(len(CASES) if ON_GPU else 2))
+def test_repeatable(case, problem):
+    """The same bits 50 times, for every pair of features."""
+    first = results(kernels, problem, case.dtype)
+    for _ in range(50 if ON_GPU else 1):
+        again = results(kernels, problem, case.dtype)
+        assert all(torch.equal(first[name], again[name]) for name in first)

@@ -16,21 +16,31 @@ pytest.importorskip("triton", reason="Triton exists for Linux only")
 SHARED_KB = {80: 163, 89: 99, 90: 227, 100: 227}  # chip -> shared memory one program may take
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", "float32", "tf32"])
-@pytest.mark.parametrize("chip", SHARED_KB)
-def test_kernels_fit_the_chip(chip, dtype):
+def compile_kernels(chip, *options):
+    """What tests/compile_kernels.py reports of each kernel."""
     script = Path(__file__).with_name("compile_kernels.py")
-    options = [] if os.environ.get("COMPILE_ALL") == "1" else ["--masks", "causal", "--groups", "1"]
     # A process of its own: once Triton is imported to interpret, it no longer compiles.
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    run = subprocess.run(
-        [sys.executable, script, str(chip), "--dtypes", dtype, *options],
-        env=environment,
-        capture_output=True,
-        text=True,
-    )
+    command = [sys.executable, script, str(chip), *options]
+    run = subprocess.run(command, env=environment, capture_output=True, text=True)
     assert run.returncode == 0, run.stderr
     kernels = [json.loads(line) for line in run.stdout.splitlines()]
     assert kernels
+    return kernels
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32", "tf32"])
+@pytest.mark.parametrize("chip", SHARED_KB)
+def test_kernels_fit_the_chip(chip, dtype):
+    options = [] if os.environ.get("COMPILE_ALL") == "1" else ["--masks", "causal", "--groups", "1"]
+    kernels = compile_kernels(chip, "--dtypes", dtype, *options)
     bad = [k for k in kernels if k["spilled"] > 0 or k["shared"] > SHARED_KB[chip] * 1024]
+    assert not bad, "\n".join(map(str, bad))
+
+
+def test_every_feature_fits_the_smallest_shared_memory():
+    """They may cost registers; memory that is not there would be an error."""
+    chip = min(SHARED_KB, key=SHARED_KB.get)
+    kernels = compile_kernels(chip, "--dtypes", "bfloat16", "--masks", "causal", "--groups", "1", "--features")
+    bad = [k for k in kernels if k["shared"] > SHARED_KB[chip] * 1024]
     assert not bad, "\n".join(map(str, bad))
