@@ -1,0 +1,196 @@
+"""The control: FlashAttention without any feature, as flat as Triton lets one write it.
+
+benchmarks/attention.py compares it with attention/, at the same tile sizes, to say what the features cost a call that
+uses none of them. Dense, 16-bit, T a multiple of 128, one key head per query head, [B, T, H, D] contiguous.
+"""
+
+import torch
+import triton
+import triton.language as tl
+
+from attention.launch import launch_for
+
+LOG2E = 1.4426950408889634
+
+
+@triton.jit
+def tile(x, start, stride, ROWS: tl.constexpr, D: tl.constexpr):
+    return x + (start + tl.arange(0, ROWS))[:, None] * stride + tl.arange(0, D)[None, :]
+
+
+@triton.jit
+def absorb(
+    acc, top, total, q, q_pos, k, v, lo, hi, stride, factor,
+    D: tl.constexpr, BK: tl.constexpr, MASK: tl.constexpr,
+):  # fmt: skip
+    for start in range(lo, hi, BK):
+        scores = tl.dot(q, tl.trans(tl.load(tile(k, start, stride, BK, D)))) * factor
+        if MASK:
+            k_pos = start + tl.arange(0, BK)
+            scores = tl.where(k_pos[None, :] <= q_pos[:, None], scores, float("-inf"))
+        new = tl.maximum(top, tl.max(scores, 1))
+        weights = tl.exp2(scores - new[:, None])
+        fade = tl.exp2(top - new)
+        total = total * fade + tl.sum(weights, 1)
+        acc = tl.dot(weights.to(q.dtype), tl.load(tile(v, start, stride, BK, D)), acc * fade[:, None])
+        top = new
+    return acc, top, total
+
+
+@triton.jit
+def forward_kernel(
+    Q, K, V, O, L, T, H, factor, D: tl.constexpr, CAUSAL: tl.constexpr, BQ: tl.constexpr, BK: tl.constexpr
+):  # fmt: skip
+    tiles = T // BQ
+    program = tl.program_id(0)
+    index = tiles - 1 - program % tiles if CAUSAL else program % tiles
+    head = program // tiles
+    base = (head // H).to(tl.int64) * T * H * D + (head % H) * D
+    stride = H * D
+    q_pos = index * BQ + tl.arange(0, BQ)
+    q = tl.load(tile(Q + base, index * BQ, stride, BQ, D))
+    acc = tl.zeros([BQ, D], tl.float32)
+    top = tl.full([BQ], float("-inf"), tl.float32)
+    total = tl.zeros([BQ], tl.float32)
+    k, v = K + base, V + base
+    full = index * BQ // BK * BK if CAUSAL else T
+    acc, top, total = absorb(acc, top, total, q, q_pos, k, v, 0, full, stride, factor, D, BK, False)
+    if CAUSAL:
+        end = (index + 1) * BQ
+        acc, top, total = absorb(acc, top, total, q, q_pos, k, v, full, end, stride, factor, D, BK, True)
+    tl.store(tile(O + base, index * BQ, stride, BQ, D), (acc / total[:, None]).to(O.dtype.element_ty))
+    tl.store(L + head * T + q_pos, top + tl.log2(total))
+
+
+@triton.jit
+def delta_kernel(O, DO, DELTA, T, H, D: tl.constexpr, BQ: tl.constexpr):
+    index, head = tl.program_id(0), tl.program_id(1)
+    base = (head // H).to(tl.int64) * T * H * D + (head % H) * D
+    out = tl.load(tile(O + base, index * BQ, H * D, BQ, D)).to(tl.float32)
+    dout = tl.load(tile(DO + base, index * BQ, H * D, BQ, D))
+    tl.store(DELTA + head * T + index * BQ + tl.arange(0, BQ), tl.sum(out * dout, 1))
+
+
+@triton.jit
+def add_dq(
+    dq, q, dout, lse, delta, q_pos, k, v, lo, hi, stride, factor,
+    D: tl.constexpr, BK: tl.constexpr, MASK: tl.constexpr,
+):  # fmt: skip
+    for start in range(lo, hi, BK):
+        k_tile = tl.load(tile(k, start, stride, BK, D))
+        scores = tl.dot(q, tl.trans(k_tile)) * factor
+        if MASK:
+            k_pos = start + tl.arange(0, BK)
+            scores = tl.where(k_pos[None, :] <= q_pos[:, None], scores, float("-inf"))
+        dweights = tl.dot(dout, tl.trans(tl.load(tile(v, start, stride, BK, D))))
+        dscores = tl.exp2(scores - lse[:, None]) * (dweights - delta[:, None])
+        dq = tl.dot(dscores.to(q.dtype), k_tile, dq)
+    return dq
+
+
+@triton.jit
+def dq_kernel(
+    Q, K, V, DO, L, DELTA, DQ, T, H, factor, scale, D: tl.constexpr, CAUSAL: tl.constexpr, BQ: tl.constexpr,
+    BK: tl.constexpr,
+):  # fmt: skip
+    tiles = T // BQ
+    program = tl.program_id(0)
+    index = tiles - 1 - program % tiles if CAUSAL else program % tiles
+    head = program // tiles
+    base = (head // H).to(tl.int64) * T * H * D + (head % H) * D
+    stride = H * D
+    q_pos = index * BQ + tl.arange(0, BQ)
+    q = tl.load(tile(Q + base, index * BQ, stride, BQ, D))
+    dout = tl.load(tile(DO + base, index * BQ, stride, BQ, D))
+    lse = tl.load(L + head * T + q_pos)
+    delta = tl.load(DELTA + head * T + q_pos)
+    dq = tl.zeros([BQ, D], tl.float32)
+    k, v = K + base, V + base
+    full = index * BQ // BK * BK if CAUSAL else T
+    dq = add_dq(dq, q, dout, lse, delta, q_pos, k, v, 0, full, stride, factor, D, BK, False)
+    if CAUSAL:
+        dq = add_dq(dq, q, dout, lse, delta, q_pos, k, v, full, (index + 1) * BQ, stride, factor, D, BK, True)
+    tl.store(tile(DQ + base, index * BQ, stride, BQ, D), (dq * scale).to(DQ.dtype.element_ty))
+
+
+@triton.jit
+def add_dkdv(
+    dk, dv, k, v, k_pos, q, dout, lse, delta, lo, hi, stride, factor,
+    D: tl.constexpr, BQ: tl.constexpr, MASK: tl.constexpr,
+):  # fmt: skip
+    for start in range(lo, hi, BQ):
+        q_pos = start + tl.arange(0, BQ)
+        q_tile = tl.load(tile(q, start, stride, BQ, D))
+        dout_tile = tl.load(tile(dout, start, stride, BQ, D))
+        scores = tl.dot(k, tl.trans(q_tile)) * factor
+        if MASK:
+            scores = tl.where(k_pos[:, None] <= q_pos[None, :], scores, float("-inf"))
+        weights = tl.exp2(scores - tl.load(lse + q_pos)[None, :])
+        dv = tl.dot(weights.to(k.dtype), dout_tile, dv)
+        dweights = tl.dot(v, tl.trans(dout_tile))
+        dscores = weights * (dweights - tl.load(delta + q_pos)[None, :])
+        dk = tl.dot(dscores.to(k.dtype), q_tile, dk)
+    return dk, dv
+
+
+@triton.jit
+def dkdv_kernel(
+    Q, K, V, DO, L, DELTA, DK, DV, T, H, factor, scale, D: tl.constexpr, CAUSAL: tl.constexpr, BQ: tl.constexpr,
+    BK: tl.constexpr,
+):  # fmt: skip
+    tiles = T // BK
+    index, head = tl.program_id(0) % tiles, tl.program_id(0) // tiles
+    base = (head // H).to(tl.int64) * T * H * D + (head % H) * D
+    stride = H * D
+    k_pos = index * BK + tl.arange(0, BK)
+    k = tl.load(tile(K + base, index * BK, stride, BK, D))
+    v = tl.load(tile(V + base, index * BK, stride, BK, D))
+    dk = tl.zeros([BK, D], tl.float32)
+    dv = tl.zeros([BK, D], tl.float32)
+    q, dout, lse, delta = Q + base, DO + base, L + head * T, DELTA + head * T
+    full = 0
+    if CAUSAL:
+        first = index * BK // BQ * BQ
+        full = tl.cdiv((index + 1) * BK, BQ) * BQ
+        dk, dv = add_dkdv(dk, dv, k, v, k_pos, q, dout, lse, delta, first, full, stride, factor, D, BQ, True)
+    dk, dv = add_dkdv(dk, dv, k, v, k_pos, q, dout, lse, delta, full, T, stride, factor, D, BQ, False)
+    tl.store(tile(DK + base, index * BK, stride, BK, D), (dk * scale).to(DK.dtype.element_ty))
+    tl.store(tile(DV + base, index * BK, stride, BK, D), dv.to(DV.dtype.element_ty))
+
+
+class Flat(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, q, k, v, causal):
+        batch, length, heads, dim = q.shape
+        out, lse = torch.empty_like(q), q.new_empty(batch, heads, length, dtype=torch.float32)
+        launch = launch_for("forward", dim, 2, q.device)
+        grid = (length // launch.block_q * heads * batch,)
+        factor = dim**-0.5 * LOG2E
+        forward_kernel[grid](
+            q, k, v, out, lse, length, heads, factor, dim, causal, launch.block_q, launch.block_k,
+            num_warps=launch.num_warps, num_stages=launch.num_stages,
+        )  # fmt: skip
+        ctx.save_for_backward(q, k, v, out, lse)
+        ctx.causal = causal
+        return out
+
+    @staticmethod
+    def backward(ctx, dout):
+        q, k, v, out, lse = ctx.saved_tensors
+        batch, length, heads, dim = q.shape
+        delta, dq, dk, dv = torch.empty_like(lse), torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
+        scale = dim**-0.5
+        delta_kernel[(length // 32, heads * batch)](out, dout, delta, length, heads, dim, 32)
+        for kernel, outputs, name in ((dq_kernel, (dq,), "dq"), (dkdv_kernel, (dk, dv), "dkdv")):
+            launch = launch_for(name, dim, 2, q.device)
+            tiles = length // (launch.block_q if name == "dq" else launch.block_k)
+            kernel[(tiles * heads * batch,)](
+                q, k, v, dout, lse, delta, *outputs, length, heads, scale * LOG2E, scale, dim, ctx.causal,
+                launch.block_q, launch.block_k, num_warps=launch.num_warps, num_stages=launch.num_stages,
+            )  # fmt: skip
+        return dq, dk, dv, None
+
+
+def flat_attention(q, k, v, causal):
+    """softmax(q k^T / sqrt(D)) v of contiguous [B, T, H, D], and its gradients."""
+    return Flat.apply(q, k, v, causal)

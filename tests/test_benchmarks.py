@@ -1,0 +1,19 @@
+"""The control of the benchmark computes what it is compared with."""
+
+import pytest
+import torch
+
+from attention.reference import reference_attention
+from benchmarks.flat import flat_attention
+
+
+@pytest.mark.parametrize("causal", [True, False])
+def test_flat_attention(causal, device):
+    dtype = torch.bfloat16 if device == "cuda" else torch.float32
+    leaves = [torch.randn(2, 128, 2, 64, device=device, dtype=dtype, requires_grad=True) for _ in range(3)]
+    dout = torch.randn(2, 128, 2, 64, device=device, dtype=dtype)
+    found, expected = (function(*leaves, causal=causal) for function in (flat_attention, reference_attention))
+    gradients = (torch.autograd.grad(out, leaves, dout) for out in (found, expected))
+    tolerance = 3e-2 if device == "cuda" else 1e-5
+    for ours, truth in zip((found, *next(gradients)), (expected, *next(gradients)), strict=True):
+        torch.testing.assert_close(ours, truth, rtol=tolerance, atol=tolerance)
