@@ -38,10 +38,9 @@ class PairView(NamedTuple):
 
 def aligned(x):
     """[B, T, H, D] tensor, copied if its strides are not whole STEPs or it does not start at 16 bytes."""
-    whole = all(stride % STEP.value == 0 for stride in x.stride()[:3])
-    return (
-        x if whole and x.stride(3) == 1 and x.data_ptr() % 16 == 0 else x.clone(memory_format=torch.contiguous_format)
-    )
+    if any(stride % STEP.value for stride in x.stride()[:3]) or x.stride(3) != 1 or x.data_ptr() % 16:
+        return x.clone(memory_format=torch.contiguous_format)
+    return x
 
 
 def view(x):
