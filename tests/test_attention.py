@@ -126,7 +126,7 @@ def kernels(**arguments):
 
 
 def check(problem, dtype):
-    """Fail unless each result errs at most twice as much as eager PyTorch; return the worst ratio of the two errors."""
+    """Fail if a result errs more than twice as much as eager PyTorch or rounding() does; return the worst ratio."""
     exact = results(reference_attention, problem, torch.float64)
     eager = results(reference_attention, problem, dtype)
     ours = results(kernels, problem, dtype)
@@ -141,7 +141,7 @@ def check(problem, dtype):
 
 
 def rounding(problem, name, exact):
-    """Norm of the error that rounding alone makes of a result, where eager may be exact by luck.
+    """Norm of the error that rounding alone makes of a result, below which eager is only by luck or longer sums.
 
     The backward makes weights P from scores and the saved LSE, each rounded to float32, and delta = dO.O from the
     output as rounded to its dtype. Where few keys are visible, or where score gradients P (dP - delta) are summed over
