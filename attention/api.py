@@ -12,6 +12,9 @@ from . import ops
 from .checks import DTYPES, check_is_tensor, check_options, check_ragged, check_tensors, check_terms, pair
 from .reference import reference_attention
 
+# asked once, here: torch.compile cannot trace the question in PyTorch 2.11
+AUTOCAST_DEVICES = frozenset(d for d in ("cpu", "cuda", "mps", "xpu") if torch.amp.is_autocast_available(d))
+
 
 def attention(
     q, k, v, *, causal=True, window=None, scale=None, softcap=None, dropout=0.0, seed=None, bias=None, decay=None,
@@ -224,7 +227,7 @@ def _cast_for_autocast(*tensors):
     for name, x in zip("qkv", tensors, strict=True):
         check_is_tensor(name, x)
     device = tensors[0].device.type
-    if torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device):
+    if device in AUTOCAST_DEVICES and torch.is_autocast_enabled(device):
         dtype = torch.get_autocast_dtype(device)
         return [x.to(dtype) if x.dtype in DTYPES else x for x in tensors]
     return tensors
