@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 
 from . import ops
-from .checks import DTYPES, check_is_tensor, check_options, check_ragged, check_tensors, check_terms, pair
+from .checks import DTYPES, check_call, check_is_tensor, pair
 from .reference import reference_attention
 
 # asked once, here: torch.compile cannot trace the question in PyTorch 2.11
@@ -66,23 +66,21 @@ def attention(
     Forgetting Transformer (2025), for decay.
     """
     q, k, v = _cast_for_autocast(q, k, v)
-    check_tensors(q, k, v)
-    check_options(q, causal, window, scale, softcap, dropout, seed, impl)
-    check_terms(q, k, causal, bias, decay, sink)
-    check_ragged(q, k, lengths, cu_seqlens, max_seqlen)
+    options = (causal, window, scale, softcap, dropout, seed, impl)
+    check_call(q, k, v, options, (bias, decay, sink), (lengths, cu_seqlens, max_seqlen))
     scale = q.shape[-1] ** -0.5 if scale is None else float(scale)
     if bias is not None:
         bias = bias.reshape((1,) * (4 - bias.dim()) + bias.shape)
     rule = dict(causal=causal, window=window, scale=scale, softcap=softcap, dropout=dropout)
     extra = dict(bias=bias, decay=decay, sink=sink, lengths=lengths, cu_seqlens=cu_seqlens, max_seqlen=max_seqlen)
 
-    if impl in ("auto", "sdpa"):
-        lack = sdpa_lacks(q, k, rule, extra, seed, return_lse)
-        if impl == "sdpa" and lack:
+    asked = impl
+    if asked == "auto":
+        impl = implementation(q.device).name if q.dtype in DTYPES else "sdpa"
+    if impl == "sdpa" and (lack := sdpa_lacks(q, k, rule, extra, seed, return_lse)):
+        if asked == "sdpa":
             raise ValueError(f"SDPA cannot express {lack}; use impl='triton' or impl='reference'")
-        if impl == "auto":
-            impl = implementation(q.device).name if q.dtype in DTYPES else "sdpa"
-            impl = "reference" if impl == "sdpa" and lack else impl
+        impl = "reference"
     if impl == "sdpa":
         return _sdpa(q, k, v, causal, window, scale, dropout, bias)
     if dropout > 0:
@@ -108,7 +106,8 @@ def attention(
         dropout=dropout,
         scale=scale,
     )
-    out, lse2 = ops.forward(q, k, v, *options)
+    op = ops.forward if torch.compiler.is_compiling() else ops.forward_with_gradient
+    out, lse2 = op(q, k, v, *options)
     return (out, lse2 * math.log(2)) if return_lse else out
 
 

@@ -16,17 +16,24 @@ import triton.language as tl
 
 from .score import Terms, ahead, behind, drop, dropout_key, shape_scores
 from .tiles import (
+    Lane,
     Ragged,
     dot,
+    first_step,
+    last_step,
     load_rows,
     load_tile,
     locate,
+    locate_query_tile,
     meeting_range,
     narrow,
     pair_pointers,
+    position,
+    row_lane,
     sequence,
     store_rows,
     store_tile,
+    tile_lane,
     zeros,
 )
 
@@ -43,6 +50,15 @@ class Queries(NamedTuple):
     key: tl.tensor  # of dropout
 
 
+class QueryLanes(NamedTuple):
+    """Where one head of one sequence has what Queries are loaded from: a Lane each."""
+
+    q: Lane
+    dout: Lane
+    lse2: Lane
+    delta: Lane
+
+
 class Gradients(NamedTuple):
     """What a kernel sums: of queries (dq, gate) in dq_kernel, of keys (dk, dv, gate) in dkdv_kernel."""
 
@@ -54,34 +70,52 @@ class Gradients(NamedTuple):
 @triton.jit(do_not_specialize=["q_len", "k_len"])
 def delta_kernel(out, dout, dlse, delta, q_len, k_len, ragged, TILE: tl.constexpr):
     """delta_i = sum_d dO_id O_id - dlse_i for one tile of queries of one head; dlse may be None."""
-    tile, head, index = locate(tl.cdiv(q_len, TILE.block_q), TILE.heads, False)
+    tile, head, index = locate(tl.cdiv(q_len, TILE.block_q), TILE.heads)
     seq = sequence(index, q_len, k_len, ragged)
-    q_start = tile * TILE.block_q
-    at = seq.q_start + q_start
-    count = seq.q_len - q_start
-    out_tile = load_tile(out, seq.row, head, at, 0, count, TILE.block_q, TILE.value_dim, True)
-    dout_tile = load_tile(dout, seq.row, head, at, 0, count, TILE.block_q, TILE.value_dim, True)
+    start = tile * TILE.block_q
+    if start >= seq.q_len:
+        return
+    out = tile_lane(out, seq.row, head, seq.q_start)
+    dout = tile_lane(dout, seq.row, head, seq.q_start)
+    out_tile = load_tile(out, start, 0, seq.q_len, TILE.block_q, TILE.value_dim, True)
+    dout_tile = load_tile(dout, start, 0, seq.q_len, TILE.block_q, TILE.value_dim, True)
     rows = tl.sum(out_tile.to(tl.float32) * dout_tile.to(tl.float32), 1)
     if dlse is not None:
-        rows -= load_rows(dlse, seq.row, head, at, count, 0.0, TILE.block_q)
-    store_rows(delta, rows, seq.row, head, at, 0, count, TILE.block_q)
+        rows -= load_rows(row_lane(dlse, seq.row, head, seq.q_start), start, seq.q_len, 0.0, TILE.block_q, True)
+    store_rows(delta, rows, seq.row, head, seq.q_start + start, 0, seq.q_len - start, TILE.block_q)
 
 
 @triton.jit
-def load_queries(q, dout, lse2, delta, head, start, seq, terms, RULE: tl.constexpr, TILE: tl.constexpr):
-    """Queries [start, start + block_q) of a sequence.
+def query_lanes(q, dout, lse2, delta, head, seq):
+    """Those of one head."""
+    return QueryLanes(
+        tile_lane(q, seq.row, head, seq.q_start),
+        tile_lane(dout, seq.row, head, seq.q_start),
+        row_lane(lse2, seq.row, head, seq.q_start),
+        row_lane(delta, seq.row, head, seq.q_start),
+    )
 
-    lse2 is +inf where there is none, so that 2^(score - lse2) is 0 for rows that see no key or do not exist.
+
+@triton.jit
+def load_lse(lanes, start, seq, terms, TILE: tl.constexpr, BOUNDED: tl.constexpr):
+    """lse2 of queries [start, start + block_q). BOUNDED=False promises that all exist and see a key.
+
+    +inf where there is none, so that 2^(score - lse2) is 0 for rows that see no key or do not exist.
     """
-    at = seq.q_start + start
-    count = seq.q_len - start
-    rows = load_rows(lse2, seq.row, head, at, count, float("inf"), TILE.block_q)
-    dead = rows == float("-inf")
+    lse2 = load_rows(lanes.lse2, start, seq.q_len, float("inf"), TILE.block_q, BOUNDED)
+    if BOUNDED or terms.bias is not None:
+        lse2 = tl.where(lse2 == float("-inf"), float("inf"), lse2)
+    return lse2
+
+
+@triton.jit
+def load_queries(lanes, head, start, seq, terms, RULE: tl.constexpr, TILE: tl.constexpr):
+    """Queries [start, start + block_q) of a sequence."""
     return Queries(
-        load_tile(q, seq.row, head, at, 0, count, TILE.block_q, TILE.dim, True),
-        load_tile(dout, seq.row, head, at, 0, count, TILE.block_q, TILE.value_dim, True),
-        tl.where(dead, float("inf"), rows),
-        tl.where(dead, 0.0, load_rows(delta, seq.row, head, at, count, 0.0, TILE.block_q)),
+        load_tile(lanes.q, start, 0, seq.q_len, TILE.block_q, TILE.dim, True),
+        load_tile(lanes.dout, start, 0, seq.q_len, TILE.block_q, TILE.value_dim, True),
+        load_lse(lanes, start, seq, terms, TILE, True),
+        load_rows(lanes.delta, start, seq.q_len, 0.0, TILE.block_q, True),
         start + seq.k_len - seq.q_len + tl.arange(0, TILE.block_q),
         head,
         dropout_key(seq, head, terms, RULE),
@@ -89,16 +123,12 @@ def load_queries(q, dout, lse2, delta, head, start, seq, terms, RULE: tl.constex
 
 
 @triton.jit
-def score_gradients(
-    qk, dweights, lse2, delta, q_pos, k_pos, queries, seq, terms, RULE: tl.constexpr, MASKED: tl.constexpr
-):
-    """Weights after dropout, dS and slope, in the orientation of qk; dweights is dO.v, the gradient after dropout."""
-    scores, slope = shape_scores(qk, q_pos, k_pos, queries.head, seq, terms, RULE, MASKED)
-    weights = tl.exp2(scores - lse2)
-    dscores = weights * (drop(dweights, queries.key, q_pos, k_pos, RULE) - delta)
+def score_gradient(weights, dweights, delta, q_pos, k_pos, key, terms, RULE: tl.constexpr, MASKED: tl.constexpr):
+    """dS; dweights is dO.v, the gradient of the weights after dropout."""
+    dscores = weights * (drop(dweights, key, q_pos, k_pos, RULE) - delta)
     if MASKED or terms.bias is not None:  # an invisible key may hold NaN
         dscores = tl.where(weights > 0, dscores, 0.0)
-    return drop(weights, queries.key, q_pos, k_pos, RULE), dscores, slope
+    return dscores
 
 
 @triton.jit
@@ -106,27 +136,24 @@ def meet_keys(
     queries, k, v, start, low, high, seq, terms, RULE: tl.constexpr, TILE: tl.constexpr, MASKED: tl.constexpr
 ):
     """The key tile at `start`, dS [queries, keys] and slope; low and high bound the keys any of the queries can see."""
-    kv_head = queries.head // TILE.group
     k_pos = start + tl.arange(0, TILE.block_k)
-    at = seq.k_start + start
-    k_tile = load_tile(k, seq.row, kv_head, at, low - start, high - start, TILE.block_k, TILE.dim, MASKED)
-    v_tile = load_tile(v, seq.row, kv_head, at, low - start, high - start, TILE.block_k, TILE.value_dim, MASKED)
+    k_tile = load_tile(k, start, low, high, TILE.block_k, TILE.dim, MASKED)
+    v_tile = load_tile(v, start, low, high, TILE.block_k, TILE.value_dim, MASKED)
+    q_pos, k_pos = queries.pos[:, None], k_pos[None, :]
     qk = dot(queries.tile, tl.trans(k_tile), None, TILE)
+    scores, slope = shape_scores(qk, q_pos, k_pos, queries.head, seq, terms, RULE, MASKED)
+    weights = tl.exp2(scores - queries.lse2[:, None])
     dweights = dot(queries.dout, tl.trans(v_tile), None, TILE)
-    _, dscores, slope = score_gradients(
-        qk, dweights, queries.lse2[:, None], queries.delta[:, None], queries.pos[:, None], k_pos[None, :], queries,
-        seq, terms, RULE, MASKED,
-    )  # fmt: skip
+    dscores = score_gradient(weights, dweights, queries.delta[:, None], q_pos, k_pos, queries.key, terms, RULE, MASKED)
     return k_tile, dscores, slope
 
 
 @triton.jit
-def gather_dq(
-    sums, queries, k, v, low, high, seq, terms, lo, hi, RULE: tl.constexpr, TILE: tl.constexpr, MASKED: tl.constexpr
-):
-    """Add dS K over the keys in [lo, hi)."""
-    for start in range(lo, hi, TILE.block_k):
-        k_tile, dscores, slope = meet_keys(queries, k, v, start, low, high, seq, terms, RULE, TILE, MASKED)
+def gather_dq(sums, queries, k, v, low, span, seq, terms, RULE: tl.constexpr, TILE: tl.constexpr, MASKED: tl.constexpr):
+    """Add dS K over the keys of a span: its interior, or (MASKED) its edges."""
+    for step in range(first_step(span, MASKED), last_step(span, MASKED), TILE.block_k):
+        start = position(step, span, MASKED)
+        k_tile, dscores, slope = meet_keys(queries, k, v, start, low, span.hi, seq, terms, RULE, TILE, MASKED)
         if terms.bias is not None:  # and 0 * NaN is NaN
             k_tile = tl.where(tl.max(tl.abs(dscores), 0)[:, None] > 0, k_tile, 0.0).to(k_tile.dtype)
         gate = sums.gate
@@ -142,7 +169,7 @@ def dq_kernel(
     RULE: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
     """dQ = scale dS K and the query half of dgate [B, H, Tk], for one tile of queries; walks the keys."""
-    tile, head, index = locate(tl.cdiv(q_len, TILE.block_q), TILE.heads, RULE.causal)
+    tile, head, index = locate_query_tile(tl.cdiv(q_len, TILE.block_q), k_len, RULE, TILE)
     seq = sequence(index, q_len, k_len, ragged)
     terms = Terms(scale, seed, bias, gate)
     q_start = tile * TILE.block_q
@@ -151,17 +178,17 @@ def dq_kernel(
         return
     first = q_start + seq.k_len - seq.q_len
     last = first + tl.minimum(TILE.block_q, count) - 1
-    lo, full_lo, full_hi, hi = meeting_range(first, last, behind(RULE), ahead(RULE), seq.k_len, TILE.block_k)
+    span = meeting_range(first, last, behind(RULE), ahead(RULE), seq.k_len, TILE.block_k)
     low = first - behind(RULE)
-    queries = load_queries(q, dout, lse2, delta, head, q_start, seq, terms, RULE, TILE)
+    lanes = query_lanes(q, dout, lse2, delta, head, seq)
+    queries = load_queries(lanes, head, q_start, seq, terms, RULE, TILE)
+    k = tile_lane(k, seq.row, head // TILE.group, seq.k_start)
+    v = tile_lane(v, seq.row, head // TILE.group, seq.k_start)
     sums = Gradients(zeros(TILE.block_q, TILE.dim), 0.0, tl.full([TILE.block_q], 0.0, tl.float32))
-    if RULE.window > 0:
-        split = tl.minimum(full_lo, hi)
-        sums = gather_dq(sums, queries, k, v, low, hi, seq, terms, lo, split, RULE, TILE, MASKED=True)
-    sums = gather_dq(sums, queries, k, v, low, hi, seq, terms, full_lo, full_hi, RULE, TILE, MASKED=False)
-    sums = gather_dq(sums, queries, k, v, low, hi, seq, terms, full_hi, hi, RULE, TILE, MASKED=True)
-    at = seq.q_start + q_start
-    store_tile(dq, sums.main * terms.scale, seq.row, head, at, count, TILE.block_q, TILE.dim)
+    sums = gather_dq(sums, queries, k, v, low, span, seq, terms, RULE, TILE, MASKED=False)
+    sums = gather_dq(sums, queries, k, v, low, span, seq, terms, RULE, TILE, MASKED=True)
+    dq = tile_lane(dq, seq.row, head, seq.q_start)
+    store_tile(dq, sums.main * terms.scale, q_start, seq.q_len, TILE.block_q, TILE.dim)
     if dgate is not None:
         # at the keys where the queries stand; one before the first key has seen none
         store_rows(dgate, sums.gate, seq.row, head, seq.k_start + first, -first, count, TILE.block_q)
@@ -169,40 +196,49 @@ def dq_kernel(
 
 @triton.jit
 def gather_dkdv(
-    sums, k_tile, v_tile, k_pos, q, dout, lse2, delta, head, seq, terms, lo, hi,
-    RULE: tl.constexpr, TILE: tl.constexpr, MASKED: tl.constexpr,
+    sums, k_tile, v_tile, k_pos, lanes, head, span, seq, terms,
+    RULE: tl.constexpr, TILE: tl.constexpr, OUTPUTS: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
-    """Add dS^T Q and P'^T dO over the queries in [lo, hi). Tiles are [keys, queries]: P'^T and dS^T are born so."""
-    for start in range(lo, hi, TILE.block_q):
-        queries = load_queries(q, dout, lse2, delta, head, start, seq, terms, RULE, TILE)
-        qk = dot(k_tile, tl.trans(queries.tile), None, TILE)
-        dweights = dot(v_tile, tl.trans(queries.dout), None, TILE)
-        weights, dscores, slope = score_gradients(
-            qk, dweights, queries.lse2[None, :], queries.delta[None, :], queries.pos[None, :], k_pos[:, None], queries,
-            seq, terms, RULE, MASKED,
-        )  # fmt: skip
-        gate = sums.gate
-        if terms.gate is not None:
-            gate -= tl.sum(dscores, 1)
-        sums = Gradients(
-            dot(narrow(dscores * slope, queries.tile), queries.tile, sums.main, TILE),
-            dot(narrow(weights, queries.dout), queries.dout, sums.value, TILE),
-            gate,
-        )
+    """Add dS^T Q and P'^T dO over the queries of a span: its interior, or (MASKED) its edges.
+
+    Tiles are [keys, queries]: P'^T and dS^T are born so.
+    """
+    key = dropout_key(seq, head, terms, RULE)
+    for step in range(first_step(span, MASKED), last_step(span, MASKED), TILE.block_q):
+        start = position(step, span, MASKED)
+        q_pos = (start + seq.k_len - seq.q_len + tl.arange(0, TILE.block_q))[None, :]
+        q_tile = load_tile(lanes.q, start, 0, seq.q_len, TILE.block_q, TILE.dim, MASKED)
+        dout_tile = load_tile(lanes.dout, start, 0, seq.q_len, TILE.block_q, TILE.value_dim, MASKED)
+        qk = dot(k_tile, tl.trans(q_tile), None, TILE)
+        scores, slope = shape_scores(qk, q_pos, k_pos, head, seq, terms, RULE, MASKED)
+        weights = tl.exp2(scores - load_lse(lanes, start, seq, terms, TILE, MASKED)[None, :])
+        main, value, gate = sums.main, sums.value, sums.gate
+        if OUTPUTS != "dk":
+            kept = drop(weights, key, q_pos, k_pos, RULE)
+            value = dot(narrow(kept, dout_tile), dout_tile, value, TILE)
+        if OUTPUTS != "dv":
+            dweights = dot(v_tile, tl.trans(dout_tile), None, TILE)
+            delta = load_rows(lanes.delta, start, seq.q_len, 0.0, TILE.block_q, MASKED)
+            dscores = score_gradient(weights, dweights, delta[None, :], q_pos, k_pos, key, terms, RULE, MASKED)
+            main = dot(narrow(dscores * slope, q_tile), q_tile, main, TILE)
+            if terms.gate is not None:
+                gate -= tl.sum(dscores, 1)
+        sums = Gradients(main, value, gate)
     return sums
 
 
 @triton.jit(do_not_specialize=["q_len", "k_len"])
 def dkdv_kernel(
     q, k, v, dout, lse2, delta, dk, dv, dgate, q_len, k_len, ragged, scale, seed, bias, gate,
-    RULE: tl.constexpr, TILE: tl.constexpr, SPAN: tl.constexpr,
+    RULE: tl.constexpr, TILE: tl.constexpr, SPAN: tl.constexpr, OUTPUTS: tl.constexpr,
 ):  # fmt: skip
     """dK, dV and the key half of dgate for one tile of keys, summed over SPAN query heads (dgate: for each of them).
 
     SPAN = group: the program walks the whole query group of its key head and writes the final gradient.
     SPAN = 1: one program per query head; with grouped queries it writes float32 partials for group_sum_kernel.
+    OUTPUTS = "dkdv", or "dk" (with dgate) or "dv": at a large head dim the sums of both do not fit the registers.
     """
-    tile, slot, index = locate(tl.cdiv(k_len, TILE.block_k), TILE.heads, False)
+    tile, slot, index = locate(tl.cdiv(k_len, TILE.block_k), TILE.heads)
     seq = sequence(index, q_len, k_len, ragged)
     terms = Terms(scale, seed, bias, gate)
     k_start = tile * TILE.block_k
@@ -212,43 +248,38 @@ def dkdv_kernel(
     at = seq.k_start + k_start
     kv_head = slot * SPAN // TILE.group
     shift = seq.k_len - seq.q_len
-    k_pos = k_start + tl.arange(0, TILE.block_k)
-    low = shift - behind(RULE) - k_start  # keys before it are seen by no query
-    k_tile = load_tile(k, seq.row, kv_head, at, low, count, TILE.block_k, TILE.dim, True)
-    v_tile = load_tile(v, seq.row, kv_head, at, low, count, TILE.block_k, TILE.value_dim, True)
+    k_pos = (k_start + tl.arange(0, TILE.block_k))[:, None]
+    low = shift - behind(RULE)  # keys before it are seen by no query
+    k = tile_lane(k, seq.row, kv_head, seq.k_start)
+    v = tile_lane(v, seq.row, kv_head, seq.k_start)
+    k_tile = load_tile(k, k_start, low, seq.k_len, TILE.block_k, TILE.dim, True)
+    v_tile = load_tile(v, k_start, low, seq.k_len, TILE.block_k, TILE.value_dim, True)
 
-    # In query indices a key meets [k - shift - ahead, k - shift + behind]. Rows past q_len load as lse2 = +inf and add
-    # nothing, so the last tile counts as whole.
+    # in query indices a key meets [k - shift - ahead, k - shift + behind]
     first = k_start - shift
     last = first + tl.minimum(TILE.block_k, count) - 1
-    whole = tl.cdiv(seq.q_len, TILE.block_q) * TILE.block_q
-    lo, full_lo, full_hi, hi = meeting_range(first, last, ahead(RULE), behind(RULE), whole, TILE.block_q)
+    span = meeting_range(first, last, ahead(RULE), behind(RULE), seq.q_len, TILE.block_q)
     sums = Gradients(
-        zeros(TILE.block_k, TILE.dim),
-        zeros(TILE.block_k, TILE.value_dim),
+        zeros(TILE.block_k, TILE.dim if OUTPUTS != "dv" else 1),
+        zeros(TILE.block_k, TILE.value_dim if OUTPUTS != "dk" else 1),
         tl.full([TILE.block_k], 0.0, tl.float32),
     )
     for member in range(SPAN):
         head = slot * SPAN + member
-        if RULE.causal or RULE.window > 0:
-            split = tl.minimum(full_lo, hi)
-            sums = gather_dkdv(
-                sums, k_tile, v_tile, k_pos, q, dout, lse2, delta, head, seq, terms, lo, split, RULE, TILE, MASKED=True
-            )
+        lanes = query_lanes(q, dout, lse2, delta, head, seq)
         sums = gather_dkdv(
-            sums, k_tile, v_tile, k_pos, q, dout, lse2, delta, head, seq, terms, full_lo, full_hi,
-            RULE, TILE, MASKED=False,
-        )  # fmt: skip
-        if RULE.window > 0:
-            sums = gather_dkdv(
-                sums, k_tile, v_tile, k_pos, q, dout, lse2, delta, head, seq, terms, full_hi, hi,
-                RULE, TILE, MASKED=True,
-            )  # fmt: skip
-        if dgate is not None:
+            sums, k_tile, v_tile, k_pos, lanes, head, span, seq, terms, RULE, TILE, OUTPUTS, MASKED=False
+        )
+        sums = gather_dkdv(sums, k_tile, v_tile, k_pos, lanes, head, span, seq, terms, RULE, TILE, OUTPUTS, MASKED=True)
+        if dgate is not None and OUTPUTS != "dv":
             store_rows(dgate, sums.gate, seq.row, head, at, 0, count, TILE.block_k)
             sums = Gradients(sums.main, sums.value, sums.gate * 0.0)
-    store_tile(dk, sums.main * terms.scale, seq.row, slot, at, count, TILE.block_k, TILE.dim)
-    store_tile(dv, sums.value, seq.row, slot, at, count, TILE.block_k, TILE.value_dim)
+    if OUTPUTS != "dv":
+        dk = tile_lane(dk, seq.row, slot, seq.k_start)
+        store_tile(dk, sums.main * terms.scale, k_start, seq.k_len, TILE.block_k, TILE.dim)
+    if OUTPUTS != "dk":
+        dv = tile_lane(dv, seq.row, slot, seq.k_start)
+        store_tile(dv, sums.value, k_start, seq.k_len, TILE.block_k, TILE.value_dim)
 
 
 @triton.jit(do_not_specialize=["k_len"])
@@ -257,14 +288,14 @@ def group_sum_kernel(partial, total, k_len, TILE: tl.constexpr):
 
     TILE.heads counts key heads here; TILE.dim is the dim of the summed tensor.
     """
-    tile, kv_head, row = locate(tl.cdiv(k_len, TILE.block_k), TILE.heads, False)
+    tile, kv_head, row = locate(tl.cdiv(k_len, TILE.block_k), TILE.heads)
     start = tile * TILE.block_k
-    count = k_len - start
     acc = zeros(TILE.block_k, TILE.dim)
     for member in range(TILE.group):
         head = kv_head * TILE.group + member
-        acc += load_tile(partial, row, head, start, 0, count, TILE.block_k, TILE.dim, True)
-    store_tile(total, acc, row, kv_head, start, count, TILE.block_k, TILE.dim)
+        lane = tile_lane(partial, row, head, 0)
+        acc += load_tile(lane, start, 0, k_len, TILE.block_k, TILE.dim, True)
+    store_tile(tile_lane(total, row, kv_head, 0), acc, start, k_len, TILE.block_k, TILE.dim)
 
 
 class Spread(NamedTuple):
@@ -289,7 +320,7 @@ def dbias_kernel(
     terms = Terms(scale, seed, bias, gate)
     q_tiles = 1 if SPREAD.queries else tl.cdiv(q_len, TILE.block_q)
     k_tiles = 1 if SPREAD.keys else tl.cdiv(k_len, TILE.block_k)
-    tile, bias_head, bias_row = locate(q_tiles * k_tiles, TILE.heads, False)
+    tile, bias_head, bias_row = locate(q_tiles * k_tiles, TILE.heads)
     q_lo = tile // k_tiles * TILE.block_q
     k_lo = tile % k_tiles * TILE.block_k
     acc = tl.full([TILE.block_q, TILE.block_k], 0.0, tl.float32)
@@ -299,17 +330,18 @@ def dbias_kernel(
         k_hi = seq.k_len if SPREAD.keys else tl.minimum(k_lo + TILE.block_k, seq.k_len)
         for member in range(SPREAD.heads):
             head = bias_head + member
+            lanes = query_lanes(q, dout, lse2, delta, head, seq)
+            k_lane = tile_lane(k, seq.row, head // TILE.group, seq.k_start)
+            v_lane = tile_lane(v, seq.row, head // TILE.group, seq.k_start)
             for q_start in range(q_lo, q_hi, TILE.block_q):
-                queries = load_queries(q, dout, lse2, delta, head, q_start, seq, terms, RULE, TILE)
+                queries = load_queries(lanes, head, q_start, seq, terms, RULE, TILE)
                 first = q_start + seq.k_len - seq.q_len
                 last = first + TILE.block_q - 1
-                lo, _full_lo, _full_hi, hi = meeting_range(
-                    first, last, behind(RULE), ahead(RULE), seq.k_len, TILE.block_k
-                )
+                span = meeting_range(first, last, behind(RULE), ahead(RULE), seq.k_len, TILE.block_k)
                 low = first - behind(RULE)
-                for start in range(tl.maximum(lo, k_lo), tl.minimum(hi, k_hi), TILE.block_k):
+                for start in range(tl.maximum(span.lo, k_lo), tl.minimum(span.hi, k_hi), TILE.block_k):
                     _k_tile, dscores, _slope = meet_keys(
-                        queries, k, v, start, low, hi, seq, terms, RULE, TILE, MASKED=True
+                        queries, k_lane, v_lane, start, low, span.hi, seq, terms, RULE, TILE, MASKED=True
                     )
                     acc += dscores
 

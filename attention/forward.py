@@ -6,7 +6,21 @@ import triton
 import triton.language as tl
 
 from .score import LOG2E, Terms, ahead, behind, drop, dropout_key, shape_scores
-from .tiles import dot, load_tile, locate, meeting_range, narrow, sequence, store_rows, store_tile, zeros
+from .tiles import (
+    dot,
+    first_step,
+    last_step,
+    load_tile,
+    locate_query_tile,
+    meeting_range,
+    narrow,
+    position,
+    sequence,
+    store_rows,
+    store_tile,
+    tile_lane,
+    zeros,
+)
 
 
 class Softmax(NamedTuple):
@@ -25,18 +39,15 @@ class Queries(NamedTuple):
     head: tl.tensor
     key: tl.tensor  # of dropout
     low: tl.tensor  # first key that one of them can see
-    high: tl.tensor  # one past the last
 
 
 @triton.jit
-def attend(state, queries, k, v, seq, terms, lo, hi, RULE: tl.constexpr, TILE: tl.constexpr, MASKED: tl.constexpr):
-    """Absorb the keys in [lo, hi). Addresses are made anew in each step: carried pointers would spill registers."""
-    kv_head = queries.head // TILE.group
-    for start in range(lo, hi, TILE.block_k):
+def attend(state, queries, k, v, seq, terms, span, RULE: tl.constexpr, TILE: tl.constexpr, MASKED: tl.constexpr):
+    """Absorb the keys of a span: its interior, or (MASKED) its edges."""
+    for step in range(first_step(span, MASKED), last_step(span, MASKED), TILE.block_k):
+        start = position(step, span, MASKED)
         k_pos = start + tl.arange(0, TILE.block_k)
-        at = seq.k_start + start
-        low, high = queries.low - start, queries.high - start
-        k_tile = load_tile(k, seq.row, kv_head, at, low, high, TILE.block_k, TILE.dim, MASKED)
+        k_tile = load_tile(k, start, queries.low, span.hi, TILE.block_k, TILE.dim, MASKED)
         qk = dot(queries.tile, tl.trans(k_tile), None, TILE)
         scores, _ = shape_scores(qk, queries.pos[:, None], k_pos[None, :], queries.head, seq, terms, RULE, MASKED)
 
@@ -50,7 +61,7 @@ def attend(state, queries, k, v, seq, terms, lo, hi, RULE: tl.constexpr, TILE: t
         total = state.total * fade + tl.sum(weights, 1)
         # after the sum: dropout acts on normalised weights
         weights = drop(weights, queries.key, queries.pos[:, None], k_pos[None, :], RULE)
-        v_tile = load_tile(v, seq.row, kv_head, at, low, high, TILE.block_k, TILE.value_dim, MASKED)
+        v_tile = load_tile(v, start, queries.low, span.hi, TILE.block_k, TILE.value_dim, MASKED)
         if terms.bias is not None:  # a value hidden by -inf may hold NaN, and 0 * NaN is NaN
             v_tile = tl.where(tl.max(scores, 0)[:, None] == float("-inf"), 0.0, v_tile).to(v_tile.dtype)
         acc = dot(narrow(weights, v_tile), v_tile, state.acc * fade[:, None], TILE)
@@ -67,44 +78,44 @@ def forward_kernel(
     On chip: the query tile, one key and one value tile (double-buffered), and the Softmax state in registers.
     Source: Dao, FlashAttention-2, algorithm 1; scores in base 2.
     """
-    tile, head, index = locate(tl.cdiv(q_len, TILE.block_q), TILE.heads, RULE.causal)
+    tile, head, index = locate_query_tile(tl.cdiv(q_len, TILE.block_q), k_len, RULE, TILE)
     seq = sequence(index, q_len, k_len, ragged)
     terms = Terms(scale, seed, bias, gate)
     q_start = tile * TILE.block_q
     count = seq.q_len - q_start
     if count <= 0:
         return
-    at = seq.q_start + q_start
     first = q_start + seq.k_len - seq.q_len  # query i stands at key i + k_len - q_len
     last = first + tl.minimum(TILE.block_q, count) - 1
-    lo, full_lo, full_hi, hi = meeting_range(first, last, behind(RULE), ahead(RULE), seq.k_len, TILE.block_k)
+    span = meeting_range(first, last, behind(RULE), ahead(RULE), seq.k_len, TILE.block_k)
+    q = tile_lane(q, seq.row, head, seq.q_start)
+    k = tile_lane(k, seq.row, head // TILE.group, seq.k_start)
+    v = tile_lane(v, seq.row, head // TILE.group, seq.k_start)
+    out = tile_lane(out, seq.row, head, seq.q_start)
     queries = Queries(
-        load_tile(q, seq.row, head, at, 0, count, TILE.block_q, TILE.dim, True),
+        load_tile(q, q_start, 0, seq.q_len, TILE.block_q, TILE.dim, True),
         first + tl.arange(0, TILE.block_q),
         head,
         dropout_key(seq, head, terms, RULE),
         first - behind(RULE),
-        hi,
     )
     state = Softmax(
         zeros(TILE.block_q, TILE.value_dim),
         tl.full([TILE.block_q], float("-inf"), tl.float32),
         tl.full([TILE.block_q], 0.0, tl.float32),
     )
-    if RULE.window > 0:
-        state = attend(state, queries, k, v, seq, terms, lo, tl.minimum(full_lo, hi), RULE, TILE, MASKED=True)
-    state = attend(state, queries, k, v, seq, terms, full_lo, full_hi, RULE, TILE, MASKED=False)
-    state = attend(state, queries, k, v, seq, terms, full_hi, hi, RULE, TILE, MASKED=True)
+    state = attend(state, queries, k, v, seq, terms, span, RULE, TILE, MASKED=False)
+    state = attend(state, queries, k, v, seq, terms, span, RULE, TILE, MASKED=True)
 
-    dead = state.total == 0  # a row that sees no key outputs zero and lse2 = -inf
-    total = tl.where(dead, 1.0, state.total)
-    factor = 1 / total
-    lse = state.top + tl.log2(total)
-    if sink is not None:  # one more logit in the denominator: 2^lse grows by 2^sink
+    top, total, fade = state.top, state.total, 1.0
+    if sink is not None:  # one more key, which has no value
         logit = tl.load(sink + head).to(tl.float32) * LOG2E
-        peak = tl.maximum(lse, logit)
-        with_sink = peak + tl.log2(tl.exp2(lse - peak) + tl.exp2(logit - peak))
-        factor *= tl.where(dead, 0.0, tl.exp2(lse - with_sink))
-        lse = tl.where(dead, lse, with_sink)
-    store_tile(out, state.acc * factor[:, None], seq.row, head, at, count, TILE.block_q, TILE.value_dim)
-    store_rows(lse2, lse, seq.row, head, at, 0, count, TILE.block_q)
+        top = tl.maximum(top, logit)
+        top = tl.where(top == float("-inf"), 0.0, top)
+        fade = tl.exp2(state.top - top)
+        total = total * fade + tl.exp2(logit - top)
+    dead = state.total == 0  # a row that sees no key outputs zero and lse2 = -inf
+    total = tl.where(dead, 1.0, total)
+    lse = tl.where(dead, float("-inf"), top + tl.log2(total))
+    store_tile(out, state.acc * (fade / total)[:, None], q_start, seq.q_len, TILE.block_q, TILE.value_dim)
+    store_rows(lse2, lse, seq.row, head, seq.q_start + q_start, 0, count, TILE.block_q)

@@ -4,6 +4,7 @@ Triton is imported when an op first runs, never before: the package loads on mac
 """
 
 import math
+from functools import cache
 from typing import NamedTuple
 
 import torch
@@ -28,11 +29,13 @@ class Options(NamedTuple):
     dropout: float
     scale: float
 
-    @property
-    def rule(self):
-        from .score import Rule
 
-        return Rule(self.causal, self.window, self.softcap, self.dropout)
+@cache
+def launch():
+    """The module that imports Triton."""
+    from . import launch
+
+    return launch
 
 
 TENSORS = "Tensor q, Tensor k, Tensor v"
@@ -40,74 +43,101 @@ OPTIONS = (  # the fields of Options, in their order
     "Tensor? bias, Tensor? gate, Tensor? sink, Tensor? seed, Tensor? lengths, Tensor? q_starts, Tensor? k_starts, "
     "SymInt max_q_len, SymInt max_k_len, bool causal, int window, float softcap, float dropout, float scale"
 )
+TENSOR_OPTIONS = OPTIONS.count("Tensor?")  # they come first
+# torch.library.custom_op would do the same with three times the Python per call: it reads a long schema anew each time.
+LIBRARY = torch.library.Library("attention", "FRAGMENT")
+TAGS = (torch.Tag.pt2_compliant_tag, torch.Tag.needs_fixed_stride_order)
+LIBRARY.define(f"forward({TENSORS}, {OPTIONS}) -> (Tensor, Tensor)", tags=TAGS)
+LIBRARY.define(
+    f"backward({TENSORS}, Tensor out, Tensor lse2, Tensor dout, Tensor? dlse, bool bias_grad, {OPTIONS}) -> Tensor[]",
+    tags=TAGS,
+)
+forward = torch.ops.attention.forward.default
+backward = torch.ops.attention.backward.default
 
 
-@torch.library.custom_op("attention::forward", mutates_args=(), schema=f"({TENSORS}, {OPTIONS}) -> (Tensor, Tensor)")
-def forward(q, k, v, *options):
+@torch.library.impl(LIBRARY, "forward", "CompositeExplicitAutograd")
+@torch.compiler.disable  # Dynamo would look into an op that runs outside of its graphs
+def _forward(q, k, v, *options):
     """out [B, Tq, H, Dv] in the dtype of q and lse2 [B, H, Tq] float32, base 2."""
-    from . import launch
-
-    options = Options(*options)
-    return launch.forward(q, k, v, options.rule, options)
+    return launch().forward(q, k, v, Options(*options))
 
 
-@forward.register_fake
+@torch.library.register_fake("attention::forward", lib=LIBRARY)
 def _(q, k, v, *options):
     batch, q_len, heads, _ = q.shape
     return q.new_empty(batch, q_len, heads, v.shape[-1]), q.new_empty(batch, heads, q_len, dtype=torch.float32)
 
 
-@torch.library.custom_op(
-    "attention::backward",
-    mutates_args=(),
-    schema=f"({TENSORS}, Tensor out, Tensor lse2, Tensor dout, Tensor? dlse, bool bias_grad, {OPTIONS}) -> Tensor[]",
-)
-def backward(q, k, v, out, lse2, dout, dlse, bias_grad, *options):
+@torch.library.impl(LIBRARY, "backward", "CompositeExplicitAutograd")
+@torch.compiler.disable
+def _backward(q, k, v, out, lse2, dout, dlse, bias_grad, *options):
     """dq, dk, dv, then dbias if bias_grad, dgate and dsink if given. dlse [B, H, Tq] is in natural units, or None."""
-    from . import launch
-
-    options = Options(*options)
-    gradients = launch.backward(q, k, v, out, lse2, dout, dlse, bias_grad, options.rule, options)
+    gradients = launch().backward(q, k, v, out, lse2, dout, dlse, bias_grad, Options(*options))
     return [x for x in gradients if x is not None]
 
 
-@backward.register_fake
+@torch.library.register_fake("attention::backward", lib=LIBRARY)
 def _(q, k, v, out, lse2, dout, dlse, bias_grad, *options):
     options = Options(*options)
     inputs = (q, k, v, options.bias if bias_grad else None, options.gate, options.sink)
     return [torch.empty_like(x, memory_format=torch.contiguous_format) for x in inputs if x is not None]
 
 
-def _setup_context(ctx, inputs, output):
-    q, k, v, *options = inputs
-    tensors = [x for x in options if isinstance(x, Tensor)]
-    ctx.options = [None if isinstance(x, Tensor) else x for x in options]
-    ctx.places = [place for place, x in enumerate(options) if isinstance(x, Tensor)]
-    ctx.save_for_backward(q, k, v, *output, *tensors)
-    ctx.set_materialize_grads(False)
+class Attention(torch.autograd.Function):
+    """The gradient of forward by backward."""
+
+    @staticmethod
+    def forward(ctx, *inputs):
+        q, k, v, *options = inputs
+        with torch._C._AutoDispatchBelowAutograd():
+            out, lse2 = forward(*inputs)
+        ctx.save_for_backward(q, k, v, out, lse2, *options[:TENSOR_OPTIONS])
+        ctx.numbers = options[TENSOR_OPTIONS:]
+        ctx.set_materialize_grads(False)
+        return out, lse2
+
+    @staticmethod
+    def backward(ctx, dout, dlse2):
+        q, k, v, out, lse2, *tensors = ctx.saved_tensors
+        options = Options(*tensors, *ctx.numbers)
+        if dout is None:
+            dout = torch.zeros_like(out)
+        dlse = None if dlse2 is None else dlse2 / math.log(2)  # lse2 = lse / ln 2
+        bias_grad = ctx.needs_input_grad[3]
+        dq, dk, dv, *rest = backward_with_error(q, k, v, out, lse2, dout, dlse, bias_grad, *options)
+        learned = (options.bias if bias_grad else None, options.gate, options.sink)
+        rest = [None if x is None else rest.pop(0) for x in learned]
+        return dq, dk, dv, *rest, *[None] * (len(options) - len(learned))
 
 
-def _autograd(ctx, dout, dlse2):
-    q, k, v, out, lse2, *tensors = ctx.saved_tensors
-    options = Options(*ctx.options)._asdict()
-    for place, tensor in zip(ctx.places, tensors, strict=True):
-        options[Options._fields[place]] = tensor
-    options = Options(**options)
-    if dout is None:
-        dout = torch.zeros_like(out)
-    dlse = None if dlse2 is None else dlse2 / math.log(2)  # lse2 = lse / ln 2
-    bias_grad = ctx.needs_input_grad[3]
-    dq, dk, dv, *rest = backward(q, k, v, out, lse2, dout, dlse, bias_grad, *options)
-    learned = (options.bias if bias_grad else None, options.gate, options.sink)
-    rest = [None if x is None else rest.pop(0) for x in learned]
-    return dq, dk, dv, *rest, *[None] * (len(options) - len(learned))
+class Backward(torch.autograd.Function):
+    """Has no gradient, and says so."""
+
+    @staticmethod
+    def forward(ctx, *inputs):
+        with torch._C._AutoDispatchBelowAutograd():
+            return tuple(backward(*inputs))
+
+    @staticmethod
+    def backward(ctx, *gradients):
+        raise RuntimeError("attention() has no second derivative; for one, use impl='reference'")
 
 
-forward.register_autograd(_autograd, setup_context=_setup_context)
+def _with_autograd(op, function):
+    """op, or the autograd function around it where a gradient may be asked for."""
+
+    def call(*inputs):
+        if torch.is_grad_enabled() and any(isinstance(x, Tensor) and x.requires_grad for x in inputs):
+            return function.apply(*inputs)
+        with torch._C._AutoDispatchBelowAutograd():
+            return op(*inputs)
+
+    return call
 
 
-def _no_second_derivative(ctx, *gradients):
-    raise RuntimeError("attention() has no second derivative; for one, use impl='reference'")
-
-
-backward.register_autograd(_no_second_derivative)
+# What the ops do under autograd. In eager mode called directly: each way through the dispatcher costs 10 us.
+forward_with_gradient = _with_autograd(forward, Attention)
+backward_with_error = _with_autograd(backward, Backward)
+LIBRARY.impl("forward", torch.compiler.disable(forward_with_gradient), "Autograd")
+LIBRARY.impl("backward", torch.compiler.disable(backward_with_error), "Autograd")

@@ -4,6 +4,7 @@ Letters: B batch, T sequence, H heads, D head dim. A tile is a block of consecut
 """
 
 import os
+from functools import lru_cache
 from typing import NamedTuple
 
 import torch
@@ -16,14 +17,28 @@ FAR = tl.constexpr(2**29)
 # Elements that strides of [B, T, H, D] tensors are multiples of. Kernels know it, so they load 16 bytes at a time.
 STEP = tl.constexpr(8)
 
+# Elements of keys and values that the L2 cache keeps: 32 MiB of 16 bits.
+CACHED = tl.constexpr(2**24)
+
 
 class View(NamedTuple):
-    """A [B, T, H, D] tensor as kernels take it, with strides in STEPs and D contiguous, or [B, T, H], in elements."""
+    """A [B, T, H, D] tensor as kernels take it, D contiguous, or [B, T, H].
+
+    A sequence stride known at compile time makes the addresses of a tile one register and constants.
+    """
 
     ptr: torch.Tensor
-    batch: int
-    seq: int
+    batch: int  # batch and head strides of [B, T, H, D] are in STEPs, of [B, T, H] in elements
     head: int
+    seq: int  # in elements; constexpr for [B, T, H, D]
+    wide: bool  # constexpr: whether a position times its stride may pass 2^31
+
+
+class Lane(NamedTuple):
+    """One head of one sequence, where all that a loop visits lies."""
+
+    ptr: tl.tensor  # to its first position
+    stride: tl.tensor  # elements from one position to the next; int64 if a product with it may pass 2^31
 
 
 class PairView(NamedTuple):
@@ -36,21 +51,26 @@ class PairView(NamedTuple):
     key: int
 
 
+constant = lru_cache(None, typed=True)(tl.constexpr)  # typed, since 1 == True
+
+
 def aligned(x):
     """[B, T, H, D] tensor, copied if its strides are not whole STEPs or it does not start at 16 bytes."""
-    if any(stride % STEP.value for stride in x.stride()[:3]) or x.stride(3) != 1 or x.data_ptr() % 16:
+    batch, seq, head, dim = x.stride()
+    if (batch | seq | head) % STEP.value or dim != 1 or x.data_ptr() % 16:
         return x.clone(memory_format=torch.contiguous_format)
     return x
 
 
 def view(x):
     """aligned() [B, T, H, D] tensor -> View."""
-    return View(x, *(stride // STEP.value for stride in x.stride()[:3]))
+    batch, seq, head, _ = x.stride()
+    return View(x, batch // STEP.value, head // STEP.value, constant(seq), constant(x.shape[1] * seq >= 2**31))
 
 
 def rows_view(x):
-    """[B, H, T] tensor -> View, in the (batch, sequence, head) order that kernels use; None stays None."""
-    return None if x is None else View(x, x.stride(0), x.stride(2), x.stride(1))
+    """[B, H, T] tensor -> View; None stays None."""
+    return None if x is None else View(x, *x.stride(), constant(x.shape[2] * x.stride(2) >= 2**31))
 
 
 def pair_view(x):
@@ -76,6 +96,18 @@ class Ragged(NamedTuple):
     lengths: torch.Tensor | None
     q_starts: torch.Tensor | None
     k_starts: torch.Tensor | None
+
+
+class Span(NamedTuple):
+    """A range of positions that meet a tile: all of it meets [full_lo, full_hi), some of it the edges around that.
+
+    All but hi are multiples of the block size; lo <= full_lo <= full_hi, and the interior may be empty.
+    """
+
+    lo: tl.tensor
+    full_lo: tl.tensor
+    full_hi: tl.tensor
+    hi: tl.tensor
 
 
 class Sequence(NamedTuple):
@@ -113,13 +145,31 @@ def sequence(index, q_len, k_len, ragged):
 
 
 @triton.jit
-def locate(n_tiles, HEADS: tl.constexpr, REVERSED: tl.constexpr):
-    """Program id -> (tile, head, sequence index); REVERSED starts each head with its last tile."""
+def locate(n_tiles, HEADS: tl.constexpr):
+    """Program id -> (tile, head, sequence index), tile by tile of a head."""
     program = tl.program_id(0)
-    tile = program % n_tiles
-    if REVERSED:
-        tile = n_tiles - 1 - tile
-    return tile, program // n_tiles % HEADS, program // n_tiles // HEADS
+    return program % n_tiles, program // n_tiles % HEADS, program // n_tiles // HEADS
+
+
+@triton.jit
+def locate_query_tile(n_tiles, k_len, RULE: tl.constexpr, TILE: tl.constexpr):
+    """Program id -> (tile, head, sequence index) for kernels that walk the keys.
+
+    Under a causal mask the last tiles take longest and come first, so that short ones fill the end. The heads whose
+    keys and values fit the L2 cache together take turns, and those with the same keys and values stay together.
+    """
+    tile, head, index = locate(n_tiles, TILE.heads)
+    if RULE.causal:
+        heads = tl.num_programs(0) // n_tiles
+        fit = tl.maximum(CACHED // (tl.maximum(k_len, 1) * (TILE.dim + TILE.value_dim)), 1) * TILE.group
+        fit = tl.minimum(fit, heads)
+        turn = tl.program_id(0) // (fit * n_tiles)
+        size = tl.minimum(fit, heads - turn * fit)
+        rest = tl.program_id(0) - turn * fit * n_tiles
+        tile = n_tiles - 1 - rest // size
+        head = (turn * fit + rest % size) % TILE.heads
+        index = (turn * fit + rest % size) // TILE.heads
+    return tile, head, index
 
 
 @triton.jit
@@ -133,49 +183,67 @@ def address(x, row, head, position):
     )
 
 
-@triton.jit
-def tile_pointers(x, row, head, start, BLOCK: tl.constexpr, DIM: tl.constexpr):
-    """Pointers to x[row, start : start + BLOCK, head] of a [B, T, H, D] tensor, D padded to a power of two."""
-    steps = tl.cast(row, tl.int64) * x.batch + tl.cast(start, tl.int64) * x.seq + tl.cast(head, tl.int64) * x.head
-    offset = tl.arange(0, BLOCK)[:, None] * (x.seq * STEP) + tl.arange(0, padded(DIM))[None, :]
-    return x.ptr + steps * STEP + offset
+@triton.constexpr_function
+def index_type(wide):
+    """Of positions times strides."""
+    return tl.int64 if wide else tl.int32
 
 
 @triton.jit
-def load_tile(x, row, head, start, low, high, BLOCK: tl.constexpr, DIM: tl.constexpr, BOUNDED: tl.constexpr):
-    """x[row, start : start + BLOCK, head] as [BLOCK, DIM padded to a power of two].
+def tile_lane(x, row, head, start):
+    """The Lane of x[row, start:, head] of a [B, T, H, D] tensor."""
+    steps = tl.cast(row, tl.int64) * x.batch + tl.cast(head, tl.int64) * x.head
+    return Lane(x.ptr + steps * STEP + tl.cast(start, tl.int64) * x.seq, tl.cast(x.seq, index_type(x.wide)))
 
-    Zeros outside rows [low, high) of the tile, and past DIM. BOUNDED=False promises that all BLOCK rows count.
+
+@triton.jit
+def row_lane(x, row, head, start):
+    """The Lane of x[row, start:, head] of a [B, T, H] tensor."""
+    return Lane(address(x, row, head, start), tl.cast(x.seq, index_type(x.wide)))
+
+
+@triton.jit
+def tile_pointers(x, positions, DIM: tl.constexpr):
+    """Pointers to [positions, D padded to a power of two] of a Lane."""
+    return x.ptr + (positions * x.stride)[:, None] + tl.arange(0, padded(DIM))[None, :]
+
+
+@triton.jit
+def load_tile(x, start, low, high, BLOCK: tl.constexpr, DIM: tl.constexpr, BOUNDED: tl.constexpr):
+    """Positions [start, start + BLOCK) of a Lane as [BLOCK, DIM padded to a power of two].
+
+    Outside positions [low, high) the nearest one inside repeats; columns past DIM are 0. high is at least 1.
+    BOUNDED=False promises that all BLOCK positions count.
     """
-    offset = tl.arange(0, BLOCK)
-    column = tl.arange(0, padded(DIM))
-    pointers = tile_pointers(x, row, head, start, BLOCK, DIM)
+    positions = start + tl.arange(0, BLOCK)
     if BOUNDED:
-        wanted = (offset[:, None] >= low) & (offset[:, None] < high)
-        if DIM != padded(DIM):
-            wanted = wanted & (column[None, :] < DIM)
-        tile = tl.load(pointers, wanted, 0.0)
-    elif DIM != padded(DIM):
-        tile = tl.load(pointers, column[None, :] < DIM, 0.0)
+        positions = tl.minimum(tl.maximum(positions, low), high - 1)
+    pointers = tile_pointers(x, positions, DIM)
+    if DIM != padded(DIM):
+        tile = tl.load(pointers, tl.arange(0, padded(DIM))[None, :] < DIM, 0.0)
     else:
         tile = tl.load(pointers)
     return tile
 
 
 @triton.jit
-def store_tile(x, tile, row, head, start, count, BLOCK: tl.constexpr, DIM: tl.constexpr):
-    """Write the first `count` rows and DIM columns of a tile to x[row, start : start + count, head]."""
-    offset = tl.arange(0, BLOCK)
+def store_tile(x, tile, start, high, BLOCK: tl.constexpr, DIM: tl.constexpr):
+    """Write a tile to positions [start, min(start + BLOCK, high)) of a Lane, DIM columns of it."""
+    offset = start + tl.arange(0, BLOCK)
     column = tl.arange(0, padded(DIM))
-    pointers = tile_pointers(x, row, head, start, BLOCK, DIM)
-    tl.store(pointers, tile.to(x.ptr.dtype.element_ty), (offset[:, None] < count) & (column[None, :] < DIM))
+    pointers = tile_pointers(x, offset, DIM)
+    tl.store(pointers, tile.to(x.ptr.dtype.element_ty), (offset[:, None] < high) & (column[None, :] < DIM))
 
 
 @triton.jit
-def load_rows(x, row, head, start, count, other, BLOCK: tl.constexpr):
-    """x[row, start : start + BLOCK, head] of a [B, T, H] tensor; `other` past `count`."""
-    offset = tl.arange(0, BLOCK)
-    return tl.load(address(x, row, head, start) + offset * x.seq, offset < count, other)
+def load_rows(x, start, high, other, BLOCK: tl.constexpr, BOUNDED: tl.constexpr):
+    """Positions [start, start + BLOCK) of a Lane of numbers; `other` from `high` on, if BOUNDED."""
+    offset = start + tl.arange(0, BLOCK)
+    if BOUNDED:
+        rows = tl.load(x.ptr + offset * x.stride, offset < high, other)
+    else:
+        rows = tl.load(x.ptr + offset * x.stride)
+    return rows
 
 
 @triton.jit
@@ -224,13 +292,29 @@ def narrow(x, like):
 
 @triton.jit
 def meeting_range(first, last, behind, ahead, length, BLOCK: tl.constexpr):
-    """Which tiles of the other axis meet positions first..last, each of which meets [p - behind, p + ahead].
-
-    Returns lo, full_lo, full_hi, hi: every position meets all of [full_lo, full_hi); the rest of [lo, hi) needs a mask.
-    All but hi are multiples of BLOCK; lo <= full_lo <= full_hi, and the interior may be empty.
-    """
+    """The Span that positions first..last of one axis meet of the other, if p meets [p - behind, p + ahead]."""
     lo = tl.maximum(first - behind, 0) // BLOCK * BLOCK
     hi = tl.minimum(last + ahead + 1, length)
     full_lo = tl.cdiv(tl.maximum(last - behind, 0), BLOCK) * BLOCK
     full_hi = tl.maximum(tl.minimum(first + ahead + 1, length), 0) // BLOCK * BLOCK
-    return lo, full_lo, tl.maximum(full_lo, full_hi), hi
+    return Span(lo, full_lo, tl.maximum(full_lo, full_hi), hi)
+
+
+@triton.jit
+def first_step(span, EDGES: tl.constexpr):
+    """Where a loop over the interior of a Span begins, or over its edges: see position()."""
+    return span.lo if EDGES else span.full_lo
+
+
+@triton.jit
+def last_step(span, EDGES: tl.constexpr):
+    """Where it ends."""
+    return span.hi - (span.full_hi - span.full_lo) if EDGES else span.full_hi
+
+
+@triton.jit
+def position(step, span, EDGES: tl.constexpr):
+    """Where it stands: one loop serves both edges, by stepping over the interior."""
+    if EDGES:
+        step += tl.where(step < span.full_lo, 0, span.full_hi - span.full_lo)
+    return step

@@ -8,7 +8,7 @@ import torch
 import triton
 import triton.language as tl
 
-from attention.launch import launch_for
+from attention.launch import launches_for
 
 LOG2E = 1.4426950408889634
 
@@ -163,7 +163,7 @@ class Flat(torch.autograd.Function):
     def forward(ctx, q, k, v, causal):
         batch, length, heads, dim = q.shape
         out, lse = torch.empty_like(q), q.new_empty(batch, heads, length, dtype=torch.float32)
-        launch = launch_for("forward", dim, 2, q.device)
+        launch = launches_for(dim, length, 2, q.device)["forward"]
         grid = (length // launch.block_q * heads * batch,)
         factor = dim**-0.5 * LOG2E
         forward_kernel[grid](
@@ -182,7 +182,7 @@ class Flat(torch.autograd.Function):
         scale = dim**-0.5
         delta_kernel[(length // 32, heads * batch)](out, dout, delta, length, heads, dim, 32)
         for kernel, outputs, name in ((dq_kernel, (dq,), "dq"), (dkdv_kernel, (dk, dv), "dkdv")):
-            launch = launch_for(name, dim, 2, q.device)
+            launch = launches_for(dim, length, 2, q.device)[name]
             tiles = length // (launch.block_q if name == "dq" else launch.block_k)
             kernel[(tiles * heads * batch,)](
                 q, k, v, dout, lse, delta, *outputs, length, heads, scale * LOG2E, scale, dim, ctx.causal,

@@ -20,7 +20,7 @@ from triton.backends.compiler import GPUTarget
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from attention import launch
-from attention.ops import Options
+from attention.ops import TENSOR_OPTIONS, Options
 
 # name -> (dtype, torch.set_float32_matmul_precision)
 DTYPES = {
@@ -28,6 +28,7 @@ DTYPES = {
     "float32": (torch.float32, "highest"),
     "tf32": (torch.float32, "high"),
 }
+LENGTHS = (1024, 4096)  # every row of the launch tables serves one of them
 REPORT = re.compile(r"(\d+) bytes spill stores, (\d+) bytes spill loads.*?Used (\d+) registers", re.DOTALL)
 
 
@@ -66,14 +67,14 @@ class Driver:
         return lambda *args: None
 
 
-def launch_kernels(dtype, dim, causal, group, features=False):
+def launch_kernels(dtype, dim, causal, group, features=False, length=4096):
     """Forward and backward of one problem, by every strategy for grouped queries if there are groups."""
-    q, k = (torch.empty(2, 4096, heads, dim, dtype=dtype, device="meta") for heads in (2 * group, 2))
-    options = Options(*[None] * 7, 0, 0, causal, window=0, softcap=0.0, dropout=0.0, scale=dim**-0.5)
+    q, k = (torch.empty(2, length, heads, dim, dtype=dtype, device="meta") for heads in (2 * group, 2))
+    options = Options(*[None] * TENSOR_OPTIONS, 0, 0, causal, window=0, softcap=0.0, dropout=0.0, scale=dim**-0.5)
     if features:
         options = options._replace(
-            bias=q.new_empty(2, 2 * group, 4096, 4096),
-            gate=q.new_empty(2, 2 * group, 4096, dtype=torch.float64) if causal else None,
+            bias=q.new_empty(2, 2 * group, length, length),
+            gate=q.new_empty(2, 2 * group, length, dtype=torch.float64) if causal else None,
             sink=q.new_empty(2 * group),
             seed=q.new_empty(1, dtype=torch.int64),
             lengths=q.new_empty(2, dtype=torch.int32),
@@ -81,10 +82,10 @@ def launch_kernels(dtype, dim, causal, group, features=False):
             softcap=30.0,
             dropout=0.1,
         )
-    out, lse2 = launch.forward(q, k, k, options.rule, options)
+    out, lse2 = launch.forward(q, k, k, options)
     for loop_group in (True, False)[: 1 if group == 1 else 2]:
         launch.loops_over_group = lambda programs, device, loop_group=loop_group: loop_group
-        launch.backward(q, k, k, out, lse2, out, None, features, options.rule, options)
+        launch.backward(q, k, k, out, lse2, out, None, features, options)
 
 
 def main():
@@ -114,7 +115,8 @@ def main():
 
                     triton.runtime.driver.set_active(Driver(args.chip, ptxas_log, report))
                     with contextlib.redirect_stdout(ptxas_log):
-                        launch_kernels(dtype, dim, mask == "causal", group, args.features)
+                        for length in LENGTHS:
+                            launch_kernels(dtype, dim, mask == "causal", group, args.features, length)
 
 
 if __name__ == "__main__":

@@ -50,6 +50,7 @@ CASES = {
     "packed": dict(packed=[0, 20, 20, 53, 70]),
     "packed_with_rest": dict(packed=[0, 33, 60], causal=False),
     "packed_pair": dict(packed=([0, 20, 20, 50], [0, 30, 41, 60]), q_len=50, k_len=60),
+    "packed_pair_without_queries": dict(packed=([0, 8, 8], [0, 8, 16]), q_len=8, k_len=16, window=1),
     "packed_pair_decay": dict(packed=([0, 20, 50], [0, 20, 60]), q_len=50, k_len=60, decay=True),
     "softcap_of_nearly_linear": dict(softcap=300.0),
     "packed_bias": dict(packed=[0, 20, 50], bias=(1, 2, 50, 50), q_len=50),
@@ -194,10 +195,21 @@ def test_lengths(q_len, k_len, device, poisoned):
         check(make_problem(device, torch.float16, batch=1, q_len=q_len, k_len=k_len, causal=causal), torch.float16)
 
 
+def apart(launches):
+    """The same choice of launches, but dk and dv computed one after the other."""
+    both = launches.get("dkdv")
+    return {name: x for name, x in launches.items() if name != "dkdv"} | ({"dk": both, "dv": both} if both else {})
+
+
+@pytest.mark.parametrize("outputs", ["together", "apart"])
 @pytest.mark.parametrize("loops", [True, False], ids=["loop", "partials"])
-@pytest.mark.parametrize("group", [2, 3, 8])
-def test_group_strategies(loops, group, device, poisoned, monkeypatch):
+@pytest.mark.parametrize("group", [1, 2, 3, 8])
+def test_dkdv_strategies(outputs, loops, group, device, poisoned, monkeypatch):
     monkeypatch.setattr(launch, "loops_over_group", lambda programs, device: loops)
+    if outputs == "apart":
+        table = launch.launches_for
+        monkeypatch.setattr(launch, "launches_for", lambda *args: apart(table(*args)))
+        check(make_problem(device, torch.float16, batch=1, q_len=50, heads=group, decay=True), torch.float16)
     check(make_problem(device, torch.float16, batch=1, q_len=50, heads=group, kv_heads=1), torch.float16)
     check(make_problem(device, torch.float16, batch=1, q_len=50, heads=2 * group, kv_heads=2), torch.float16)
 

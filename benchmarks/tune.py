@@ -1,0 +1,146 @@
+"""Time candidate tile sizes on the GPU at hand and print the rows of attention/launch.py to paste.
+
+    python benchmarks/tune.py                          every kernel, head dims 64, 128 and 256, bfloat16 and float32
+    python benchmarks/tune.py --dims 128 --kernels dq
+
+A candidate's cost is the geometric mean of its times, causal and full, over the lengths, relative to the best of each.
+To find rows for short ways, run it for short --lengths and for long ones. Candidates that do not fit the chip drop
+out; take one that spills (tests/compile_kernels.py) only if it is worth it. Compilation runs in parallel first.
+"""
+
+import argparse
+import itertools
+import math
+import multiprocessing
+import os
+import statistics
+import sys
+from functools import partial
+from pathlib import Path
+
+import torch
+import triton
+from triton.runtime.errors import OutOfResources
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+from attention import launch
+from attention.launch import Launch
+from attention.ops import TENSOR_OPTIONS, Options
+from attention.tiles import rows_view, view
+
+KERNELS = ("forward", "dq", "dkdv", "dk", "dv")
+TOKENS = {2: 16_384, 4: 8192}
+DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
+
+
+def candidates(kernel, element_size, dim):
+    """Every Launch worth a try: tiles whose sums and scores, one float32 a register, may fit the 255 of a thread."""
+    own_sizes, other_sizes = ((64, 128), (32, 64, 128)) if element_size == 2 else ((16, 32, 64), (16, 32, 64))
+    sums, scores = {"forward": (1, 1), "dq": (1, 2), "dkdv": (2, 2), "dk": (1, 2), "dv": (1, 1)}[kernel]
+    for own, other, warps, stages in itertools.product(own_sizes, other_sizes, (4, 8), (1, 2, 3)):
+        if (sums * own * dim + scores * own * other) // (32 * warps) <= 255:
+            q, k = (own, other) if kernel in ("forward", "dq") else (other, own)
+            yield Launch(q, k, warps, stages)
+
+
+def runner(kernel, dtype, dim, length, causal):
+    """A function of a Launch that runs one kernel on a random problem."""
+    batch, heads = TOKENS[dtype.itemsize] // length, 2048 // dim
+    q, k, v, dout = (torch.randn(batch, length, heads, dim, device="cuda", dtype=dtype) for _ in range(4))
+    options = Options(*[None] * TENSOR_OPTIONS, 0, 0, causal, window=0, softcap=0.0, dropout=0.0, scale=dim**-0.5)
+    problem = launch.describe(q, k, v, options)
+    out, lse2 = launch.forward(q, k, v, options)
+    first, second = torch.empty_like(q), torch.empty_like(q)
+    inputs = (view(q), view(k), view(v), view(dout), rows_view(lse2), rows_view(torch.randn_like(lse2)))
+
+    def run(settings):
+        changed = problem._replace(launches={kernel: settings})
+        if kernel == "forward":
+            launch.launch_forward(changed, q, k, v, out, lse2, None)
+        elif kernel == "dq":
+            launch.launch_dq(changed, inputs, first, None)
+        else:
+            launch.launch_dkdv(changed, inputs, first, second, None)
+
+    return run
+
+
+def fits(run, settings):
+    """Whether the chip's shared memory holds these settings; compiles them."""
+    launch.BUFFERS_LESS = False
+    try:
+        run(settings)
+    except OutOfResources:
+        return False
+    return True
+
+
+def compile_some(work):
+    """Fill Triton's cache on disk with candidates of one kernel."""
+    *problem, some = work
+    run = runner(*problem)
+    for settings in some:
+        fits(run, settings)
+
+
+def milliseconds(function, flush):
+    """Median of eleven runs, each on a cold L2 cache; filling it also gives the CPU time to run ahead."""
+    function()
+    events = []
+    for _ in range(11):
+        flush.zero_()
+        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        start.record()
+        function()
+        end.record()
+        events.append((start, end))
+    torch.cuda.synchronize()
+    return statistics.median(start.elapsed_time(end) for start, end in events)
+
+
+def rank(kernel, dtype, dim, lengths, flush):
+    """(cost, times in ms, Launch) of each candidate that runs, best first."""
+    runs = [runner(kernel, dtype, dim, length, causal) for length in lengths for causal in (True, False)]
+    times = {
+        settings: [milliseconds(partial(run, settings), flush) for run in runs]
+        for settings in candidates(kernel, dtype.itemsize, dim)
+        if all(fits(run, settings) for run in runs)
+    }
+    best = [min(column) for column in zip(*times.values(), strict=True)]
+    return sorted(
+        (math.prod(t / b for t, b in zip(ms, best, strict=True)) ** (1 / len(best)), ms, settings)
+        for settings, ms in times.items()
+    )
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--kernels", nargs="+", default=KERNELS, choices=KERNELS)
+    parser.add_argument("--dims", nargs="+", type=int, default=[64, 128, 256])
+    parser.add_argument("--lengths", nargs="+", type=int, default=[1024, 4096])
+    parser.add_argument("--dtypes", nargs="+", default=list(DTYPES), choices=DTYPES)
+    parser.add_argument("--processes", type=int, default=os.cpu_count(), help="that compile")
+    parser.add_argument("--show", type=int, default=3, help="how many candidates of each kernel to print")
+    args = parser.parse_args()
+
+    jobs = list(itertools.product(args.kernels, map(DTYPES.get, args.dtypes), args.dims))
+    work = []
+    for kernel, dtype, dim in jobs:
+        every = list(candidates(kernel, dtype.itemsize, dim))
+        pieces = max(1, args.processes // (2 * len(jobs)))
+        for causal in (True, False):
+            work += [(kernel, dtype, dim, 1024, causal, every[piece::pieces]) for piece in range(pieces)]
+    with multiprocessing.get_context("spawn").Pool(args.processes) as pool:
+        pool.map(compile_some, work, chunksize=1)
+
+    flush = torch.empty(2**28, dtype=torch.int32, device="cuda")
+    print(f"# {torch.cuda.get_device_name()}, torch {torch.__version__}, triton {triton.__version__}")
+    for kernel, dtype, dim in jobs:
+        for cost, ms, settings in rank(kernel, dtype, dim, args.lengths, flush)[: args.show]:
+            times = " ".join(f"{t:.3f}" for t in ms)
+            row = f"({dim}, FAR, Launch{tuple(settings)}),"
+            print(f'("{kernel}", {dtype.itemsize}): {row:36}  # cost {cost:.3f}, ms {times}', flush=True)
+
+
+if __name__ == "__main__":
+    main()
