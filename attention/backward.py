@@ -249,7 +249,7 @@ def dkdv_kernel(
     kv_head = slot * SPAN // TILE.group
     shift = seq.k_len - seq.q_len
     k_pos = (k_start + tl.arange(0, TILE.block_k))[:, None]
-    low = shift - behind(RULE)  # keys before it are seen by no query
+    low = tl.minimum(shift - behind(RULE), seq.k_len - 1)  # keys before it are seen by no query
     k = tile_lane(k, seq.row, kv_head, seq.k_start)
     v = tile_lane(v, seq.row, kv_head, seq.k_start)
     k_tile = load_tile(k, k_start, low, seq.k_len, TILE.block_k, TILE.dim, True)

@@ -107,15 +107,16 @@ def forward_kernel(
     state = attend(state, queries, k, v, seq, terms, span, RULE, TILE, MASKED=False)
     state = attend(state, queries, k, v, seq, terms, span, RULE, TILE, MASKED=True)
 
-    top, total, fade = state.top, state.total, 1.0
-    if sink is not None:  # one more key, which has no value
-        logit = tl.load(sink + head).to(tl.float32) * LOG2E
-        top = tl.maximum(top, logit)
-        top = tl.where(top == float("-inf"), 0.0, top)
-        fade = tl.exp2(state.top - top)
-        total = total * fade + tl.exp2(logit - top)
     dead = state.total == 0  # a row that sees no key outputs zero and lse2 = -inf
+    top, total, fade = state.top, state.total, 1.0
+    if sink is not None:  # one more key, which has no value; dead rows stay dead
+        logit = tl.load(sink + head).to(tl.float32) * LOG2E
+        pivot = tl.maximum(top, logit)
+        pivot = tl.where(pivot == float("-inf"), 0.0, pivot)
+        fade = tl.exp2(top - pivot)
+        total = total * fade + tl.exp2(logit - pivot)
+        top = tl.where(dead, top, pivot)
     total = tl.where(dead, 1.0, total)
-    lse = tl.where(dead, float("-inf"), top + tl.log2(total))
+    lse = top + tl.log2(total)
     store_tile(out, state.acc * (fade / total)[:, None], q_start, seq.q_len, TILE.block_q, TILE.value_dim)
     store_rows(lse2, lse, seq.row, head, seq.q_start + q_start, 0, count, TILE.block_q)

@@ -161,8 +161,7 @@ def locate_query_tile(n_tiles, k_len, RULE: tl.constexpr, TILE: tl.constexpr):
     tile, head, index = locate(n_tiles, TILE.heads)
     if RULE.causal:
         heads = tl.num_programs(0) // n_tiles
-        fit = tl.maximum(CACHED // (tl.maximum(k_len, 1) * (TILE.dim + TILE.value_dim)), 1) * TILE.group
-        fit = tl.minimum(fit, heads)
+        fit = tl.maximum(CACHED // (tl.maximum(k_len, 1024) * (TILE.dim + TILE.value_dim)), 1) * TILE.group
         turn = tl.program_id(0) // (fit * n_tiles)
         size = tl.minimum(fit, heads - turn * fit)
         rest = tl.program_id(0) - turn * fit * n_tiles
@@ -212,12 +211,12 @@ def tile_pointers(x, positions, DIM: tl.constexpr):
 def load_tile(x, start, low, high, BLOCK: tl.constexpr, DIM: tl.constexpr, BOUNDED: tl.constexpr):
     """Positions [start, start + BLOCK) of a Lane as [BLOCK, DIM padded to a power of two].
 
-    Outside positions [low, high) the nearest one inside repeats; columns past DIM are 0. high is at least 1.
+    Outside positions [low, high), which must not be empty, the nearest one inside repeats; columns past DIM are 0.
     BOUNDED=False promises that all BLOCK positions count.
     """
     positions = start + tl.arange(0, BLOCK)
     if BOUNDED:
-        positions = tl.minimum(tl.maximum(positions, low), high - 1)
+        positions = tl.maximum(tl.minimum(positions, high - 1), low)
     pointers = tile_pointers(x, positions, DIM)
     if DIM != padded(DIM):
         tile = tl.load(pointers, tl.arange(0, padded(DIM))[None, :] < DIM, 0.0)
