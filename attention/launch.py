@@ -138,7 +138,7 @@ def float32_precision(dtype):
 class Problem(NamedTuple):
     """One call: its sizes, and the arguments that all kernels share."""
 
-    key: tuple  # what decides, beside its Launch and its constants, how a kernel is compiled
+    compiled: dict  # (kernel, Launch, constants) -> compiled kernel
     sequences: int  # rows of the batch, or packed sequences
     q_len: int  # longest sequence, in queries and keys
     k_len: int
@@ -158,28 +158,25 @@ class Problem(NamedTuple):
         return tiles * tile.heads * self.sequences
 
 
-COMPILED = {}
 BUFFERS_LESS = True  # benchmarks/tune.py turns it off: it wants to know
 
 
 def start(kernel, programs, problem, launch, args, constants):
     """Run a kernel; from the second call on without Triton's own look-up, which takes longer than a small kernel.
 
-    args, then constants are its parameters in order. What Triton looks at in args must be decided by problem.key.
+    args, then constants are its parameters in order. What Triton looks at in args must be decided by the problem.
     """
     if INTERPRETED.value:
         kernel[(programs,)](*args, *constants)
         return
-    key = (kernel.__name__, launch, constants, problem.key)
-    compiled = COMPILED.get(key)
+    key = (kernel.__name__, launch, constants)
+    compiled = problem.compiled.get(key)
     if compiled is not None:
         compiled[programs, 1, 1](*args, *constants)
         return
-    if len(COMPILED) >= 4096:  # lengths that never repeat
-        COMPILED.clear()
     for stages in range(launch.num_stages, 0, -1):
         try:
-            COMPILED[key] = kernel[(programs,)](
+            problem.compiled[key] = kernel[(programs,)](
                 *args, *constants, num_warps=launch.num_warps, num_stages=stages,
                 enable_fp_fusion=True,  # Triton 3.10 will no longer do so by itself
             )  # fmt: skip
@@ -194,8 +191,26 @@ def signature(x):
     return None if x is None else (x.shape, x.stride(), x.dtype, x.data_ptr() % 16)
 
 
+PROBLEMS = {}
+
+
 def describe(q, k, v, options, *others):
     """Problem of a call; options as in ops.forward, others: all further tensors that kernels read."""
+    tensors = map(signature, (q, k, v, *others, *options[:TENSOR_OPTIONS]))
+    key = (q.device, float32_precision(q.dtype), *tensors, *options[TENSOR_OPTIONS:])
+    problem = PROBLEMS.get(key)
+    if problem is None:
+        if len(PROBLEMS) >= 4096:  # lengths that never repeat
+            PROBLEMS.clear()
+        PROBLEMS[key] = problem = analyse(q, k, v, options)
+    return problem._replace(
+        ragged=Ragged(options.lengths, options.q_starts, options.k_starts),
+        terms=Terms(options.scale, options.seed, pair_view(options.bias), rows_view(options.gate)),
+    )
+
+
+def analyse(q, k, v, options):
+    """Problem of a call, but for its tensors."""
     heads, dim = q.shape[2:]
     kv_heads, value_dim = v.shape[2:]
     widest = max(dim, value_dim)
@@ -203,15 +218,14 @@ def describe(q, k, v, options, *others):
     q_len, k_len = q.shape[1], k.shape[1]
     if packed:
         q_len, k_len = min(options.max_q_len, q_len), min(options.max_k_len, k_len)
-    tensors = (q, k, v, *others, *options[:TENSOR_OPTIONS])
     return Problem(
-        key=(q.device, *map(signature, tensors)),
+        compiled={},
         sequences=len(options.q_starts) - 1 if packed else q.shape[0],
         q_len=q_len,
         k_len=k_len,
-        ragged=Ragged(options.lengths, options.q_starts, options.k_starts),
+        ragged=None,
         rule=Rule(options.causal, options.window, options.softcap, options.dropout),
-        terms=Terms(options.scale, options.seed, pair_view(options.bias), rows_view(options.gate)),
+        terms=None,
         tile=Tile(0, 0, dim, value_dim, heads, heads // kv_heads, float32_precision(q.dtype)),
         launches=launches_for(widest, min(options.window or FAR, max(q_len, k_len)), q.element_size(), q.device),
     )

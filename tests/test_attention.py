@@ -206,6 +206,7 @@ def apart(launches):
 @pytest.mark.parametrize("group", [1, 2, 3, 8])
 def test_dkdv_strategies(outputs, loops, group, device, poisoned, monkeypatch):
     monkeypatch.setattr(launch, "loops_over_group", lambda programs, device: loops)
+    monkeypatch.setattr(launch, "PROBLEMS", {})
     if outputs == "apart":
         table = launch.launches_for
         monkeypatch.setattr(launch, "launches_for", lambda *args: apart(table(*args)))
