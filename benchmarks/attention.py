@@ -351,11 +351,13 @@ def main():
     parser.add_argument("--lengths", nargs="+", type=int, default=LENGTHS)
     parser.add_argument("--implementations", nargs="+", default=list(IMPLEMENTATIONS), choices=IMPLEMENTATIONS)
     parser.add_argument("--seconds", type=float, default=0.02, help="of GPU time for each median")
-    parser.add_argument("--out", type=Path, default=RESULTS, help="folder")
+    parser.add_argument("--out", type=Path, help="folder; benchmarks/results, or part/ in it for a part of the cells")
     parser.add_argument("--overhead", action="store_true", help="only the Python and driver cost of a call, at T = 128")
     parser.add_argument("--join", nargs="+", type=Path, metavar="CSV", help="join the CSVs of runs on some cells; plot")
     parser.add_argument("--commit", default=commit(), help="to write down, where this is not a git checkout")
     args = parser.parse_args()
+    part = (args.cells, args.lengths, args.implementations) != ([""], LENGTHS, list(IMPLEMENTATIONS))
+    args.out = args.out or (RESULTS / "part" if part and not args.join else RESULTS)
     args.out.mkdir(parents=True, exist_ok=True)
     if args.join:
         rows = [row for path in args.join for row in csv.DictReader(path.open())]
