@@ -126,7 +126,7 @@ def load_queries(lanes, head, start, seq, terms, RULE: tl.constexpr, TILE: tl.co
 def score_gradient(weights, dweights, delta, q_pos, k_pos, key, terms, RULE: tl.constexpr, MASKED: tl.constexpr):
     """dS; dweights is dO.v, the gradient of the weights after dropout."""
     dscores = weights * (drop(dweights, key, q_pos, k_pos, RULE) - delta)
-    if MASKED or terms.bias is not None:  # an invisible key may hold NaN
+    if MASKED or terms.bias is not None:  # an invisible key may hold NaN, and so may delta of a row that sees no key
         dscores = tl.where(weights > 0, dscores, 0.0)
     return dscores
 

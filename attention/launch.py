@@ -12,11 +12,10 @@ from triton.runtime.errors import OutOfResources
 
 from .backward import Spread, dbias_kernel, delta_kernel, dkdv_kernel, dq_kernel, group_sum_kernel
 from .forward import forward_kernel
-from .ops import TENSOR_OPTIONS
 from .score import LOG2E, Rule, Terms
 from .tiles import INTERPRETED, Ragged, Tile, aligned, pair_view, rows_view, view
 
-FAR = 2**31  # no limit
+ANY = 2**31  # any way
 
 
 class Launch(NamedTuple):
@@ -33,67 +32,67 @@ class Launch(NamedTuple):
 # register spills (tests/test_compile.py) and were not timed.
 HOPPER = {
     ("forward", 2): [
-        (64, FAR, Launch(64, 64, 4, 3)),
+        (64, ANY, Launch(64, 64, 4, 3)),
         (128, 1024, Launch(128, 32, 8, 3)),
-        (128, FAR, Launch(64, 64, 4, 3)),
-        (256, FAR, Launch(128, 64, 8, 2)),
+        (128, ANY, Launch(64, 64, 4, 3)),
+        (256, ANY, Launch(128, 64, 8, 2)),
     ],
     ("dq", 2): [
-        (64, FAR, Launch(128, 64, 4, 3)),
+        (64, ANY, Launch(128, 64, 4, 3)),
         (128, 1024, Launch(64, 64, 4, 2)),
-        (128, FAR, Launch(128, 64, 8, 3)),
-        (256, FAR, Launch(128, 32, 8, 3)),
+        (128, ANY, Launch(128, 64, 8, 3)),
+        (256, ANY, Launch(128, 32, 8, 3)),
     ],
     ("dkdv", 2): [
-        (64, FAR, Launch(32, 64, 4, 3)),
+        (64, ANY, Launch(32, 64, 4, 3)),
         (128, 2048, Launch(64, 64, 4, 2)),
-        (128, FAR, Launch(64, 128, 8, 3)),
+        (128, ANY, Launch(64, 128, 8, 3)),
     ],
-    ("dk", 2): [(256, FAR, Launch(32, 128, 8, 3))],
-    ("dv", 2): [(256, FAR, Launch(64, 128, 8, 2))],
+    ("dk", 2): [(256, ANY, Launch(32, 128, 8, 3))],
+    ("dv", 2): [(256, ANY, Launch(64, 128, 8, 2))],
     ("forward", 4): [
-        (64, FAR, Launch(64, 32, 8, 2)),
-        (128, FAR, Launch(32, 16, 8, 2)),
-        (256, FAR, Launch(32, 16, 16, 1)),
+        (64, ANY, Launch(64, 32, 8, 2)),
+        (128, ANY, Launch(32, 16, 8, 2)),
+        (256, ANY, Launch(32, 16, 16, 1)),
     ],
     ("dq", 4): [
-        (64, FAR, Launch(32, 32, 8, 2)),
-        (128, FAR, Launch(32, 16, 4, 2)),
-        (256, FAR, Launch(32, 16, 8, 1)),
+        (64, ANY, Launch(32, 32, 8, 2)),
+        (128, ANY, Launch(32, 16, 4, 2)),
+        (256, ANY, Launch(32, 16, 8, 1)),
     ],
     ("dkdv", 4): [
-        (64, FAR, Launch(32, 32, 8, 2)),
-        (128, FAR, Launch(32, 32, 8, 1)),
-        (256, FAR, Launch(16, 32, 8, 1)),
+        (64, ANY, Launch(32, 32, 8, 2)),
+        (128, ANY, Launch(32, 32, 8, 1)),
+        (256, ANY, Launch(16, 32, 8, 1)),
     ],
 }
 # Any other chip: what fits the 99 KB of shared memory of the smallest of them.
 PORTABLE = {
     ("forward", 2): [
-        (64, FAR, Launch(64, 64, 4, 2)),
-        (128, FAR, Launch(128, 32, 8, 2)),
-        (256, FAR, Launch(64, 32, 8, 1)),
+        (64, ANY, Launch(64, 64, 4, 2)),
+        (128, ANY, Launch(128, 32, 8, 2)),
+        (256, ANY, Launch(64, 32, 8, 1)),
     ],
     ("dq", 2): [
-        (64, FAR, Launch(64, 32, 4, 2)),
-        (128, FAR, Launch(64, 32, 4, 2)),
-        (256, FAR, Launch(32, 32, 4, 1)),
+        (64, ANY, Launch(64, 32, 4, 2)),
+        (128, ANY, Launch(64, 32, 4, 2)),
+        (256, ANY, Launch(32, 32, 4, 1)),
     ],
     ("dkdv", 2): [
-        (64, FAR, Launch(32, 64, 4, 2)),
-        (128, FAR, Launch(32, 64, 4, 1)),
-        (256, FAR, Launch(32, 32, 8, 1)),
+        (64, ANY, Launch(32, 64, 4, 2)),
+        (128, ANY, Launch(32, 64, 4, 1)),
+        (256, ANY, Launch(32, 32, 8, 1)),
     ],
     ("forward", 4): HOPPER["forward", 4],
     ("dq", 4): [
-        (64, FAR, Launch(32, 32, 8, 2)),
-        (128, FAR, Launch(32, 16, 8, 2)),
-        (256, FAR, Launch(32, 16, 8, 1)),
+        (64, ANY, Launch(32, 32, 8, 2)),
+        (128, ANY, Launch(32, 16, 8, 2)),
+        (256, ANY, Launch(32, 16, 8, 1)),
     ],
     ("dkdv", 4): [
-        (64, FAR, Launch(16, 32, 8, 2)),
-        (128, FAR, Launch(16, 16, 8, 1)),
-        (256, FAR, Launch(16, 16, 8, 1)),
+        (64, ANY, Launch(16, 32, 8, 2)),
+        (128, ANY, Launch(16, 16, 8, 1)),
+        (256, ANY, Launch(16, 16, 8, 1)),
     ],
 }
 CHIPS = {(9, 0): HOPPER}
@@ -196,8 +195,8 @@ PROBLEMS = {}
 
 def describe(q, k, v, options, *others):
     """Problem of a call; options as in ops.forward, others: all further tensors that kernels read."""
-    tensors = map(signature, (q, k, v, *others, *options[:TENSOR_OPTIONS]))
-    key = (q.device, float32_precision(q.dtype), *tensors, *options[TENSOR_OPTIONS:])
+    tensors = map(signature, (q, k, v, *others, *options.tensors))
+    key = (q.device, float32_precision(q.dtype), *tensors, *options.numbers)
     problem = PROBLEMS.get(key)
     if problem is None:
         if len(PROBLEMS) >= 4096:  # lengths that never repeat
@@ -227,7 +226,7 @@ def analyse(q, k, v, options):
         rule=Rule(options.causal, options.window, options.softcap, options.dropout),
         terms=None,
         tile=Tile(0, 0, dim, value_dim, heads, heads // kv_heads, float32_precision(q.dtype)),
-        launches=launches_for(widest, min(options.window or FAR, max(q_len, k_len)), q.element_size(), q.device),
+        launches=launches_for(widest, min(options.window or ANY, max(q_len, k_len)), q.element_size(), q.device),
     )
 
 

@@ -29,6 +29,14 @@ class Options(NamedTuple):
     dropout: float
     scale: float
 
+    @property
+    def tensors(self):
+        return self[:TENSOR_OPTIONS]
+
+    @property
+    def numbers(self):
+        return self[TENSOR_OPTIONS:]
+
 
 @cache
 def launch():
@@ -90,10 +98,11 @@ class Attention(torch.autograd.Function):
     @staticmethod
     def forward(ctx, *inputs):
         q, k, v, *options = inputs
+        options = Options(*options)
         with torch._C._AutoDispatchBelowAutograd():
             out, lse2 = forward(*inputs)
-        ctx.save_for_backward(q, k, v, out, lse2, *options[:TENSOR_OPTIONS])
-        ctx.numbers = options[TENSOR_OPTIONS:]
+        ctx.save_for_backward(q, k, v, out, lse2, *options.tensors)
+        ctx.numbers = options.numbers
         ctx.set_materialize_grads(False)
         return out, lse2
 
