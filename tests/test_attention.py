@@ -131,38 +131,54 @@ def check(problem, dtype):
     exact = results(reference_attention, problem, torch.float64)
     eager = results(reference_attention, problem, dtype)
     ours = results(kernels, problem, dtype)
+    floors = rounding(problem, exact)
     worst = 0.0
     for name, truth in exact.items():
         assert ours[name].isfinite().all(), f"{name} is not finite"
         error, allowed = ((x[name].double() - truth).norm().item() for x in (ours, eager))
-        allowed = max(allowed, rounding(problem, name, exact))
+        allowed = max(allowed, floors[name])
         worst = max(worst, error / allowed)
         assert error <= 2 * allowed, f"{name}: error {error:.2e}, allowed {2 * allowed:.2e}"
     return worst
 
 
-def rounding(problem, name, exact):
-    """Norm of the error that rounding alone makes of a result, below which eager is only by luck or longer sums.
+def rounding(problem, exact):
+    """Norm of the error that rounding alone makes of each result, below which eager is only by luck or longer sums.
 
     The backward makes weights P from scores and the saved LSE, each rounded to float32, and delta = dO.O from the
     output as rounded to its dtype. Where few keys are visible, or where score gradients P (dP - delta) are summed over
     the keys (of a broadcast bias, a sink), P dP and delta cancel, and the error of delta is what is left.
     """
     arguments, dout, _ = problem
-    (_, _, _, dim), (_, k_len, _, value_dim) = arguments["q"].shape, arguments["v"].shape
+    q, k, v = (arguments[name].double() for name in "qkv")
     half, single = (torch.finfo(dtype).eps / 2 for dtype in (dout.dtype, torch.float32))
-    truth, largest = exact[name], exact["lse"].abs().max()
-    floor = single * (truth.numel() ** 0.5 + max(1, largest) * truth.norm())
-    # of float32 sums over value_dim, the errors grow with the square root of their length
-    delta = (half + single * value_dim**0.5) * (dout * exact["out"]).norm()
-    if name in ("dq", "dk"):
-        starts = arguments.get("cu_seqlens")
-        sequences = 1 if starts is None else len(starts[0] if isinstance(starts, tuple) else starts) - 1
-        keys = max(1, min(k_len / sequences, arguments.get("window") or k_len))  # of weight 1 / keys
-        floor += delta * abs(arguments.get("scale") or dim**-0.5) * (dim / keys) ** 0.5
-    if name in ("dbias", "ddecay", "dsink"):
-        floor += 2 * delta  # a few numbers can err by more than their standard deviation
-    return float(floor)
+    scale = abs(q.shape[-1] ** -0.5 if arguments.get("scale") is None else arguments["scale"])
+    score = single * max(1, exact["lse"].abs().max(), scale * q.shape[-1] ** 0.5)
+    # of float32 sums over the head dim of v, the errors grow with the square root of their length
+    delta = (half + single * v.shape[-1] ** 0.5) * (dout * exact["out"]).norm(dim=-1, keepdim=True)
+    weights = visible_weights(arguments)
+    seen = torch.einsum("bqhk,bkhd->bqhd", weights, k.repeat_interleave(q.shape[2] // k.shape[2], dim=2))
+    by_delta = {
+        "dq": scale * (delta * seen).norm(),
+        "dk": scale * (delta * q.norm(dim=-1, keepdim=True) * weights).norm(),
+    }
+    few = 2 * delta.norm()  # a few numbers can err by more than their standard deviation
+    by_delta |= {"dbias": few, "ddecay": few, "dsink": few}
+    floors = {}
+    for name, truth in exact.items():
+        numbers = truth.numel() ** 0.5
+        scores = score * (numbers if name == "lse" else truth.norm())
+        floors[name] = float(single * numbers + scores + by_delta.get(name, 0.0))
+    return floors
+
+
+def visible_weights(arguments):
+    """Weights P before dropout, [B, Tq, H, Tk]: the output for values that are unit vectors."""
+    batch, k_len, kv_heads, _ = arguments["k"].shape
+    units = torch.eye(k_len, device=arguments["k"].device).view(1, k_len, 1, k_len)
+    rest = {name: x for name, x in arguments.items() if name not in ("v", "dropout", "seed")}
+    rest = {name: x.double() if name in DIFFERENTIABLE else x for name, x in rest.items()}
+    return reference_attention(v=units.double().expand(batch, -1, kv_heads, -1), **rest)
 
 
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES)
