@@ -26,44 +26,45 @@ class Launch(NamedTuple):
 
 
 # (kernel, bytes per element) -> rows (largest head dim, longest way, settings); the first row that holds serves.
-# The head dim that counts is the larger of q's and v's; the way is what a program may walk: the longest sequence or the
-# window. Where "dkdv" has no row, "dk" and "dv" run one after the other: the registers do not hold both sums.
-# 16-bit rows for sm_90 were tuned on an H200 (benchmarks/LOG.md); the others are the largest that compile without
-# register spills (tests/test_compile.py) and were not timed.
+# The head dim that counts is the larger of q's and v's; the way is how far a program walks: see way(). Where "dkdv" has
+# no row, "dk" and "dv" run one after the other: the registers do not hold both sums. Rows for sm_90 were tuned on an
+# H200 (benchmarks/LOG.md); the others are the largest that compile without register spills (tests/test_compile.py) and
+# were not timed.
 HOPPER = {
     ("forward", 2): [
         (64, ANY, Launch(64, 64, 4, 3)),
-        (128, 1024, Launch(128, 32, 8, 3)),
+        (128, 512, Launch(64, 32, 4, 3)),
         (128, ANY, Launch(64, 64, 4, 3)),
         (256, ANY, Launch(128, 64, 8, 2)),
     ],
     ("dq", 2): [
+        (64, 512, Launch(64, 32, 4, 3)),
         (64, ANY, Launch(128, 64, 4, 3)),
-        (128, 1024, Launch(64, 64, 4, 2)),
+        (128, 512, Launch(64, 64, 4, 2)),
         (128, ANY, Launch(128, 64, 8, 3)),
         (256, ANY, Launch(128, 32, 8, 3)),
     ],
     ("dkdv", 2): [
         (64, ANY, Launch(32, 64, 4, 3)),
-        (128, 2048, Launch(64, 64, 4, 2)),
+        (128, 1024, Launch(64, 64, 4, 2)),
         (128, ANY, Launch(64, 128, 8, 3)),
     ],
     ("dk", 2): [(256, ANY, Launch(32, 128, 8, 3))],
     ("dv", 2): [(256, ANY, Launch(64, 128, 8, 2))],
     ("forward", 4): [
-        (64, ANY, Launch(64, 32, 8, 2)),
+        (64, ANY, Launch(32, 32, 4, 2)),
         (128, ANY, Launch(32, 16, 8, 2)),
-        (256, ANY, Launch(32, 16, 16, 1)),
+        (256, ANY, Launch(16, 16, 4, 2)),
     ],
     ("dq", 4): [
-        (64, ANY, Launch(32, 32, 8, 2)),
+        (64, ANY, Launch(32, 32, 4, 2)),
         (128, ANY, Launch(32, 16, 4, 2)),
-        (256, ANY, Launch(32, 16, 8, 1)),
+        (256, ANY, Launch(16, 16, 4, 1)),
     ],
     ("dkdv", 4): [
         (64, ANY, Launch(32, 32, 8, 2)),
         (128, ANY, Launch(32, 32, 8, 1)),
-        (256, ANY, Launch(16, 32, 8, 1)),
+        (256, ANY, Launch(16, 16, 4, 1)),
     ],
 }
 # Any other chip: what fits the 99 KB of shared memory of the smallest of them.
@@ -83,7 +84,11 @@ PORTABLE = {
         (128, ANY, Launch(32, 64, 4, 1)),
         (256, ANY, Launch(32, 32, 8, 1)),
     ],
-    ("forward", 4): HOPPER["forward", 4],
+    ("forward", 4): [
+        (64, ANY, Launch(64, 32, 8, 2)),
+        (128, ANY, Launch(32, 16, 8, 2)),
+        (256, ANY, Launch(32, 16, 16, 1)),
+    ],
     ("dq", 4): [
         (64, ANY, Launch(32, 32, 8, 2)),
         (128, ANY, Launch(32, 16, 8, 2)),
@@ -102,9 +107,17 @@ INTERPRETER = Launch(32, 16, 1, 1)
 ROWS = Launch(32, 32, 4, 1)
 
 
+def way(q_len, k_len, rule):
+    """How far a program walks: the longest sequence or the window; half of it where a mask leaves a triangle."""
+    longest = max(q_len, k_len)
+    if rule.window > 0:
+        longest = min(longest, rule.window)
+    return longest // 2 if rule.causal or rule.window > 0 else longest
+
+
 @lru_cache(4096)
 def launches_for(dim, way, element_size, device):
-    """{kernel: Launch} for the larger head dim, the longest way, bytes per element and device."""
+    """{kernel: Launch} for the larger head dim, the way, bytes per element and device."""
     if INTERPRETED.value:
         return {kernel: INTERPRETER for kernel in ("forward", "dq", "dkdv")}
     chosen = {}
@@ -121,12 +134,14 @@ def processors(device):
     return 1 if INTERPRETED.value else torch.cuda.get_device_properties(device).multi_processor_count
 
 
-def loops_over_group(programs, device):
+def loops_over_group(problem, programs, device):
     """Whether dk/dv loops over the query group in each of `programs` programs (no extra memory) or writes partials.
 
-    Looping is right once there are two programs per multiprocessor to keep them all busy.
+    Looping is right in short sequences, if there are programs enough to keep every multiprocessor busy to the end:
+    under a causal mask some take much longer than others. Measured on an H200, see benchmarks/LOG.md.
     """
-    return programs >= 2 * processors(device)
+    enough = 8 if problem.rule.causal else 2
+    return max(problem.q_len, problem.k_len) <= 1024 and programs >= enough * processors(device)
 
 
 def float32_precision(dtype):
@@ -217,16 +232,17 @@ def analyse(q, k, v, options):
     q_len, k_len = q.shape[1], k.shape[1]
     if packed:
         q_len, k_len = min(options.max_q_len, q_len), min(options.max_k_len, k_len)
+    rule = Rule(options.causal, options.window, options.softcap, options.dropout)
     return Problem(
         compiled={},
         sequences=len(options.q_starts) - 1 if packed else q.shape[0],
         q_len=q_len,
         k_len=k_len,
         ragged=None,
-        rule=Rule(options.causal, options.window, options.softcap, options.dropout),
+        rule=rule,
         terms=None,
         tile=Tile(0, 0, dim, value_dim, heads, heads // kv_heads, float32_precision(q.dtype)),
-        launches=launches_for(widest, min(options.window or ANY, max(q_len, k_len)), q.element_size(), q.device),
+        launches=launches_for(widest, way(q_len, k_len, rule), q.element_size(), q.device),
     )
 
 
@@ -314,7 +330,7 @@ def launch_dkdv(problem, inputs, dk, dv, k_gate):
     partials = False
     if heads != kv_heads:
         tile = problem.tile_for(problem.launches[parts[0]], heads=kv_heads)
-        partials = not loops_over_group(problem.programs(tile, "k"), dk.device)
+        partials = not loops_over_group(problem, problem.programs(tile, "k"), dk.device)
     dk_sum, dv_sum = dk, dv
     if partials:
         dk_sum, dv_sum = (output(problem, x, batch, k_len, heads, x.shape[-1], dtype=torch.float32) for x in (dk, dv))

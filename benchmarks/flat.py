@@ -8,7 +8,9 @@ import torch
 import triton
 import triton.language as tl
 
-from attention.launch import launches_for
+from attention.launch import launches_for, way
+from attention.score import Rule
+from attention.tiles import Tile, locate_query_tile
 
 LOG2E = 1.4426950408889634
 
@@ -39,13 +41,12 @@ def absorb(
 
 @triton.jit
 def forward_kernel(
-    Q, K, V, O, L, T, H, factor, D: tl.constexpr, CAUSAL: tl.constexpr, BQ: tl.constexpr, BK: tl.constexpr
+    Q, K, V, O, L, T, H, factor, D: tl.constexpr, CAUSAL: tl.constexpr, BQ: tl.constexpr, BK: tl.constexpr,
+    RULE: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
-    tiles = T // BQ
-    program = tl.program_id(0)
-    index = tiles - 1 - program % tiles if CAUSAL else program % tiles
-    head = program // tiles
-    base = (head // H).to(tl.int64) * T * H * D + (head % H) * D
+    index, head, row = locate_query_tile(T // BQ, T, RULE, TILE)  # the order is no feature
+    base = row.to(tl.int64) * T * H * D + head * D
+    head += row * H
     stride = H * D
     q_pos = index * BQ + tl.arange(0, BQ)
     q = tl.load(tile(Q + base, index * BQ, stride, BQ, D))
@@ -91,13 +92,11 @@ def add_dq(
 @triton.jit
 def dq_kernel(
     Q, K, V, DO, L, DELTA, DQ, T, H, factor, scale, D: tl.constexpr, CAUSAL: tl.constexpr, BQ: tl.constexpr,
-    BK: tl.constexpr,
+    BK: tl.constexpr, RULE: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
-    tiles = T // BQ
-    program = tl.program_id(0)
-    index = tiles - 1 - program % tiles if CAUSAL else program % tiles
-    head = program // tiles
-    base = (head // H).to(tl.int64) * T * H * D + (head % H) * D
+    index, head, row = locate_query_tile(T // BQ, T, RULE, TILE)
+    base = row.to(tl.int64) * T * H * D + head * D
+    head += row * H
     stride = H * D
     q_pos = index * BQ + tl.arange(0, BQ)
     q = tl.load(tile(Q + base, index * BQ, stride, BQ, D))
@@ -158,16 +157,24 @@ def dkdv_kernel(
     tl.store(tile(DV + base, index * BK, stride, BK, D), dv.to(DV.dtype.element_ty))
 
 
+def settings(kernel, q, causal):
+    """Launch settings of attention/ for a kernel, and the constants that order its programs."""
+    _, length, heads, dim = q.shape
+    rule = Rule(causal, 0, 0.0, 0.0)
+    launch = launches_for(dim, way(length, length, rule), 2, q.device)[kernel]
+    return launch, rule, Tile(launch.block_q, launch.block_k, dim, dim, heads, 1, "tf32")
+
+
 class Flat(torch.autograd.Function):
     @staticmethod
     def forward(ctx, q, k, v, causal):
         batch, length, heads, dim = q.shape
         out, lse = torch.empty_like(q), q.new_empty(batch, heads, length, dtype=torch.float32)
-        launch = launches_for(dim, length, 2, q.device)["forward"]
+        launch, *order = settings("forward", q, causal)
         grid = (length // launch.block_q * heads * batch,)
         factor = dim**-0.5 * LOG2E
         forward_kernel[grid](
-            q, k, v, out, lse, length, heads, factor, dim, causal, launch.block_q, launch.block_k,
+            q, k, v, out, lse, length, heads, factor, dim, causal, launch.block_q, launch.block_k, *order,
             num_warps=launch.num_warps, num_stages=launch.num_stages,
         )  # fmt: skip
         ctx.save_for_backward(q, k, v, out, lse)
@@ -182,11 +189,12 @@ class Flat(torch.autograd.Function):
         scale = dim**-0.5
         delta_kernel[(length // 32, heads * batch)](out, dout, delta, length, heads, dim, 32)
         for kernel, outputs, name in ((dq_kernel, (dq,), "dq"), (dkdv_kernel, (dk, dv), "dkdv")):
-            launch = launches_for(dim, length, 2, q.device)[name]
+            launch, *order = settings(name, q, ctx.causal)
             tiles = length // (launch.block_q if name == "dq" else launch.block_k)
             kernel[(tiles * heads * batch,)](
                 q, k, v, dout, lse, delta, *outputs, length, heads, scale * LOG2E, scale, dim, ctx.causal,
-                launch.block_q, launch.block_k, num_warps=launch.num_warps, num_stages=launch.num_stages,
+                launch.block_q, launch.block_k, *(order if name == "dq" else ()), num_warps=launch.num_warps,
+                num_stages=launch.num_stages,
             )  # fmt: skip
         return dq, dk, dv, None
 

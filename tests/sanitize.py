@@ -29,7 +29,7 @@ def main():
         return
     cases = CASES[args.part :: args.parts]
     for case in cases:
-        launch.loops_over_group = lambda programs, device, loops=case.loops: loops
+        launch.loops_over_group = lambda problem, programs, device, loops=case.loops: loops
         results(kernels, make_problem("cuda", case.dtype, **arguments(case)), case.dtype)
     torch.cuda.synchronize()
     print(f"ran {len(cases)} problems")

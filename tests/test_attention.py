@@ -153,8 +153,8 @@ def rounding(problem, exact):
     q, k, v = (arguments[name].double() for name in "qkv")
     half, single = (torch.finfo(dtype).eps / 2 for dtype in (dout.dtype, torch.float32))
     scale = abs(q.shape[-1] ** -0.5 if arguments.get("scale") is None else arguments["scale"])
-    score = single * max(1, exact["lse"].abs().max(), scale * q.shape[-1] ** 0.5)
-    # of float32 sums over the head dim of v, the errors grow with the square root of their length
+    score = single * max(1, exact["lse"].abs().max(), scale * q.shape[-1] / 2)
+    # errors of float32 sums over a head dim grow with the square root of its length, as do the sums
     delta = (half + single * v.shape[-1] ** 0.5) * (dout * exact["out"]).norm(dim=-1, keepdim=True)
     weights = visible_weights(arguments)
     seen = torch.einsum("bqhk,bkhd->bqhd", weights, k.repeat_interleave(q.shape[2] // k.shape[2], dim=2))
@@ -221,7 +221,7 @@ def apart(launches):
 @pytest.mark.parametrize("loops", [True, False], ids=["loop", "partials"])
 @pytest.mark.parametrize("group", [1, 2, 3, 8])
 def test_dkdv_strategies(outputs, loops, group, device, poisoned, monkeypatch):
-    monkeypatch.setattr(launch, "loops_over_group", lambda programs, device: loops)
+    monkeypatch.setattr(launch, "loops_over_group", lambda problem, programs, device: loops)
     monkeypatch.setattr(launch, "PROBLEMS", {})
     if outputs == "apart":
         table = launch.launches_for

@@ -72,7 +72,7 @@ def problems(draw, numbers):
 def run(problem, seed):
     problem, dtype, loops = problem
     torch.manual_seed(seed)
-    with mock.patch.object(launch, "loops_over_group", lambda programs, device: loops):
+    with mock.patch.object(launch, "loops_over_group", lambda problem, programs, device: loops):
         return check(make_problem("cuda" if ON_GPU else "cpu", dtype, **problem), dtype)
 
 

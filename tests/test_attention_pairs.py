@@ -77,7 +77,7 @@ CASES = [
 
 @pytest.fixture
 def problem(case, device, poisoned, monkeypatch):
-    monkeypatch.setattr(launch, "loops_over_group", lambda programs, device: case.loops)
+    monkeypatch.setattr(launch, "loops_over_group", lambda problem, programs, device: case.loops)
     return make_problem(device, case.dtype, **arguments(case))
 
 
