@@ -1,8 +1,10 @@
 """attention(): what it computes, what it accepts, and which implementation serves a call."""
 
+import inspect
 import math
 import os
 import sys
+from functools import cache
 from typing import NamedTuple
 
 import torch
@@ -52,9 +54,11 @@ def attention(
         max_seqlen: length of the longest sequence, or a pair (queries, keys); None = T, which is safe and starts more
             programs than needed. What a smaller one than the longest gives is undefined.
         return_lse: also return the logarithm of the softmax denominator (with the sink), natural log, differentiable.
-        impl: "auto" takes Triton on a CUDA GPU where it passed the start-up self-check, SDPA elsewhere where it can
-            express the call, else the reference, and prints once which and why. "triton", "sdpa" and "reference" never
-            fall back. float32 matmuls follow torch.set_float32_matmul_precision.
+        impl: "auto" takes, where they passed a self-check, the Hopper kernels on their chip for the calls they serve,
+            else Triton on a CUDA GPU; SDPA elsewhere where it can express the call, else the reference. It prints once
+            which and why; explain() says it of a call. "hopper", "triton", "sdpa" and "reference" never fall back.
+            float32 matmuls follow torch.set_float32_matmul_precision. Two runs give the same bits, but for dq from the
+            Hopper kernels: torch.use_deterministic_algorithms(True) has the backward of "triton" serve there.
 
     Returns:
         [B, Tq, H, Dv] in the dtype of q; with return_lse also [B, H, Tq] float32, -inf where a row sees no key.
@@ -74,21 +78,13 @@ def attention(
     rule = dict(causal=causal, window=window, scale=scale, softcap=softcap, dropout=dropout)
     extra = dict(bias=bias, decay=decay, sink=sink, lengths=lengths, cu_seqlens=cu_seqlens, max_seqlen=max_seqlen)
 
-    asked = impl
-    if asked == "auto":
-        impl = implementation(q.device).name if q.dtype in DTYPES else "sdpa"
-    if impl == "sdpa" and (lack := sdpa_lacks(q, k, rule, extra, seed, return_lse)):
-        if asked == "sdpa":
-            raise ValueError(f"SDPA cannot express {lack}; use impl='triton' or impl='reference'")
-        impl = "reference"
+    impl, _ = _choose(impl, q, k, v, rule, extra, seed, return_lse)
     if impl == "sdpa":
         return _sdpa(q, k, v, causal, window, scale, dropout, bias)
     if dropout > 0:
         seed = _seed_tensor(seed, q.device)
     if impl == "reference":
         return reference_attention(q, k, v, seed=seed, return_lse=return_lse, **rule, **extra)
-    if not (q.is_cuda or os.environ.get("TRITON_INTERPRET") == "1"):
-        raise ValueError(f"impl='triton' needs tensors on a CUDA GPU, got {q.device}; use impl='auto' or 'sdpa'")
     (q_starts, k_starts), (max_q_len, max_k_len) = pair(cu_seqlens), pair(max_seqlen)
     options = ops.Options(
         bias=bias,
@@ -105,10 +101,52 @@ def attention(
         softcap=softcap or 0.0,
         dropout=dropout,
         scale=scale,
+        hopper=impl == "hopper",
     )
     op = ops.forward if torch.compiler.is_compiling() else ops.forward_with_gradient
     out, lse2 = op(q, k, v, *options)
     return (out, lse2 * math.log(2)) if return_lse else out
+
+
+def explain(q, k, v, **arguments):
+    """Which implementation serves attention(q, k, v, **arguments), and why: a line of text. Raises as attention()."""
+    call = inspect.signature(attention).bind(q, k, v, **arguments)
+    call.apply_defaults()
+    (q, k, v), given = _cast_for_autocast(q, k, v), call.arguments
+    options, terms, ragged = (
+        tuple(given[name] for name in names.split())
+        for names in (
+            "causal window scale softcap dropout seed impl", "bias decay sink", "lengths cu_seqlens max_seqlen"
+        )
+    )  # fmt: skip
+    check_call(q, k, v, options, terms, ragged)
+    rule = {name: given[name] for name in ("causal", "window", "softcap", "dropout")}
+    extra = {name: given[name] for name in ("bias", "decay", "sink", "lengths", "cu_seqlens")}
+    impl, reason = _choose(given["impl"], q, k, v, rule, extra, given["seed"], given["return_lse"])
+    return f"{impl}: {reason}"
+
+
+def _choose(asked, q, k, v, rule, extra, seed, return_lse):
+    """The implementation that serves a call, and why, in words; ValueError if it is asked for and cannot."""
+    impl, reason = asked, "asked for"
+    if asked == "auto" and q.dtype in DTYPES:
+        choice = implementation(q.device)
+        impl, reason = choice.name, choice.reason
+    elif asked == "auto":
+        impl, reason = "sdpa", f"the kernels do not compute in {q.dtype}"
+    if impl == "hopper":
+        lack = (asked == "hopper" and hopper_misses(q.device)) or hopper_lacks(q, k, v, rule, extra)
+        if lack and asked == "hopper":
+            raise ValueError(f"the Hopper kernels do not serve {lack}; use impl='triton' or impl='auto'")
+        if lack:
+            impl, reason = "triton", f"the Hopper kernels do not serve {lack}"
+    if impl == "triton" and not (q.is_cuda or os.environ.get("TRITON_INTERPRET") == "1"):
+        raise ValueError(f"impl='triton' needs tensors on a CUDA GPU, got {q.device}; use impl='auto' or 'sdpa'")
+    if impl == "sdpa" and (lack := sdpa_lacks(q, k, rule, extra, seed, return_lse)):
+        if asked == "sdpa":
+            raise ValueError(f"SDPA cannot express {lack}; use impl='triton' or impl='reference'")
+        impl, reason = "reference", f"{reason}; SDPA cannot express {lack}"
+    return impl, reason
 
 
 class Choice(NamedTuple):
@@ -134,27 +172,31 @@ def implementation(device):
             raise RuntimeError(
                 "attention() checks itself when first called; call it once before capturing a CUDA graph"
             )
-        _CHOICES[device] = choice = _choose(device)
+        _CHOICES[device] = choice = _choose_for(device)
         if os.environ.get("RANK", "0") == "0":  # torchrun's other processes would say the same
             print(f"attention  {choice.name} on {device}: {choice.reason}", file=sys.stderr, flush=True)
     return _CHOICES[device]
 
 
-def _choose(device):
+def _choose_for(device):
     if device.type != "cuda":
         return Choice("sdpa", f"the Triton kernels need a CUDA GPU, this is {device.type}")
-    try:
-        # whatever the caller's context is, which may be autocast or inference
-        with torch.inference_mode(False), torch.autocast(device.type, enabled=False):
-            worst = _self_check(device)
-    except Exception as error:  # whatever breaks here would break training later: a missing package, driver or compiler
-        return Choice("sdpa", f"the Triton kernels failed their self-check: {type(error).__name__}: {error}")
-    if not worst < 2e-2:  # bfloat16 rounds by 4e-3; a NaN must fail
-        return Choice("sdpa", f"the Triton kernels failed their self-check: relative error {worst:.1e}, at most 2e-2")
-    return Choice("triton", f"self-check passed, relative error {worst:.1e}")
+    reason = hopper_misses(device)
+    for impl in ("triton",) if reason else ("hopper", "triton"):
+        try:
+            # whatever the caller's context is, which may be autocast or inference
+            with torch.inference_mode(False), torch.autocast(device.type, enabled=False):
+                worst = _self_check(device, impl)
+        except Exception as error:  # what breaks here would break training later: a missing package, driver or compiler
+            reason = f"the {impl} kernels failed their self-check: {type(error).__name__}: {error}"
+            continue
+        if worst < 2e-2:  # bfloat16 rounds by 4e-3; a NaN must fail
+            return Choice(impl, f"self-check passed, relative error {worst:.1e}")
+        reason = f"the {impl} kernels failed their self-check: relative error {worst:.1e}, at most 2e-2"
+    return Choice("sdpa", reason)
 
 
-def _self_check(device):
+def _self_check(device, impl):
     """Largest relative error of output and gradients on a tiny grouped, causal, ragged case, over the chip's dtypes."""
     generator = torch.Generator().manual_seed(0)
     q, k, v, dout = (torch.randn(1, 70, heads, 64, generator=generator, device="cpu") for heads in (2, 1, 1, 2))
@@ -167,11 +209,45 @@ def _self_check(device):
 
     exact = run("reference", "cpu", torch.float32)
     worst = 0.0
-    for dtype in DTYPES if torch.cuda.get_device_capability(device) >= (8, 0) else (torch.float16, torch.float32):
-        for ours, truth in zip(run("triton", device, dtype), exact, strict=True):
+    dtypes = (torch.float16, torch.bfloat16)
+    if impl == "triton":
+        dtypes = DTYPES if torch.cuda.get_device_capability(device) >= (8, 0) else (torch.float16, torch.float32)
+    for dtype in dtypes:
+        for ours, truth in zip(run(impl, device, dtype), exact, strict=True):
             error = float((ours - truth).norm() / truth.norm())
             worst = error if not error <= worst else worst  # so that a NaN stays
     return worst
+
+
+@torch.compiler.assume_constant_result
+@cache
+def hopper_misses(device):
+    """What a torch.device lacks to run the Hopper kernels, in words; None if nothing."""
+    if device.type != "cuda" or not torch.cuda.is_available() or torch.cuda.get_device_capability(device) != (9, 0):
+        return f"{device}, which is no Hopper GPU (sm_90)"
+    try:
+        from . import gluon  # noqa: F401
+    except (ImportError, AttributeError) as error:
+        return f"this Triton, whose Gluon is another: {error}"
+    return None
+
+
+def hopper_lacks(q, k, v, rule, extra):
+    """What of a call the Hopper kernels do not serve, in words; None if they serve all."""
+    if q.dtype not in (torch.float16, torch.bfloat16):
+        return str(q.dtype)
+    for name, value in extra.items():
+        if name in ("bias", "decay", "lengths", "cu_seqlens") and value is not None:
+            return name
+    if rule["dropout"] > 0:
+        return "dropout"
+    if not 40 <= q.shape[-1] <= 256:
+        return f"head dim {q.shape[-1]} (40 to 256)"
+    if v.shape[-1] != q.shape[-1]:
+        return f"values of head dim {v.shape[-1]} beside keys of {q.shape[-1]}"
+    if 0 in q.shape or 0 in k.shape:
+        return "an empty tensor"
+    return None
 
 
 def sdpa_lacks(q, k, rule, extra, seed, return_lse):
@@ -185,7 +261,7 @@ def sdpa_lacks(q, k, rule, extra, seed, return_lse):
         return "dropout with a given seed"
     if rule["causal"] and q.shape[1] > k.shape[1]:
         return f"causal attention of {q.shape[1]} queries to {k.shape[1]} keys (the first queries see no key)"
-    if rule["window"] is not None and q.shape[1] != k.shape[1]:
+    if rule["window"] is not None and q.shape[1] > k.shape[1]:
         return f"a window with {q.shape[1]} queries and {k.shape[1]} keys"
     if extra["lengths"] is not None:
         return "lengths (queries past them see no key)"
@@ -195,7 +271,10 @@ def sdpa_lacks(q, k, rule, extra, seed, return_lse):
 def _sdpa(q, k, v, causal, window, scale, dropout, bias):
     q_len, k_len = q.shape[1], k.shape[1]
     mask = None
-    if window is not None or (causal and q_len > 1 and (q_len < k_len or bias is not None)):
+    if q_len == 1:  # it sees all keys
+        causal = False
+    # PyTorch's causal attention on CPUs gives NaN unless the scale is positive
+    if window is not None or (causal and (q_len < k_len or bias is not None or scale <= 0)):
         q_pos = torch.arange(q_len, device=q.device)[:, None] + k_len - q_len
         distance = q_pos - torch.arange(k_len, device=q.device)
         mask = distance >= 0 if causal else torch.ones_like(distance, dtype=torch.bool)
@@ -208,7 +287,7 @@ def _sdpa(q, k, v, causal, window, scale, dropout, bias):
         k, v = (x.masked_fill(hidden[..., None, None], 0.0) for x in (k, v))
     out = F.scaled_dot_product_attention(
         *(x.transpose(1, 2) for x in (q, k, v)), attn_mask=mask, dropout_p=dropout, scale=scale,
-        is_causal=causal and mask is None and q_len > 1, enable_gqa=q.shape[2] != k.shape[2],
+        is_causal=causal and mask is None, enable_gqa=q.shape[2] != k.shape[2],
     )  # fmt: skip
     return out.transpose(1, 2)
 

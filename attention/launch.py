@@ -175,10 +175,11 @@ class Problem(NamedTuple):
 BUFFERS_LESS = True  # benchmarks/tune.py turns it off: it wants to know
 
 
-def start(kernel, programs, problem, launch, args, constants):
+def start(kernel, programs, problem, launch, args, constants, **options):
     """Run a kernel; from the second call on without Triton's own look-up, which takes longer than a small kernel.
 
     args, then constants are its parameters in order. What Triton looks at in args must be decided by the problem.
+    options are further ones of the compiler, the same whenever launch and constants are.
     """
     if INTERPRETED.value:
         kernel[(programs,)](*args, *constants)
@@ -193,6 +194,7 @@ def start(kernel, programs, problem, launch, args, constants):
             problem.compiled[key] = kernel[(programs,)](
                 *args, *constants, num_warps=launch.num_warps, num_stages=stages,
                 enable_fp_fusion=True,  # Triton 3.10 will no longer do so by itself
+                **options,
             )  # fmt: skip
             return
         except OutOfResources:  # features take shared memory too: buffer less ahead
@@ -303,13 +305,15 @@ def backward(q, k, v, out, lse2, dout, dlse, bias_grad, options):
         launch_dkdv(problem, inputs, dk, dv, k_gate)
         dbias = None if bias is None else launch_dbias(problem, inputs, bias)
 
-    dgate = dsink = None
-    if gate is not None:
-        dgate = (q_gate + k_gate).to(gate.dtype)
-    if sink is not None:  # its weight has no value, so dS = -weight * delta
-        weight = torch.exp(sink.float()[:, None] - lse2 / LOG2E.value)
-        dsink = -torch.where(lse2 == float("-inf"), 0.0, weight * delta).sum((0, 2), dtype=torch.float64).to(sink.dtype)
+    dgate = None if gate is None else (q_gate + k_gate).to(gate.dtype)
+    dsink = None if sink is None else sink_gradient(sink, lse2, delta)
     return dq, dk, dv, dbias, dgate, dsink
+
+
+def sink_gradient(sink, lse2, delta):
+    """Of sink [H], from lse2 and delta [B, H, Tq]: its weight has no value, so dS = -weight * delta."""
+    weight = torch.exp(sink.float()[:, None] - lse2 / LOG2E.value)
+    return -torch.where(lse2 == float("-inf"), 0.0, weight * delta).sum((0, 2), dtype=torch.float64).to(sink.dtype)
 
 
 def launch_dq(problem, inputs, dq, q_gate):
@@ -343,10 +347,16 @@ def launch_dkdv(problem, inputs, dk, dv, k_gate):
         constants = (problem.rule, tile, heads // tile.heads, outputs)
         start(dkdv_kernel, problem.programs(tile, "k"), problem, launch, args, constants)
     if partials:
-        for partial, total in ((dk_sum, dk), (dv_sum, dv)):
-            tile = problem.tile_for(ROWS, dim=total.shape[-1], heads=kv_heads)
-            programs = triton.cdiv(k_len, tile.block_k) * kv_heads * batch
-            start(group_sum_kernel, programs, problem, ROWS, (view(partial), view(total), k_len), (tile,))
+        launch_group_sum(problem, dk_sum, dk)
+        launch_group_sum(problem, dv_sum, dv)
+
+
+def launch_group_sum(problem, partial, total):
+    """Fill total [B, Tk, Hkv, D] with the sums over groups of partial [B, Tk, H, D] float32."""
+    batch, k_len, kv_heads, dim = total.shape
+    tile = problem.tile_for(ROWS, dim=dim, heads=kv_heads)
+    programs = triton.cdiv(k_len, tile.block_k) * kv_heads * batch
+    start(group_sum_kernel, programs, problem, ROWS, (view(partial), view(total), k_len), (tile,))
 
 
 def launch_dbias(problem, inputs, bias):

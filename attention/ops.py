@@ -28,6 +28,7 @@ class Options(NamedTuple):
     softcap: float
     dropout: float
     scale: float
+    hopper: bool = False  # whether the kernels of hopper.py serve
 
     @property
     def tensors(self):
@@ -39,17 +40,20 @@ class Options(NamedTuple):
 
 
 @cache
-def launch():
-    """The module that imports Triton."""
-    from . import launch
-
-    return launch
+def host(hopper):
+    """The module that launches the kernels, and imports Triton."""
+    if hopper:
+        from . import hopper as module
+    else:
+        from . import launch as module
+    return module
 
 
 TENSORS = "Tensor q, Tensor k, Tensor v"
 OPTIONS = (  # the fields of Options, in their order
     "Tensor? bias, Tensor? gate, Tensor? sink, Tensor? seed, Tensor? lengths, Tensor? q_starts, Tensor? k_starts, "
-    "SymInt max_q_len, SymInt max_k_len, bool causal, int window, float softcap, float dropout, float scale"
+    "SymInt max_q_len, SymInt max_k_len, bool causal, int window, float softcap, float dropout, float scale, "
+    "bool hopper"
 )
 TENSOR_OPTIONS = OPTIONS.count("Tensor?")  # they come first
 # torch.library.custom_op would do the same with three times the Python per call: it reads a long schema anew each time.
@@ -68,7 +72,8 @@ backward = torch.ops.attention.backward.default
 @torch.compiler.disable  # Dynamo would look into an op that runs outside of its graphs
 def _forward(q, k, v, *options):
     """out [B, Tq, H, Dv] in the dtype of q and lse2 [B, H, Tq] float32, base 2."""
-    return launch().forward(q, k, v, Options(*options))
+    options = Options(*options)
+    return host(options.hopper).forward(q, k, v, options)
 
 
 @torch.library.register_fake("attention::forward", lib=LIBRARY)
@@ -81,7 +86,8 @@ def _(q, k, v, *options):
 @torch.compiler.disable
 def _backward(q, k, v, out, lse2, dout, dlse, bias_grad, *options):
     """dq, dk, dv, then dbias if bias_grad, dgate and dsink if given. dlse [B, H, Tq] is in natural units, or None."""
-    gradients = launch().backward(q, k, v, out, lse2, dout, dlse, bias_grad, Options(*options))
+    options = Options(*options)
+    gradients = host(options.hopper).backward(q, k, v, out, lse2, dout, dlse, bias_grad, options)
     return [x for x in gradients if x is not None]
 
 

@@ -93,6 +93,8 @@ def shape_scores(qk, q_pos, k_pos, head, seq, terms, RULE: tl.constexpr, MASKED:
         if RULE.window > 0:
             visible = visible & (q_pos - k_pos < RULE.window)
         scores = tl.where(visible, scores, float("-inf"))
+        if RULE.softcap > 0:  # a hidden key may hold NaN
+            slope = tl.where(visible, slope, 0.0)
     return scores, slope
 
 

@@ -153,22 +153,27 @@ def locate(n_tiles, HEADS: tl.constexpr):
 
 @triton.jit
 def locate_query_tile(n_tiles, k_len, RULE: tl.constexpr, TILE: tl.constexpr):
-    """Program id -> (tile, head, sequence index) for kernels that walk the keys.
+    """Program id -> (tile, head, sequence index) for kernels that walk the keys."""
+    return query_tile(tl.program_id(0), tl.num_programs(0), n_tiles, k_len, RULE, TILE)
+
+
+@triton.jit
+def query_tile(number, count, n_tiles, k_len, RULE: tl.constexpr, TILE: tl.constexpr):
+    """Number of `count` tiles in all -> (tile, head, sequence index), in the order in which they should start.
 
     Under a causal mask the last tiles take longest and come first, so that short ones fill the end. The heads whose
     keys and values fit the L2 cache together take turns, and those with the same keys and values stay together.
     """
-    tile, head, index = locate(n_tiles, TILE.heads)
+    tile = number % n_tiles
+    head = number // n_tiles
     if RULE.causal:
-        heads = tl.num_programs(0) // n_tiles
         fit = tl.maximum(CACHED // (tl.maximum(k_len, 1024) * (TILE.dim + TILE.value_dim)), 1) * TILE.group
-        turn = tl.program_id(0) // (fit * n_tiles)
-        size = tl.minimum(fit, heads - turn * fit)
-        rest = tl.program_id(0) - turn * fit * n_tiles
+        turn = number // (fit * n_tiles)
+        size = tl.minimum(fit, count // n_tiles - turn * fit)
+        rest = number - turn * fit * n_tiles
         tile = n_tiles - 1 - rest // size
-        head = (turn * fit + rest % size) % TILE.heads
-        index = (turn * fit + rest % size) // TILE.heads
-    return tile, head, index
+        head = turn * fit + rest % size
+    return tile, head % TILE.heads, head // TILE.heads
 
 
 @triton.jit

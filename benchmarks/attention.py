@@ -161,6 +161,7 @@ def fla(cell, starts):
 
 
 IMPLEMENTATIONS = {
+    "hopper": partial(ours, "hopper"),
     "triton": partial(ours, "triton"),
     "reference": partial(ours, "reference"),
     "control": control,
@@ -174,6 +175,7 @@ IMPLEMENTATIONS = {
 
 
 LABELS = {
+    "hopper": "attention(), Hopper",
     "triton": "attention(), Triton",
     "reference": "attention(), reference",
     "control": "control without features",
@@ -312,7 +314,7 @@ def plot(rows, path):
                 if (row["panel"], row["direction"], row["implementation"]) == (panel, direction, name)
             )  # fmt: skip
             if points:
-                style = dict(color=colors[name], linewidth=2.5 if name == "triton" else 1, marker=".")
+                style = dict(color=colors[name], linewidth=2.5 if name in ("hopper", "triton") else 1, marker=".")
                 axis.plot(*zip(*points, strict=True), label=LABELS.get(name, name), **style)
         axis.set_xscale("log", base=2)
         axis.set_ylim(bottom=0)

@@ -1,6 +1,7 @@
 """Compile the attention kernels for a chip that need not be here; print what ptxas says of each, one JSON per line.
 
     python tests/compile_kernels.py 90 --dims 64 128 --masks causal
+    python tests/compile_kernels.py 90 --hopper --dtypes bfloat16 --features
 
 The host functions of attention/launch.py run on meta tensors under a driver that compiles for the chip and launches
 nothing, so every kernel gets the arguments, the tile sizes and the specialisations of a real call.
@@ -88,6 +89,20 @@ def launch_kernels(dtype, dim, causal, group, features=False, length=4096):
         launch.backward(q, k, k, out, lse2, out, None, features, options)
 
 
+def launch_hopper_kernels(dtype, dim, causal, group, features=False, length=4096):
+    """Forward and backward of one problem, with the group in one program and with parts."""
+    from attention import hopper
+
+    launch.processors = hopper.processors = lambda device: 132
+    for batch in (1, 8) if group > 1 else (8,):
+        q, k = (torch.empty(batch, length, heads, dim, dtype=dtype, device="meta") for heads in (2 * group, 2))
+        options = Options(*[None] * TENSOR_OPTIONS, 0, 0, causal, window=0, softcap=0.0, dropout=0.0, scale=dim**-0.5)
+        if features:
+            options = options._replace(sink=q.new_empty(2 * group), window=1000, softcap=30.0)
+        out, lse2 = hopper.forward(q, k, k, options)
+        hopper.backward(q, k, k, out, lse2, out, None, False, options)
+
+
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("chip", type=int, help="compute capability without the dot, such as 90")
@@ -96,12 +111,14 @@ def main():
     parser.add_argument("--masks", nargs="+", default=["causal", "full"], choices=["causal", "full"])
     parser.add_argument("--groups", nargs="+", default=[1, 2], type=int, help="query heads per key/value head")
     parser.add_argument("--features", action="store_true", help="with all of them, not none")
+    parser.add_argument("--hopper", action="store_true", help="the kernels of attention/hopper.py")
     args = parser.parse_args()
 
     triton.knobs.nvidia.dump_ptxas_log = True  # to stdout
     triton.knobs.compilation.always_compile = True  # a kernel from the cache comes without a log
     torch.cuda.get_device_capability = lambda device: divmod(args.chip, 10)
     stdout, ptxas_log = sys.stdout, io.StringIO()
+    launch_all = launch_hopper_kernels if args.hopper else launch_kernels
     for name in args.dtypes:
         dtype, precision = DTYPES[name]
         torch.set_float32_matmul_precision(precision)
@@ -116,7 +133,7 @@ def main():
                     triton.runtime.driver.set_active(Driver(args.chip, ptxas_log, report))
                     with contextlib.redirect_stdout(ptxas_log):
                         for length in LENGTHS:
-                            launch_kernels(dtype, dim, mask == "causal", group, args.features, length)
+                            launch_all(dtype, dim, mask == "causal", group, args.features, length)
 
 
 if __name__ == "__main__":

@@ -10,17 +10,19 @@ from pathlib import Path
 import torch
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
+import test_hopper
 from test_attention import kernels, make_problem, results
 from test_attention_pairs import CASES, arguments
 
 from attention import launch
 
-KERNELS = "(forward|delta|dq|dkdv|group_sum|dbias)_kernel"  # the others are PyTorch's
+KERNELS = "(forward|delta|dq|dkdv|group_sum|dbias|backward|prepare|finish)_kernel"  # the others are PyTorch's
 
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--kernels", action="store_true", help="print the pattern of our kernels' names and end")
+    parser.add_argument("--hopper", action="store_true", help="the cases of test_hopper.py by the Hopper kernels")
     parser.add_argument("--part", type=int, default=0, help="which part of the cases to run")
     parser.add_argument("--parts", type=int, default=1)
     args = parser.parse_args()
@@ -28,7 +30,12 @@ def main():
         print(KERNELS)
         return
     cases = CASES[args.part :: args.parts]
-    for case in cases:
+    if args.hopper:
+        cases = [case | dict(dim=dim) for dim in (64, 128, 256) for case in test_hopper.CASES.values()]
+        cases = cases[args.part :: args.parts]
+        for case in cases:
+            results(test_hopper.hopper, make_problem("cuda", torch.bfloat16, **case), torch.bfloat16)
+    for case in () if args.hopper else cases:
         launch.loops_over_group = lambda problem, programs, device, loops=case.loops: loops
         results(kernels, make_problem("cuda", case.dtype, **arguments(case)), case.dtype)
     torch.cuda.synchronize()

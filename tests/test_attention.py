@@ -4,6 +4,7 @@ Tolerance: at most twice the error of eager PyTorch (the reference run in the sa
 """
 
 import itertools
+from functools import partial
 
 import pytest
 import torch
@@ -126,19 +127,24 @@ def kernels(**arguments):
     return attention(**arguments, impl="triton")
 
 
-def check(problem, dtype):
-    """Fail if a result errs more than twice as much as eager PyTorch or rounding() does; return the worst ratio."""
+def check(problem, dtype, impls=("triton",), yardstick=None):
+    """Fail if a result errs more than twice as much as eager PyTorch or rounding() does; return the worst ratio.
+
+    Eager PyTorch computes in dtype, or in the dtype `yardstick`, of which the error counts twice: tensor cores round it,
+    and cut float32 off to tf32.
+    """
     exact = results(reference_attention, problem, torch.float64)
-    eager = results(reference_attention, problem, dtype)
-    ours = results(kernels, problem, dtype)
+    eager = results(reference_attention, problem, yardstick or dtype)
     floors = rounding(problem, exact)
     worst = 0.0
-    for name, truth in exact.items():
-        assert ours[name].isfinite().all(), f"{name} is not finite"
-        error, allowed = ((x[name].double() - truth).norm().item() for x in (ours, eager))
-        allowed = max(allowed, floors[name])
-        worst = max(worst, error / allowed)
-        assert error <= 2 * allowed, f"{name}: error {error:.2e}, allowed {2 * allowed:.2e}"
+    for impl in impls:
+        ours = results(partial(attention, impl=impl), problem, dtype)
+        for name, truth in exact.items():
+            assert ours[name].isfinite().all(), f"{name} of {impl} is not finite"
+            error, allowed = ((x[name].double() - truth).norm().item() for x in (ours, eager))
+            allowed = max(allowed, floors[name]) * (1 if yardstick is None else 2)
+            worst = max(worst, error / allowed)
+            assert error <= 2 * allowed, f"{name} of {impl}: error {error:.2e}, allowed {2 * allowed:.2e}"
     return worst
 
 
@@ -190,6 +196,18 @@ def test_output_and_gradients(case, device, poisoned):
 @pytest.mark.parametrize("case", ["causal", "grouped_full", "dropout", "all"])
 def test_half_precision(case, dtype, device, poisoned):
     check(make_problem(device, dtype, **CASES[case]), dtype)
+
+
+@pytest.mark.skipif(not ON_GPU, reason="the interpreter has no tf32")
+@pytest.mark.parametrize("case", ["causal", "grouped_full", "window", "all"])
+def test_tf32(case, device, poisoned):
+    """As exact as float16, which has as many bits; cuBLAS takes tf32 or not as it likes."""
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("high")
+    try:
+        check(make_problem(device, torch.float32, **CASES[case]), torch.float32, yardstick=torch.float16)
+    finally:
+        torch.set_float32_matmul_precision(before)
 
 
 DIMS = range(8, 257, 8) if ON_GPU else (8, 24, 64, 72, 128, 200, 256)
@@ -354,7 +372,11 @@ def test_custom_ops(case, device, monkeypatch):
         dict(q_len=20, k_len=33),
         dict(q_len=1, k_len=33),
         dict(window=7),
+        dict(window=7, q_len=20, k_len=33),
         dict(heads=4, kv_heads=2),
+        dict(scale=-0.3),
+        dict(scale=0.0),
+        dict(bias=(2, 1, 20, 20), q_len=20),
     ],
     ids=str,
 )
@@ -377,20 +399,21 @@ def test_auto_says_once_what_it_took(device, capsys):
     attention(q, k, v)
     printed = capsys.readouterr().err
     assert printed.count("attention ") == 1
-    assert ("triton" if ON_GPU else "sdpa") in printed
+    on_hopper = api.hopper_misses(torch.device(device, 0) if ON_GPU else torch.device(device)) is None
+    assert ("hopper on" if on_hopper else "triton on" if ON_GPU else "sdpa on") in printed
 
 
 def test_auto_survives_a_broken_kernel(device, monkeypatch):
     from attention import api
 
-    def broken(device):
+    def broken(device, impl):
         raise RuntimeError("no compiler")
 
     monkeypatch.setattr(api, "_self_check", broken)
-    choice = api._choose(torch.device("cuda"))
+    choice = api._choose_for(torch.device("cuda"))
     assert choice.name == "sdpa" and "no compiler" in choice.reason
-    monkeypatch.setattr(api, "_self_check", lambda device: float("nan"))
-    assert api._choose(torch.device("cuda")).name == "sdpa"
+    monkeypatch.setattr(api, "_self_check", lambda device, impl: float("nan"))
+    assert api._choose_for(torch.device("cuda")).name == "sdpa"
 
 
 def integers(*values):
@@ -412,7 +435,9 @@ BAD = {
     "kv": (lambda q, k, v: (q, k[:, :5], v), {}, "k has shape"),
     "stride": (lambda q, k, v: (q.transpose(2, 3).contiguous().transpose(2, 3), k, v), {}, "stride"),
     "dropout": (lambda q, k, v: (q, k, v), dict(dropout=1.0), "dropout=1.0"),
+    "device": (lambda q, k, v: (q, k.to("meta"), v), {}, "k is torch.float32 on meta"),
     "window": (lambda q, k, v: (q, k, v), dict(window=0), "window=0"),
+    "negative_window": (lambda q, k, v: (q, k, v), dict(window=-3), "window=-3"),
     "softcap": (lambda q, k, v: (q, k, v), dict(softcap=-1.0), "softcap=-1.0"),
     "scale": (lambda q, k, v: (q, k, v), dict(scale=float("nan")), "scale=nan"),
     "impl": (lambda q, k, v: (q, k, v), dict(impl="flash"), "impl='flash'"),
@@ -493,7 +518,7 @@ def test_contents_are_checked_on_request(options, message, device, monkeypatch):
         attention(q, q, q, impl="triton", **options)
 
 
-@pytest.mark.parametrize("where", ["lengths", "packed", "window", "window_full", "bias"])
+@pytest.mark.parametrize("where", ["lengths", "packed", "window", "window_full", "bias", "softcap"])
 @pytest.mark.parametrize("impl", ["triton", "reference", "sdpa"])
 def test_nan_in_keys_that_nobody_sees(impl, where, device):
     """NaN in keys and values that are masked out for every query reaches neither output nor gradients."""
@@ -506,6 +531,7 @@ def test_nan_in_keys_that_nobody_sees(impl, where, device):
         "window": (dict(window=5), slice(0, 26)),
         "window_full": (dict(window=5, causal=False), slice(0, 26)),
         "bias": (dict(bias=hiding), slice(20, 27)),
+        "softcap": (dict(bias=hiding, softcap=2.0, window=16), slice(20, 27)),
     }[where]
     if impl == "sdpa" and where != "bias":
         pytest.skip("SDPA does not serve this call")

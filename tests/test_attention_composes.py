@@ -42,6 +42,8 @@ def test_compiles_with_every_argument(case, device):
 
 
 CALLS = {
+    "auto": lambda q, k, v: attention(q, k, v),
+    "sdpa": lambda q, k, v: attention(q, k, v, impl="sdpa"),
     "plain": lambda q, k, v: attention(q, k, v, impl="triton"),
     "decay": lambda q, k, v: attention(q, k, v, window=7, decay=-q.abs().mean(-1), impl="triton"),
     "packed": lambda q, k, v: attention(
@@ -73,7 +75,9 @@ def test_autocast(device):
         out = attention(q, k.bfloat16(), v, impl="triton")
     assert out.dtype == torch.bfloat16
     gradients = torch.autograd.grad(out.float().sum(), (q, k, v))
-    assert all(x.dtype == torch.float32 and x.isfinite().all() for x in gradients)
+    low = [x.detach().bfloat16().requires_grad_() for x in (q, k, v)]
+    expected = torch.autograd.grad(attention(*low, impl="triton").float().sum(), low)
+    assert all(torch.equal(a, b.float()) for a, b in zip(gradients, expected, strict=True))
 
 
 def test_activation_checkpointing_repeats_the_dropout(device):
@@ -115,8 +119,11 @@ def test_cuda_graph(device):
     with torch.cuda.stream(stream):
         attention(q, k, v, dropout=0.5, impl="triton").sum().backward()
     torch.cuda.current_stream().wait_stream(stream)
+    problems = [make_problem(device, torch.float32, **CASES[case]) for case in ("all", "all_packed")]
+    expected = [results(kernels, problem, torch.float32) for problem in problems]
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
+        found = [results(kernels, problem, torch.float32) for problem in problems]
         plain = attention(q, k, v, impl="triton")
         seeded = attention(q, k, v, dropout=0.5, seed=3, impl="triton")
         (dq,) = torch.autograd.grad(seeded.sum(), q)
@@ -124,6 +131,8 @@ def test_cuda_graph(device):
     with torch.no_grad():
         q.normal_()
     graph.replay()
+    for ours, eager in zip(found, expected, strict=True):
+        assert all(torch.equal(ours[name], eager[name]) for name in eager)
     assert torch.equal(plain, attention(q, k, v, impl="triton"))
     expected = attention(q, k, v, dropout=0.5, seed=3, impl="triton")
     assert torch.equal(seeded, expected) and torch.equal(dq, torch.autograd.grad(expected.sum(), q)[0])
@@ -149,7 +158,10 @@ def test_second_gpu_while_the_first_is_current():
     problem = make_problem("cuda:1", torch.float16, q_len=100)
     found = results(kernels, problem, torch.float16)
     assert found["out"].device.index == 1 and torch.cuda.current_device() == 0
-    assert all(x.isfinite().all() for x in found.values())
+    arguments, dout, dlse = problem
+    moved = {name: x.to("cuda:0") if isinstance(x, torch.Tensor) else x for name, x in arguments.items()}
+    expected = results(kernels, (moved, dout.to("cuda:0"), dlse.to("cuda:0")), torch.float16)
+    assert all(torch.equal(found[name].to("cuda:0"), expected[name]) for name in expected)
 
 
 @needs_gpu

@@ -38,6 +38,15 @@ def test_kernels_fit_the_chip(chip, dtype):
     assert not bad, "\n".join(map(str, bad))
 
 
+@pytest.mark.parametrize("dtype", ["bfloat16"])
+def test_hopper_kernels_fit_their_chip(dtype):
+    """And no warning that ptxas runs matmuls one by one or waits for them (C7510 to C7515)."""
+    groups = ["--groups", "1"] if os.environ.get("COMPILE_ALL") != "1" else []
+    kernels = compile_kernels(90, "--hopper", "--dtypes", dtype, *groups)
+    bad = [k for k in kernels if k["spilled"] > 0 or k["shared"] > SHARED_KB[90] * 1024 or k["warnings"]]
+    assert not bad, "\n".join(map(str, bad))
+
+
 def test_every_feature_fits_the_smallest_shared_memory():
     """They may cost registers; memory that is not there would be an error."""
     chip = min(SHARED_KB, key=SHARED_KB.get)

@@ -1,0 +1,40 @@
+"""Gluon's names as attention/ uses them, whatever they are called in the installed Triton (3.6 to 3.9).
+
+Importing this module fails with ImportError or AttributeError where Triton lacks one of them; hopper.py asks once.
+"""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+# Newer names first: Triton 3.9 keeps the old ones only to raise.
+tma_load = tma.async_load if hasattr(tma, "async_load") else tma.async_copy_global_to_shared
+tma_store = tma.async_store if hasattr(tma, "async_store") else tma.async_copy_shared_to_global
+tma_wait = tma.store_wait
+partition_barrier = gl.thread_barrier if hasattr(gl, "thread_barrier") else gl.barrier
+
+if hasattr(tma, "async_atomic_add"):
+    tma_add = tma.async_atomic_add
+else:  # in the compiler since 3.6, but without a name
+    from triton._C.libtriton import ir
+    from triton.experimental.gluon.language._core import builtin
+
+    @builtin
+    def tma_add(tensor_desc, coord, src, _semantic=None):
+        """tensor[coord : coord + block] += src, from shared memory, in no particular order."""
+        coord = _semantic._convert_to_ir_values(coord, require_i64=False)
+        kind = ir.DESCRIPTOR_REDUCE_KIND.ADD
+        _semantic.builder.create_async_tma_reduce(kind, tensor_desc.handle, coord, src.handle)
+
+
+__all__ = [
+    "TensorDescriptor", "fence_async_shared", "gl", "gluon", "mbarrier", "partition_barrier", "tma_add", "tma_load",
+    "tma_store", "tma_wait", "warpgroup_mma", "warpgroup_mma_wait",
+]  # fmt: skip

@@ -1,0 +1,497 @@
+"""Backward for Hopper (sm_90) in Gluon: dQ, dK and dV in one kernel, from the saved log-sum-exp.
+
+Formulas as in backward.py. A program owns a tile of keys and walks the queries that see it: one warp loads by TMA, four
+or eight multiply, and one adds dQ to a float32 sum in global memory, in no particular order: two runs may differ in the
+last bits. Scores are [keys, queries]: P^T and dS^T are born as the left operands of dV and dK.
+Source: Shah et al., FlashAttention-3, and its backward for sm_90 (Dao-AILab/flash-attention).
+
+Letters: B batch, T sequence, H heads, D head dim.
+"""
+
+from typing import NamedTuple
+
+import triton
+import triton.language as tl
+
+from .gluon import (
+    fence_async_shared,
+    gl,
+    gluon,
+    mbarrier,
+    partition_barrier,
+    tma_add,
+    tma_load,
+    tma_store,
+    tma_wait,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+from .hopper_tiles import barriers, keep_columns, meeting_range, tanh
+from .score import LOG2E, ahead, behind
+from .tiles import (
+    FAR,
+    load_rows,
+    load_tile,
+    locate,
+    padded,
+    row_lane,
+    store_tile,
+    tile_lane,
+)
+
+# Floats in a row of the dQ sum: 128 bytes, one pass over the banks of shared memory.
+WIDTH = tl.constexpr(32)
+# Bytes of the L2 cache that programs may count on for what they share.
+CACHE = tl.constexpr(48 * 2**20)
+
+
+class Plan(NamedTuple):
+    """Static choices of backward_kernel: a constexpr argument."""
+
+    block_q: int  # queries per step
+    block_k: int  # keys per program
+    dim: int  # head dim, padded to a power of two
+    warps: int  # that multiply: 4 or 8
+    q_stages: int  # tiles of queries in shared memory
+    dout_stages: int
+    dq_stages: int  # tiles of dQ on their way to the sum; 0 = added from registers
+    ahead: bool  # begin the next step's scores before dQ leaves the registers, so that something multiplies meanwhile
+
+
+class Shared(NamedTuple):
+    """Tiles in shared memory; all but k and v and the last three in stages."""
+
+    k: gl.shared_memory_descriptor
+    v: gl.shared_memory_descriptor
+    q: gl.shared_memory_descriptor
+    dout: gl.shared_memory_descriptor
+    lse2: gl.shared_memory_descriptor
+    delta: gl.shared_memory_descriptor
+    dscores: gl.shared_memory_descriptor
+    weights: gl.shared_memory_descriptor  # if staged()
+    dq: gl.shared_memory_descriptor  # in stages, if any
+
+
+class Signals(NamedTuple):
+    """Barriers: what is full may be read, what is empty may be written."""
+
+    keys_full: gl.shared_memory_descriptor
+    q_full: gl.shared_memory_descriptor
+    q_empty: gl.shared_memory_descriptor
+    dout_full: gl.shared_memory_descriptor
+    dout_empty: gl.shared_memory_descriptor
+    dq_full: gl.shared_memory_descriptor
+    dq_empty: gl.shared_memory_descriptor
+
+
+class Work(NamedTuple):
+    """What a program does: its keys, its query heads, and the tiles of queries that meet the keys."""
+
+    batch: gl.tensor
+    kv_head: gl.tensor
+    head: gl.tensor  # first of `span` query heads
+    span: gl.tensor
+    heads: gl.tensor  # query heads of the call
+    k_start: gl.tensor
+    k_len: gl.tensor
+    shift: gl.tensor  # query i stands at key i + shift
+    first_tile: gl.tensor  # number of the first tile of `head`, counted over all heads
+    q_tiles: gl.tensor  # per head
+    lo: gl.tensor  # tiles lo..hi-1 meet the keys
+    hi: gl.tensor
+
+
+class Place(NamedTuple):
+    """Where a step stands."""
+
+    step: gl.tensor  # number
+    tile: gl.tensor  # of queries, of its head
+    number: gl.tensor  # of that tile, counted over all heads
+    more: gl.tensor  # whether there is another step
+
+
+@gluon.constexpr_function
+def hides(rule):
+    """Whether a query may be unable to see a key."""
+    return rule.causal or rule.window > 0
+
+
+@gluon.constexpr_function
+def staged(plan):
+    """Whether P and dS reach their matmuls through shared memory: a warp holds too few of their columns."""
+    return plan.block_k < plan.warps * 16
+
+
+@gluon.constexpr_function
+def mma_layout(warps, rows, columns):
+    """Of a matmul's result: 16 rows a warp, in groups of four warps; groups that this leaves over share the columns."""
+    down = min(warps, rows // 16)
+    across = warps // down
+    return gl.NVMMADistributedLayout([3, 0], [down, across], [16, columns // across, 16])
+
+
+@gluon.constexpr_function
+def scores_layout(plan):
+    """Of [keys, queries]."""
+    return mma_layout(plan.warps, plan.block_k, plan.block_q)
+
+
+@gluon.constexpr_function
+def keys_layout(plan):
+    """Of dK and dV [keys, dim]."""
+    return mma_layout(plan.warps, plan.block_k, plan.dim)
+
+
+@gluon.jit
+def zeros(ROWS: gl.constexpr, COLUMNS: gl.constexpr, PLAN: gl.constexpr):
+    """A float32 accumulator of a matmul."""
+    return gl.full([ROWS, COLUMNS], 0.0, gl.float32, mma_layout(PLAN.warps, ROWS, COLUMNS))
+
+
+@gluon.jit
+def flat(dq, PLAN: gl.constexpr):
+    """dQ [queries, dim] -> [queries * dim / WIDTH, WIDTH], in the order in which threads hold it.
+
+    A thread holds 2 neighbours in each of 2 rows: 4 floats that are now one 16-byte access. finish_kernel undoes it.
+    """
+    dq = dq.reshape([PLAN.block_q // 16, 2, 8, PLAN.dim // 8, 4, 2]).permute((0, 3, 2, 4, 1, 5))
+    return dq.reshape([PLAN.block_q * PLAN.dim // WIDTH, WIDTH])
+
+
+@gluon.jit
+def ring(step, STAGES: gl.constexpr):
+    """Stage of a step, and the phase in which its full barrier ends; the empty one ends in the other."""
+    return step % STAGES, step // STAGES & 1
+
+
+@gluon.jit
+def load(q, k, v, dout, rows, shared, signals, work, PLAN: gl.constexpr):
+    """The loading warp: keys and values once, then queries with their lse2, and dO with delta."""
+    keys: gl.constexpr = [1, PLAN.block_k, 1, PLAN.dim]
+    queries: gl.constexpr = [1, PLAN.block_q, 1, PLAN.dim]
+    mbarrier.expect(signals.keys_full, k.block_type.nbytes + v.block_type.nbytes)
+    tma_load(k, [work.batch, work.k_start, work.kv_head, 0], signals.keys_full, shared.k.reshape(keys))
+    tma_load(v, [work.batch, work.k_start, work.kv_head, 0], signals.keys_full, shared.v.reshape(keys))
+    step = 0
+    for member in range(work.span):
+        for tile in range(work.lo, work.hi):
+            at = [work.batch, tile * PLAN.block_q, work.head + member, 0]
+            row = (work.first_tile + member * work.q_tiles + tile) * (2 * PLAN.block_q)
+            slot, phase = ring(step, PLAN.q_stages)
+            full = signals.q_full.index(slot)
+            mbarrier.wait(signals.q_empty.index(slot), phase ^ 1)
+            mbarrier.expect(full, q.block_type.nbytes + PLAN.block_q * 4)
+            tma_load(q, at, full, shared.q.index(slot).reshape(queries))
+            tma_load(rows, [row], full, shared.lse2.index(slot))
+            slot, phase = ring(step, PLAN.dout_stages)
+            full = signals.dout_full.index(slot)
+            mbarrier.wait(signals.dout_empty.index(slot), phase ^ 1)
+            mbarrier.expect(full, dout.block_type.nbytes + PLAN.block_q * 4)
+            tma_load(dout, at, full, shared.dout.index(slot).reshape(queries))
+            tma_load(rows, [row + PLAN.block_q], full, shared.delta.index(slot))
+            step += 1
+
+
+@gluon.jit
+def add(dq_sum, shared, signals, work, PLAN: gl.constexpr):
+    """The adding warp: dQ of each step to the sum, which lies tile by tile of a head."""
+    step = 0
+    if PLAN.dq_stages > 0:
+        for member in range(work.span):
+            for tile in range(work.lo, work.hi):
+                number = work.first_tile + member * work.q_tiles + tile
+                slot, phase = ring(step, PLAN.dq_stages)
+                mbarrier.wait(signals.dq_full.index(slot), phase)
+                tma_add(dq_sum, [number * (PLAN.block_q * PLAN.dim // WIDTH), 0], shared.dq.index(slot))
+                tma_wait(0)
+                mbarrier.arrive(signals.dq_empty.index(slot))
+                step += 1
+
+
+@gluon.jit
+def give_dq(dq, dq_sum, shared, signals, step, number, PLAN: gl.constexpr):
+    """Hand dQ of a step to the adding warp, or add it from registers."""
+    dq = flat(dq, PLAN)
+    if PLAN.dq_stages > 0:
+        slot, phase = ring(step, PLAN.dq_stages)
+        mbarrier.wait(signals.dq_empty.index(slot), phase ^ 1)
+        shared.dq.index(slot).store(dq)
+        fence_async_shared()
+        mbarrier.arrive(signals.dq_full.index(slot))
+    else:
+        layout: gl.constexpr = dq.type.layout
+        SIZE: gl.constexpr = PLAN.block_q * PLAN.dim
+        row = gl.arange(0, SIZE // WIDTH, gl.SliceLayout(1, layout))[:, None]
+        column = gl.arange(0, WIDTH, gl.SliceLayout(0, layout))[None, :]
+        gl.atomic_add(dq_sum + tl.cast(number, tl.int64) * SIZE + (row * WIDTH + column), dq, sem="relaxed")
+
+
+@gluon.jit
+def begin_scores(shared, signals, step, exists, PLAN: gl.constexpr):
+    """K Q^T of a step, not waited for. Of a step that does not exist: of whatever the tile holds, for nobody."""
+    slot, phase = ring(step, PLAN.q_stages)
+    mbarrier.wait(signals.q_full.index(slot), phase, pred=exists)
+    empty = zeros(PLAN.block_k, PLAN.block_q, PLAN)
+    return warpgroup_mma(shared.k, shared.q.index(slot).permute((1, 0)), empty, use_acc=False, is_async=True)
+
+
+@gluon.jit
+def weigh(scores, lse2, place, work, scale, RULE: gl.constexpr, PLAN: gl.constexpr, MASKED: gl.constexpr):
+    """Raw scores [keys, queries] -> weights, and weights times d score / d (scale q.k)."""
+    if RULE.softcap > 0:
+        cap = tanh(scores * (scale / RULE.softcap))
+        weights = gl.exp2(cap * (RULE.softcap * LOG2E) - lse2[None, :])
+    else:
+        weights = gl.exp2(scores * (scale * LOG2E) - lse2[None, :])
+    if MASKED:
+        key = work.k_start + gl.arange(0, PLAN.block_k, gl.SliceLayout(1, scores_layout(PLAN)))
+        own = key - work.shift - place.tile * PLAN.block_q  # the query of this tile that stands at this key
+        first = gl.where(key < work.k_len, own - ahead(RULE), FAR)
+        end = None
+        if RULE.window > 0:
+            end = own + behind(RULE) + 1
+        weights = keep_columns(weights, first, end, 0.0)
+    sloped = weights
+    if RULE.softcap > 0:
+        sloped = weights * (1 - cap * cap)
+    return weights, sloped
+
+
+@gluon.jit
+def meet(
+    state, place, dq_sum, shared, signals, work, scale, RULE: gl.constexpr, PLAN: gl.constexpr, MASKED: gl.constexpr
+):
+    """One step: what a tile of queries adds to dK and dV, and its dQ. state: scores (if ahead), dk, dv."""
+    scores, dk, dv = state
+    dtype: gl.constexpr = shared.q.dtype
+    operand: gl.constexpr = gl.DotOperandLayout(0, keys_layout(PLAN), 2)
+    columns: gl.constexpr = gl.SliceLayout(0, scores_layout(PLAN))
+    q_slot, _ = ring(place.step, PLAN.q_stages)
+    slot, phase = ring(place.step, PLAN.dout_stages)
+    q, dout = shared.q.index(q_slot), shared.dout.index(slot)
+
+    if not PLAN.ahead:
+        scores = begin_scores(shared, signals, place.step, True, PLAN)
+    mbarrier.wait(signals.dout_full.index(slot), phase)
+    empty = zeros(PLAN.block_k, PLAN.block_q, PLAN)
+    dweights = warpgroup_mma(shared.v, dout.permute((1, 0)), empty, use_acc=False, is_async=True)
+    lse2 = shared.lse2.index(q_slot).load(columns)
+    if not PLAN.ahead:
+        scores = warpgroup_mma_wait(1, deps=(scores,))
+    weights, sloped = weigh(scores, lse2, place, work, scale, RULE, PLAN, MASKED)
+    delta = shared.delta.index(slot).load(columns)[None, :]
+    no_dq = zeros(PLAN.block_q, PLAN.dim, PLAN)
+    # dscores may be written: since the last dQ all warps have met, at a barrier or (staged) at the one of weights
+    if staged(PLAN):
+        shared.weights.store(weights.to(dtype))
+        fence_async_shared()
+        partition_barrier()
+        dweights = warpgroup_mma_wait(0, deps=(dweights,))
+        dv = warpgroup_mma(shared.weights, dout, dv, is_async=True)
+        shared.dscores.store((sloped * (dweights - delta)).to(dtype))
+        fence_async_shared()
+        partition_barrier()
+        dk = warpgroup_mma(shared.dscores, q, dk, is_async=True)
+        dq = warpgroup_mma(shared.dscores.permute((1, 0)), shared.k, no_dq, use_acc=False, is_async=True)
+        dv = warpgroup_mma_wait(2, deps=(dv,))
+        mbarrier.arrive(signals.dout_empty.index(slot))
+    else:
+        left = gl.convert_layout(weights.to(dtype), operand)
+        dweights = warpgroup_mma_wait(0, deps=(dweights,))
+        dv = warpgroup_mma(left, dout, dv, is_async=True)
+        dscores = (sloped * (dweights - delta)).to(dtype)
+        dk = warpgroup_mma(gl.convert_layout(dscores, operand), q, dk, is_async=True)
+        dv = warpgroup_mma_wait(1, deps=(dv,))
+        mbarrier.arrive(signals.dout_empty.index(slot))
+        shared.dscores.store(dscores)
+        fence_async_shared()
+        partition_barrier()
+        dq = warpgroup_mma(shared.dscores.permute((1, 0)), shared.k, no_dq, use_acc=False, is_async=True)
+    dk = warpgroup_mma_wait(1, deps=(dk,))
+    mbarrier.arrive(signals.q_empty.index(q_slot))
+    if PLAN.ahead:
+        scores = begin_scores(shared, signals, place.step + 1, place.more, PLAN)
+        dq = warpgroup_mma_wait(1, deps=(dq,))
+    else:
+        scores = 0
+        dq = warpgroup_mma_wait(0, deps=(dq,))
+    give_dq(dq * scale, dq_sum, shared, signals, place.step, place.number, PLAN)
+    if PLAN.ahead:  # waited for here: ptxas serializes all matmuls if one is under way where the loop closes
+        scores = warpgroup_mma_wait(0, deps=(scores,))
+    return scores, dk, dv
+
+
+@gluon.jit
+def multiply(
+    dk_out, dv_out, dk_part, dv_part, dq_sum, shared, signals, work, scale,
+    RULE: gl.constexpr, PLAN: gl.constexpr, RAGGED: gl.constexpr,
+):  # fmt: skip
+    """The multiplying warps: all steps of a program, then dK and dV."""
+    MASKED: gl.constexpr = hides(RULE) or RAGGED
+    dtype: gl.constexpr = shared.q.dtype
+    steps = (work.hi - work.lo) * work.span
+    mbarrier.wait(signals.keys_full, 0)
+    scores = 0
+    if PLAN.ahead:
+        scores = warpgroup_mma_wait(0, deps=(begin_scores(shared, signals, 0, steps > 0, PLAN),))
+    state = (scores, zeros(PLAN.block_k, PLAN.dim, PLAN), zeros(PLAN.block_k, PLAN.dim, PLAN))
+    tile = work.lo
+    first = work.first_tile
+    for step in range(steps):  # one loop over all heads and tiles: nested ones cost registers
+        place = Place(step, tile, first + tile, step + 1 < steps)
+        state = meet(state, place, dq_sum, shared, signals, work, scale, RULE, PLAN, MASKED)
+        tile += 1
+        if tile == work.hi:
+            tile = work.lo
+            first += work.q_tiles
+
+    _, dk, dv = state
+    dk = dk * scale
+    if dk_part is not None:
+        key = work.k_start + gl.arange(0, PLAN.block_k, gl.SliceLayout(1, keys_layout(PLAN)))[:, None]
+        column = gl.arange(0, PLAN.dim, gl.SliceLayout(0, keys_layout(PLAN)))[None, :]
+        at = ((tl.cast(work.batch, tl.int64) * work.k_len + key) * work.heads + work.head) * PLAN.dim + column
+        gl.store(dk_part + at, dk, key < work.k_len)
+        gl.store(dv_part + at, dv, key < work.k_len)
+    else:
+        shape: gl.constexpr = [1, PLAN.block_k, 1, PLAN.dim]
+        partition_barrier()  # all warps are through with k and v
+        shared.k.store(dk.to(dtype))
+        shared.v.store(dv.to(dtype))
+        fence_async_shared()
+        partition_barrier()
+        tma_store(dk_out, [work.batch, work.k_start, work.kv_head, 0], shared.k.reshape(shape))
+        tma_store(dv_out, [work.batch, work.k_start, work.kv_head, 0], shared.v.reshape(shape))
+        tma_wait(0)
+
+
+@gluon.constexpr_function
+def shared_layout(shape, dtype):
+    """Of the last two dimensions of an allocation."""
+    return gl.NVMMASharedLayout.get_default_for([int(x) for x in shape[-2:]], dtype)
+
+
+@gluon.jit
+def locate_keys(q_len, k_len, batches, slots, RULE: gl.constexpr, PLAN: gl.constexpr):
+    """Program id -> (tile of keys, slot of query heads, batch), tile by tile of a slot.
+
+    Under a causal mask without a window the first tiles take longest and come first; the slots whose queries, dO and
+    dQ fit the L2 cache together take turns.
+    """
+    tiles_k = gl.cdiv(k_len, PLAN.block_k)
+    program = gl.program_id(0)
+    tile = program % tiles_k
+    slot = program // tiles_k
+    if RULE.causal and RULE.window == 0:
+        fit = gl.maximum(CACHE // (gl.maximum(q_len, 1024) * (PLAN.dim * 8)), 2)
+        turn = program // (fit * tiles_k)
+        size = gl.minimum(fit, slots * batches - turn * fit)
+        rest = program - turn * fit * tiles_k
+        tile = rest // size
+        slot = turn * fit + rest % size
+    return tile, slot % slots, slot // slots
+
+
+@gluon.jit
+def plan_work(q_len, k_len, batches, heads, group, span, RULE: gl.constexpr, PLAN: gl.constexpr):
+    """The Work of this program."""
+    tile, slot, batch = locate_keys(q_len, k_len, batches, heads // span, RULE, PLAN)
+    k_start = tile * PLAN.block_k
+    shift = k_len - q_len
+    last = gl.minimum(k_start + PLAN.block_k, k_len) - 1
+    # in query indices a key meets [k - shift - ahead, k - shift + behind]
+    meets = meeting_range(k_start - shift, last - shift, ahead(RULE), behind(RULE), q_len, PLAN.block_q)
+    lo = meets.lo // PLAN.block_q
+    hi = gl.maximum(gl.cdiv(meets.hi, PLAN.block_q), lo)
+    head = slot * span
+    q_tiles = gl.cdiv(q_len, PLAN.block_q)
+    first_tile = (batch * heads + head) * q_tiles
+    return Work(batch, head // group, head, span, heads, k_start, k_len, shift, first_tile, q_tiles, lo, hi)
+
+
+@gluon.jit(do_not_specialize=["q_len", "k_len", "batches", "heads", "group", "span"])
+def backward_kernel(
+    q, k, v, dout, rows, dq_sum, dk, dv, dk_part, dv_part, q_len, k_len, batches, heads, group, span, scale,
+    RULE: gl.constexpr, PLAN: gl.constexpr, RAGGED: gl.constexpr,
+):  # fmt: skip
+    """dK and dV of one tile of keys, and what it adds to dQ, for `span` query heads of one key head.
+
+    Tensors are descriptors, but for the parts, and for dq_sum if it is added to from registers; rows and dq_sum are as
+    prepare_kernel leaves them. With dk_part and dv_part [B, Tk, H, D], float32 and D padded, span is 1 and each query
+    head writes its own. RAGGED: Tk is not a multiple of block_k.
+    """
+    work = plan_work(q_len, k_len, batches, heads, group, span, RULE, PLAN)
+    dtype: gl.constexpr = q.dtype
+    keys: gl.constexpr = [PLAN.block_k, PLAN.dim]
+    queries: gl.constexpr = [PLAN.block_q, PLAN.dim]
+    scores: gl.constexpr = [PLAN.block_k, PLAN.block_q]
+    weights = 0
+    dq = 0
+    if staged(PLAN):
+        weights = gl.allocate_shared_memory(dtype, scores, shared_layout(scores, dtype))
+    if PLAN.dq_stages > 0:
+        dq = gl.allocate_shared_memory(
+            gl.float32, [PLAN.dq_stages, PLAN.block_q * PLAN.dim // WIDTH, WIDTH], dq_sum.layout
+        )
+    shared = Shared(
+        gl.allocate_shared_memory(dtype, keys, shared_layout(keys, dtype)),
+        gl.allocate_shared_memory(dtype, keys, shared_layout(keys, dtype)),
+        gl.allocate_shared_memory(dtype, [PLAN.q_stages, PLAN.block_q, PLAN.dim], shared_layout(queries, dtype)),
+        gl.allocate_shared_memory(dtype, [PLAN.dout_stages, PLAN.block_q, PLAN.dim], shared_layout(queries, dtype)),
+        gl.allocate_shared_memory(gl.float32, [PLAN.q_stages, PLAN.block_q], rows.layout),
+        gl.allocate_shared_memory(gl.float32, [PLAN.dout_stages, PLAN.block_q], rows.layout),
+        gl.allocate_shared_memory(dtype, scores, shared_layout(scores, dtype)),
+        weights,
+        dq,
+    )
+    signals = Signals(
+        barriers(1, 1).index(0),
+        barriers(PLAN.q_stages, 1), barriers(PLAN.q_stages, 1),
+        barriers(PLAN.dout_stages, 1), barriers(PLAN.dout_stages, 1),
+        barriers(max(PLAN.dq_stages, 1), 1), barriers(max(PLAN.dq_stages, 1), 1),
+    )  # fmt: skip
+    gl.warp_specialize(
+        [
+            (multiply, (dk, dv, dk_part, dv_part, dq_sum, shared, signals, work, scale, RULE, PLAN, RAGGED)),
+            (load, (q, k, v, dout, rows, shared, signals, work, PLAN)),
+            (add, (dq_sum, shared, signals, work, PLAN)),
+        ],
+        [1, 1],
+        [24, 24],
+    )
+
+
+@triton.jit(do_not_specialize=["q_len"])
+def prepare_kernel(out, dout, lse2, dlse, rows, dq_sum, q_len, TILE: tl.constexpr):
+    """Before backward_kernel, for one tile of queries of one head: rows = [lse2, delta], and a dQ sum of zeros.
+
+    delta_i = sum_d dO_id O_id - dlse_i; dlse may be None. lse2 is +inf, which makes all weights 0, for rows that see no
+    key or do not exist; delta of these is 0.
+    """
+    tile, head, batch = locate(tl.cdiv(q_len, TILE.block_q), TILE.heads)
+    start = tile * TILE.block_q
+    out_tile = load_tile(tile_lane(out, batch, head, 0), start, 0, q_len, TILE.block_q, TILE.dim, True)
+    dout_tile = load_tile(tile_lane(dout, batch, head, 0), start, 0, q_len, TILE.block_q, TILE.dim, True)
+    lse = load_rows(row_lane(lse2, batch, head, 0), start, q_len, float("inf"), TILE.block_q, True)
+    lse = tl.where(lse == float("-inf"), float("inf"), lse)
+    delta = tl.sum(out_tile.to(tl.float32) * dout_tile.to(tl.float32), 1)
+    if dlse is not None:
+        delta -= load_rows(row_lane(dlse, batch, head, 0), start, q_len, 0.0, TILE.block_q, True)
+    number = tl.program_id(0).to(tl.int64)
+    row = tl.arange(0, TILE.block_q)
+    rows += number * (2 * TILE.block_q)
+    tl.store(rows + row, lse)
+    tl.store(rows + TILE.block_q + row, tl.where(lse == float("inf"), 0.0, delta))
+    place = tl.arange(0, TILE.block_q * padded(TILE.dim))
+    tl.store(dq_sum + number * (TILE.block_q * padded(TILE.dim)) + place, place.to(tl.float32) * 0.0)
+
+
+@triton.jit(do_not_specialize=["q_len"])
+def finish_kernel(dq_sum, dq, q_len, TILE: tl.constexpr):
+    """After backward_kernel: dq = the sum for one tile of queries of one head, in the order of dq again."""
+    tile, head, batch = locate(tl.cdiv(q_len, TILE.block_q), TILE.heads)
+    SIZE: tl.constexpr = TILE.block_q * padded(TILE.dim)
+    total = tl.load(dq_sum + tl.program_id(0).to(tl.int64) * SIZE + tl.arange(0, SIZE))
+    total = total.reshape(TILE.block_q // 16, padded(TILE.dim) // 8, 8, 4, 2, 2).permute(0, 4, 2, 1, 3, 5)
+    total = total.reshape(TILE.block_q, padded(TILE.dim))
+    store_tile(tile_lane(dq, batch, head, 0), total, tile * TILE.block_q, q_len, TILE.block_q, TILE.dim)

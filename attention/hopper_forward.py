@@ -1,0 +1,437 @@
+"""Forward kernel for Hopper (sm_90): matrix products, softmax and loads of several query tiles run at once.
+
+A program is one warp that loads by TMA and two or three consumers: warpgroups of 64 query rows each. While a consumer
+takes the softmax of one block of keys, its tensor core works on the product of the weights and values of the block
+before, and on the products of the other consumers. Programs are persistent: the next tile loads while this one ends.
+Source: Shah et al., FlashAttention-3; scores in base 2.
+"""
+
+from typing import NamedTuple
+
+from .gluon import (
+    fence_async_shared,
+    gl,
+    gluon,
+    mbarrier,
+    partition_barrier,
+    tma_load,
+    tma_store,
+    tma_wait,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+from .hopper_tiles import barriers, keep_columns, meeting_range, query_tile, tanh
+from .score import LOG2E, ahead, behind
+
+ROWS = gl.constexpr(64)  # queries of a consumer: what one warpgroup multiplies at a time
+MAILBOX = gl.constexpr(2)  # tiles on their way from the loader to the consumers
+
+
+class Pipeline(NamedTuple):
+    """How the work of a program is spread: a constexpr argument."""
+
+    consumers: int
+    stages: int  # blocks of keys, and of values, in shared memory
+    turns: bool  # whether consumers issue their products in turn, so that softmax and products alternate
+    reuse: bool  # whether the output passes through the memory of the queries; else it has its own
+    flip: bool  # whether the scale is negative
+
+
+class Channel(NamedTuple):
+    """Tiles in shared memory that the loader fills and consumers empty."""
+
+    tiles: gl.shared_memory_descriptor  # [slots, rows, D]
+    full: gl.shared_memory_descriptor  # barriers [slots, 1]
+    empty: gl.shared_memory_descriptor
+
+
+class Shared(NamedTuple):
+    """Shared memory of a program."""
+
+    q: Channel  # a slot for each consumer
+    k: Channel
+    v: Channel
+    out: gl.shared_memory_descriptor
+    turn: gl.shared_memory_descriptor  # barriers [consumers, 1]
+    mail: Channel  # which tiles are to come
+
+
+class Problem(NamedTuple):
+    """What the tiles of a launch have in common."""
+
+    q_len: gl.tensor
+    k_len: gl.tensor
+    scale: gl.tensor
+
+
+class State(NamedTuple):
+    """Online softmax of the queries of a consumer."""
+
+    acc: gl.tensor  # [queries, D] sum of exp2(score - top) * v, without the last block
+    weights: gl.tensor  # [queries, keys / 2] exp2(score - top) of the last block, packed
+    top: gl.tensor  # [queries] largest score
+    total: gl.tensor  # [queries] sum of exp2(score - top)
+
+
+@gluon.jit
+def blocks(start, rows, problem, RULE: gl.constexpr, TILE: gl.constexpr):
+    """Blocks of keys that `rows` queries from `start` on meet: (begin, full_begin, full_end, end), at least one."""
+    first = start + problem.k_len - problem.q_len  # query i stands at key i + k_len - q_len
+    last = gl.minimum(first + rows, problem.k_len) - 1
+    span = meeting_range(first, last, behind(RULE), ahead(RULE), problem.k_len, TILE.block_k)
+    begin = span.lo // TILE.block_k
+    end = gl.maximum(gl.cdiv(span.hi, TILE.block_k), begin + 1)
+    return begin, span.full_lo // TILE.block_k, span.full_hi // TILE.block_k, end
+
+
+@gluon.jit
+def place(channel, count):
+    """Slot and phase of the count-th tile that passes through a channel."""
+    SLOTS: gl.constexpr = channel.full.shape[0]
+    return count % SLOTS, count // SLOTS & 1
+
+
+@gluon.jit
+def fill(channel, count, desc, row, head, start):
+    """Load a tile once its slot is empty."""
+    slot, phase = place(channel, count)
+    mbarrier.wait(channel.empty.index(slot), phase ^ 1)
+    mbarrier.expect(channel.full.index(slot), desc.block_type.nbytes)
+    tile = channel.tiles.index(slot).reshape(desc.block_shape)
+    tma_load(desc, [row, start, head, 0], channel.full.index(slot), tile)
+
+
+@gluon.jit
+def filled(channel, count):
+    """A tile, once it is there."""
+    slot, phase = place(channel, count)
+    mbarrier.wait(channel.full.index(slot), phase)
+    return channel.tiles.index(slot)
+
+
+@gluon.jit
+def release(channel, count):
+    """Let the loader have the slot of a tile back."""
+    slot, _ = place(channel, count)
+    mbarrier.arrive(channel.empty.index(slot))
+
+
+@gluon.jit
+def send(mail, visit, start, lane):
+    """Tell the consumers of a tile: its first query, or -1 when there are no more, and its head of all sequences."""
+    layout: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
+    slot, phase = place(mail, visit)
+    mbarrier.wait(mail.empty.index(slot), phase ^ 1)
+    mail.tiles.index(2 * slot).store(gl.full([1], start, gl.int32, layout))
+    mail.tiles.index(2 * slot + 1).store(gl.full([1], lane, gl.int32, layout))
+    mbarrier.arrive(mail.full.index(slot))
+
+
+@gluon.jit
+def receive(mail, visit):
+    """What was sent."""
+    layout: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
+    slot, phase = place(mail, visit)
+    mbarrier.wait(mail.full.index(slot), phase)
+    start = gl.max(mail.tiles.index(2 * slot).load(layout), 0)
+    lane = gl.max(mail.tiles.index(2 * slot + 1).load(layout), 0)
+    release(mail, visit)
+    return start, lane
+
+
+@gluon.jit
+def loader(
+    shared, q, k, v, problem, n_tiles, lanes, counter, RULE: gl.constexpr, TILE: gl.constexpr, PIPE: gl.constexpr
+):
+    """Choose tiles, and load what the consumers will need in the order in which they will."""
+    CONSUMERS: gl.constexpr = PIPE.consumers
+    count = 0  # of blocks
+    visit = 0  # of tiles
+    number = gl.program_id(0)
+    while number < n_tiles * lanes:
+        tile, head, row = query_tile(number, n_tiles * lanes, n_tiles, problem.k_len, RULE, TILE)
+        q_start = tile * TILE.block_q
+        send(shared.mail, visit, q_start, row * TILE.heads + head)
+        for index in gl.static_range(CONSUMERS):
+            fill(shared.q, visit * CONSUMERS + index, q, row, head, q_start + index * ROWS)
+        kv_head = head // TILE.group
+        begin, _, _, end = blocks(q_start, TILE.block_q, problem, RULE, TILE)
+        start = (end - 1) * TILE.block_k
+        fill(shared.k, count, k, row, kv_head, start)
+        for _ in range(end - 1 - begin):
+            fill(shared.k, count + 1, k, row, kv_head, start - TILE.block_k)
+            fill(shared.v, count, v, row, kv_head, start)
+            count += 1
+            start -= TILE.block_k
+        fill(shared.v, count, v, row, kv_head, start)
+        count += 1
+        visit += 1
+        number = gl.atomic_add(counter, 1, sem="relaxed") + gl.num_programs(0)  # whoever is free takes the next
+    send(shared.mail, visit, -1, 0)
+
+
+@gluon.jit
+def take_turn(turn, count, INDEX: gl.constexpr, PIPE: gl.constexpr):
+    """Wait until the consumer before has issued its products of this block."""
+    if PIPE.turns:
+        mbarrier.wait(turn.index(INDEX), count & 1)
+
+
+@gluon.jit
+def pass_turn(turn, INDEX: gl.constexpr, PIPE: gl.constexpr):
+    """Let the next consumer issue its own."""
+    if PIPE.turns:
+        mbarrier.arrive(turn.index((INDEX + 1) % PIPE.consumers))
+
+
+@gluon.jit
+def skip(shared, count, steps, INDEX: gl.constexpr, PIPE: gl.constexpr):
+    """Release blocks that other consumers of the tile meet and this one does not."""
+    for _ in range(steps):
+        take_turn(shared.turn, count, INDEX, PIPE)
+        pass_turn(shared.turn, INDEX, PIPE)
+        filled(shared.k, count)
+        release(shared.k, count)
+        filled(shared.v, count)
+        release(shared.v, count)
+        count += 1
+    return count
+
+
+@gluon.jit
+def hide(scores, edge, start, problem, RULE: gl.constexpr):
+    """-inf where the query at position edge + i does not see key start + j."""
+    layout: gl.constexpr = gl.SliceLayout(1, scores.type.layout)
+    pos = edge - start + gl.arange(0, scores.shape[0], layout)
+    begin = None
+    end = gl.full([scores.shape[0]], problem.k_len - start, gl.int32, layout)
+    if RULE.causal:  # no key that a query sees lies past the end
+        end = pos + 1
+    elif RULE.window > 0:
+        end = gl.minimum(pos + RULE.window, end)
+    if RULE.window > 0:
+        begin = pos - (RULE.window - 1)
+    return keep_columns(scores, begin, end, float("-inf"))
+
+
+@gluon.jit
+def weigh(
+    scores, top, total, edge, start, problem,
+    RULE: gl.constexpr, TILE: gl.constexpr, PIPE: gl.constexpr, MASKED: gl.constexpr,
+):  # fmt: skip
+    """Raw scores of a block -> (weights, top, total, fade): fade is what the sums so far shrink by."""
+    if PIPE.flip:  # the maximum is taken of raw scores, so their factor must be positive
+        scores = -scores
+    factor = problem.scale * LOG2E
+    if RULE.softcap > 0:
+        scores = tanh(scores * (problem.scale / RULE.softcap))
+        factor = RULE.softcap * LOG2E
+    if MASKED:
+        scores = hide(scores, edge, start, problem, RULE)
+    new_top = gl.maximum(top, gl.max(scores, 1) * factor)
+    if MASKED:  # a row that has seen no key yet: a finite pivot keeps inf - inf away
+        pivot = gl.where(new_top == float("-inf"), 0.0, new_top)
+    else:
+        pivot = new_top
+    weights = gl.exp2(scores * factor - pivot[:, None])
+    fade = gl.exp2(top - pivot)
+    return weights, new_top, total * fade + gl.sum(weights, 1), fade
+
+
+@gluon.jit
+def pack(weights, DTYPE: gl.constexpr):
+    """float32 [queries, keys] -> pairs of 16 bits, int32 [queries, keys / 2].
+
+    Only so, and in assembly, do they stay packed from one iteration to the next.
+    """
+    ROWS: gl.constexpr = weights.shape[0]
+    PAIRS: gl.constexpr = weights.shape[1] // 2
+    even, odd = gl.split(weights.reshape([ROWS, PAIRS, 2]))
+    CONVERT: gl.constexpr = "cvt.rn.bf16x2.f32 $0, $2, $1;" if DTYPE == gl.bfloat16 else "cvt.rn.f16x2.f32 $0, $2, $1;"
+    return gl.inline_asm_elementwise(CONVERT, "=r,f,f", [even, odd], dtype=gl.int32, is_pure=True, pack=1)
+
+
+@gluon.jit
+def unpack(pairs, acc, DTYPE: gl.constexpr):
+    """What was packed as the left operand of a product that adds to acc."""
+    ROWS: gl.constexpr = pairs.shape[0]
+    COLS: gl.constexpr = pairs.shape[1] * 2
+    weights = gl.join(pairs.to(gl.int16), (pairs >> 16).to(gl.int16)).to(DTYPE, bitcast=True)
+    return gl.convert_layout(weights.reshape([ROWS, COLS]), gl.DotOperandLayout(0, acc.type.layout, 2))
+
+
+@gluon.jit
+def attend(
+    state, q, shared, count, steps, edge, start, problem,
+    INDEX: gl.constexpr, RULE: gl.constexpr, TILE: gl.constexpr, PIPE: gl.constexpr,
+    MASKED: gl.constexpr, FIRST: gl.constexpr = False,
+):  # fmt: skip
+    """Absorb `steps` blocks of keys, from `start` down; the values of each while the next is weighed."""
+    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, TILE.block_k, 16])
+    none = gl.full([ROWS, TILE.block_k], 0.0, gl.float32, layout)
+    acc = state.acc
+    for _ in range(steps):
+        k_tile = filled(shared.k, count).permute((1, 0))
+        take_turn(shared.turn, count, INDEX, PIPE)
+        scores = warpgroup_mma(q, k_tile, none, use_acc=False, is_async=True)
+        if not FIRST:
+            v_tile = filled(shared.v, count - 1)
+            acc = warpgroup_mma(unpack(state.weights, state.acc, q.dtype), v_tile, state.acc, is_async=True)
+        pass_turn(shared.turn, INDEX, PIPE)
+        scores = warpgroup_mma_wait(0 if FIRST else 1, deps=(scores,))
+        release(shared.k, count)
+        weights, top, total, fade = weigh(
+            scores, state.top, state.total, edge, start, problem, RULE, TILE, PIPE, MASKED
+        )
+        if not FIRST:
+            acc = warpgroup_mma_wait(0, deps=(acc,))
+            release(shared.v, count - 1)
+            acc = acc * gl.convert_layout(fade, gl.SliceLayout(1, acc.type.layout))[:, None]
+        state = State(acc, pack(weights, q.dtype), top, total)
+        count += 1
+        start -= TILE.block_k
+    return state, count, start
+
+
+@gluon.jit
+def consumer(
+    INDEX: gl.constexpr, shared, out, lse2, sink, problem,
+    RULE: gl.constexpr, TILE: gl.constexpr, PIPE: gl.constexpr,
+):  # fmt: skip
+    """Attention of ROWS queries of each tile."""
+    dtype: gl.constexpr = shared.q.tiles.dtype
+    qk_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, TILE.block_k, 16])
+    out_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, TILE.dim, 16])
+    row_layout: gl.constexpr = gl.SliceLayout(1, qk_layout)
+    q = shared.q.tiles.index(INDEX)
+    count = 0  # of blocks
+    visit = 0
+    tile_start, lane = receive(shared.mail, visit)
+    while tile_start >= 0:
+        # which blocks are this consumer's; where it has no queries one, so that the code below holds
+        q_start = tile_start + INDEX * ROWS
+        tile_begin, _, _, tile_end = blocks(tile_start, TILE.block_q, problem, RULE, TILE)
+        begin, full_begin, full_end, end = blocks(q_start, ROWS, problem, RULE, TILE)
+        end = gl.minimum(end, tile_end)
+        begin = gl.where(q_start < problem.q_len, gl.minimum(begin, end - 1), end - 1)
+        full_end = gl.maximum(gl.minimum(full_end, end - 1), begin)
+        if RULE.window > 0:
+            full_begin = gl.maximum(gl.minimum(full_begin, full_end), begin)
+        else:
+            full_begin = begin
+        next_tile = count + tile_end - tile_begin
+        edge = q_start + problem.k_len - problem.q_len  # where its first query stands
+
+        mbarrier.wait(shared.q.full.index(INDEX), visit & 1)
+        count = skip(shared, count, tile_end - end, INDEX, PIPE)
+        start = (end - 1) * TILE.block_k
+        state = State(
+            gl.full([ROWS, TILE.dim], 0.0, gl.float32, out_layout),
+            pack(gl.full([ROWS, TILE.block_k], 0.0, gl.float32, qk_layout), dtype),
+            gl.full([ROWS], float("-inf"), gl.float32, row_layout),
+            gl.full([ROWS], 0.0, gl.float32, row_layout),
+        )
+        state, count, start = attend(
+            state, q, shared, count, 1, edge, start, problem, INDEX, RULE, TILE, PIPE, MASKED=True, FIRST=True
+        )
+        state, count, start = attend(
+            state, q, shared, count, end - 1 - full_end, edge, start, problem, INDEX, RULE, TILE, PIPE, MASKED=True
+        )
+        state, count, start = attend(
+            state, q, shared, count, full_end - full_begin, edge, start, problem, INDEX, RULE, TILE, PIPE, MASKED=False
+        )
+        if RULE.window > 0:
+            state, count, start = attend(
+                state, q, shared, count, full_begin - begin, edge, start, problem, INDEX, RULE, TILE, PIPE, MASKED=True
+            )
+        if not PIPE.reuse:
+            mbarrier.arrive(shared.q.empty.index(INDEX))
+        v_tile = filled(shared.v, count - 1)
+        acc = warpgroup_mma(unpack(state.weights, state.acc, dtype), v_tile, state.acc, is_async=True)
+
+        top, total, fade = state.top, state.total, 1.0
+        dead = total == 0  # a row that sees no key outputs zero and lse2 = -inf
+        if sink is not None:  # one more key, which has no value; dead rows stay dead
+            logit = gl.load(sink + lane % TILE.heads).to(gl.float32) * LOG2E
+            pivot = gl.maximum(top, logit)
+            pivot = gl.where(pivot == float("-inf"), 0.0, pivot)
+            fade = gl.exp2(top - pivot)
+            total = total * fade + gl.exp2(logit - pivot)
+            top = gl.where(dead, top, pivot)
+        total = gl.where(dead, 1.0, total)
+        offset = q_start + gl.arange(0, ROWS, row_layout)
+        rows = lse2 + lane.to(gl.int64) * problem.q_len
+        gl.store(rows + offset, top + gl.log2(total), offset < problem.q_len)
+
+        acc = warpgroup_mma_wait(0, deps=(acc,))
+        release(shared.v, count - 1)
+        count = skip(shared, count, next_tile - count, INDEX, PIPE)
+        acc = acc * gl.convert_layout(fade / total, gl.SliceLayout(1, out_layout))[:, None]
+        tma_wait(0)  # the tile before has left
+        partition_barrier()
+        shared.out.index(INDEX).store(acc.to(dtype))
+        fence_async_shared()
+        out_tile = shared.out.index(INDEX).reshape(out.block_shape)
+        tma_store(out, [lane // TILE.heads, q_start, lane % TILE.heads, 0], out_tile)
+        if PIPE.reuse:
+            tma_wait(0)
+            mbarrier.arrive(shared.q.empty.index(INDEX))
+        visit += 1
+        tile_start, lane = receive(shared.mail, visit)
+    tma_wait(0)
+
+
+@gluon.jit
+def channel(SLOTS: gl.constexpr, ROWS: gl.constexpr, DIM: gl.constexpr, DTYPE: gl.constexpr, READERS: gl.constexpr):
+    """An empty Channel."""
+    layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ROWS, DIM], DTYPE)
+    tiles = gl.allocate_shared_memory(DTYPE, [SLOTS, ROWS, DIM], layout)
+    return Channel(tiles, barriers(SLOTS, 1), barriers(SLOTS, READERS))
+
+
+@gluon.jit(do_not_specialize=["q_len", "k_len", "n_tiles", "lanes"])
+def hopper_forward_kernel(
+    q, k, v, out, lse2, sink, counter, q_len, k_len, n_tiles, lanes, scale,
+    RULE: gl.constexpr, TILE: gl.constexpr, PIPE: gl.constexpr,
+):  # fmt: skip
+    """out = softmax(rule(q k^T)) v and lse2 = log2 sum 2^score, for tiles of queries as long as there are any."""
+    problem = Problem(q_len, k_len, scale)
+    q_channel = channel(PIPE.consumers, ROWS, TILE.dim, q.dtype, 1)
+    mail_layout: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
+    shared = Shared(
+        q_channel,
+        channel(PIPE.stages, TILE.block_k, TILE.dim, q.dtype, PIPE.consumers),
+        channel(PIPE.stages, TILE.block_k, TILE.dim, q.dtype, PIPE.consumers),
+        q_channel.tiles if PIPE.reuse else gl.allocate_shared_memory(
+            q.dtype, [PIPE.consumers, ROWS, TILE.dim], q_channel.tiles.layout
+        ),
+        barriers(PIPE.consumers, 1),
+        Channel(
+            gl.allocate_shared_memory(gl.int32, [2 * MAILBOX, 1], mail_layout),
+            barriers(MAILBOX, 1),
+            barriers(MAILBOX, PIPE.consumers),
+        ),
+    )  # fmt: skip
+    mbarrier.arrive(shared.turn.index(0))
+    # registers of each warp; the first consumer gets what maxnreg leaves
+    if PIPE.consumers == 2:
+        gl.warp_specialize(
+            [
+                (consumer, (0, shared, out, lse2, sink, problem, RULE, TILE, PIPE)),
+                (consumer, (1, shared, out, lse2, sink, problem, RULE, TILE, PIPE)),
+                (loader, (shared, q, k, v, problem, n_tiles, lanes, counter, RULE, TILE, PIPE)),
+            ],
+            [4, 1],
+            [240, 24],
+        )
+    else:
+        gl.warp_specialize(
+            [
+                (consumer, (0, shared, out, lse2, sink, problem, RULE, TILE, PIPE)),
+                (consumer, (1, shared, out, lse2, sink, problem, RULE, TILE, PIPE)),
+                (consumer, (2, shared, out, lse2, sink, problem, RULE, TILE, PIPE)),
+                (loader, (shared, q, k, v, problem, n_tiles, lanes, counter, RULE, TILE, PIPE)),
+            ],
+            [4, 4, 1],
+            [160, 160, 32],
+        )

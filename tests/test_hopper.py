@@ -1,0 +1,132 @@
+"""The Hopper kernels against the reference in float64, on their chip; and which calls they serve, anywhere."""
+
+import random
+
+import pytest
+import torch
+from test_attention import check, make_problem, results
+
+from attention import attention, explain
+from attention.api import hopper_lacks, hopper_misses
+
+MISSES = hopper_misses(torch.device("cuda" if torch.cuda.is_available() else "cpu"))
+on_hopper = pytest.mark.skipif(MISSES is not None, reason=f"this is {MISSES}")
+
+# name -> arguments of make_problem; the tiles are 64 to 192 queries by 32 to 128 keys
+CASES = {
+    "causal": dict(q_len=512),
+    "full": dict(q_len=512, causal=False),
+    "one": dict(q_len=1),
+    "ragged": dict(q_len=333),
+    "ragged_full": dict(q_len=129, causal=False),
+    "more_keys": dict(q_len=100, k_len=333),
+    "more_keys_full": dict(q_len=77, k_len=300, causal=False),
+    "more_queries": dict(q_len=333, k_len=100),
+    "more_queries_full": dict(q_len=333, k_len=70, causal=False),
+    "grouped_parts": dict(q_len=300, heads=8, kv_heads=2),
+    "grouped_looped": dict(batch=8, q_len=700, heads=32, kv_heads=8),
+    "multi_query_full": dict(batch=40, q_len=900, heads=3, kv_heads=1, causal=False),
+    "many_tiles": dict(batch=12, q_len=700, heads=4),
+    "window": dict(q_len=700, window=100),
+    "window_of_one": dict(q_len=300, window=1),
+    "window_full": dict(q_len=700, k_len=600, window=200, causal=False),
+    "window_far_back": dict(q_len=64, k_len=900, window=50),  # most keys are seen by no query
+    "softcap": dict(q_len=300, softcap=2.0),
+    "softcap_window": dict(q_len=300, softcap=30.0, window=70, causal=False),
+    "scale": dict(q_len=300, scale=-0.2),
+    "scale_softcap": dict(q_len=300, scale=-0.2, softcap=2.0),
+    "no_scale": dict(q_len=300, scale=0.0),
+    "sink": dict(q_len=333, k_len=200, sink=True),
+    "all": dict(q_len=200, k_len=300, heads=4, kv_heads=2, window=90, softcap=3.0, sink=True),
+}
+
+
+def hopper(**arguments):
+    return attention(**arguments, impl="hopper")
+
+
+@on_hopper
+@pytest.mark.parametrize("dim", [40, 64, 96, 128, 256])
+@pytest.mark.parametrize("case", CASES.values(), ids=CASES)
+def test_output_and_gradients(case, dim, poisoned):
+    for dtype in (torch.bfloat16, torch.float16):
+        check(make_problem("cuda", dtype, dim=dim, **case), dtype, impls=["hopper"])
+
+
+@on_hopper
+def test_strided_inputs_are_not_copied():
+    q, k, v = torch.randn(2, 300, 8, 64, device="cuda", dtype=torch.bfloat16).split((4, 2, 2), 2)
+    before = torch.cuda.memory_allocated()
+    out = attention(q, k, v, impl="hopper")
+    lse = 2 * 4 * 300 * 4
+    assert torch.cuda.memory_allocated() - before <= out.nbytes + lse + 2048
+    assert torch.equal(out, attention(q.contiguous(), k.contiguous(), v.contiguous(), impl="hopper"))
+
+
+@on_hopper
+def test_forward_repeats_and_deterministic_backward_too():
+    problem = make_problem("cuda", torch.bfloat16, batch=4, q_len=1000, dim=64)
+    torch.use_deterministic_algorithms(True)
+    try:
+        first, *others = (results(hopper, problem, torch.bfloat16) for _ in range(10))
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert all(torch.equal(other[name], first[name]) for other in others for name in first)
+    loose = results(hopper, problem, torch.bfloat16)
+    for name in ("out", "lse", "dk", "dv"):  # dq alone is added in any order
+        assert torch.equal(loose[name], results(hopper, problem, torch.bfloat16)[name])
+
+
+@on_hopper
+def test_launches_back_to_back():
+    """Kernels wait for each other inside: none may wait for ever, whatever the shape."""
+    generator, totals = random.Random(0), []
+    for _ in range(200):
+        q_len, k_len = (generator.choice((1, 63, 64, 65, 500, 1000, 2049)) for _ in range(2))
+        heads, dim = generator.choice((1, 2, 6)), generator.choice((64, 128, 256))
+        q = torch.randn(generator.randint(1, 3), q_len, heads, dim, device="cuda", dtype=torch.bfloat16)
+        k = torch.randn(q.shape[0], k_len, generator.choice((1, heads)), dim, device="cuda", dtype=torch.bfloat16)
+        leaves = [x.requires_grad_() for x in (q, k, k.detach().clone())]
+        out = attention(*leaves, causal=generator.random() < 0.5, impl="hopper")
+        totals += [x.float().norm() for x in torch.autograd.grad(out.square().sum(), leaves)]
+    assert torch.stack(totals).isfinite().all()
+
+
+def test_explains_what_serves(device):
+    q = torch.randn(1, 16, 2, 64, device=device, dtype=torch.bfloat16)
+    bias = torch.zeros(16, 16, device=device)
+    if device == "cpu":
+        assert explain(q, q, q) == "sdpa: the Triton kernels need a CUDA GPU, this is cpu"
+        assert explain(q, q, q, sink=torch.zeros(2)).startswith("reference: ")
+        with pytest.raises(ValueError, match="the Hopper kernels do not serve cpu, which is no Hopper GPU"):
+            attention(q, q, q, impl="hopper")
+    elif MISSES is None:
+        assert explain(q, q, q, window=5).startswith("hopper: self-check passed")
+        assert explain(q, q, q, bias=bias) == "triton: the Hopper kernels do not serve bias"
+        with pytest.raises(ValueError, match="the Hopper kernels do not serve bias; use impl='triton'"):
+            attention(q, q, q, bias=bias, impl="hopper")
+    with pytest.raises(ValueError, match="window"):
+        explain(q, q, q, window=-1)
+    with pytest.raises(TypeError, match="windows"):
+        explain(q, q, q, windows=1)
+
+
+@pytest.mark.parametrize(
+    "lack, change",
+    [
+        ("torch.float32", dict(dtype=torch.float32)),
+        ("head dim 32", dict(dim=32)),
+        ("values of head dim 32", dict(value_dim=32)),
+        ("an empty tensor", dict(batch=0)),
+        ("dropout", dict(dropout=0.1)),
+        ("decay", dict(decay=True)),
+        ("lengths", dict(lengths=[3, 4])),
+    ],
+)
+def test_calls_left_to_the_portable_kernels(lack, change):
+    change = dict(change)
+    dtype = change.pop("dtype", torch.bfloat16)
+    arguments, _, _ = make_problem("cpu", dtype, **dict(q_len=8, dim=64) | change)
+    names = ("bias", "decay", "sink", "lengths", "cu_seqlens")
+    rule, extra = dict(dropout=arguments.get("dropout", 0.0)), {name: arguments.get(name) for name in names}
+    assert hopper_lacks(arguments["q"], arguments["k"], arguments["v"], rule, extra).startswith(lack)
