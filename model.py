@@ -43,7 +43,7 @@ class GPTConfig:
     logit_softcap: float | None = None
     """Logits become cap * tanh(logits / cap); None = off."""
     dropout: float = 0.0
-    attention: Literal["auto", "triton", "sdpa", "reference"] = "auto"
+    attention: Literal["auto", "hopper", "triton", "sdpa", "reference"] = "auto"
     """Implementation of attention(); auto takes our Triton kernels where they run."""
 
     def __post_init__(self):

@@ -237,7 +237,7 @@ def hopper_lacks(q, k, v, rule, extra):
     if q.dtype not in (torch.float16, torch.bfloat16):
         return str(q.dtype)
     for name, value in extra.items():
-        if name in ("bias", "decay", "lengths", "cu_seqlens") and value is not None:
+        if name != "sink" and value is not None:
             return name
     if rule["dropout"] > 0:
         return "dropout"

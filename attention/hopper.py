@@ -39,9 +39,9 @@ FORWARD = {
     256: Forward(64, Pipeline(consumers=2, stages=2, turns=False, reuse=True, flip=False), 168),
 }
 BACKWARD = {
-    64: Backward(Plan(64, 64, 64, warps=4, q_stages=2, dout_stages=2, dq_stages=1, ahead=True), 128),
-    128: Backward(Plan(64, 128, 128, warps=8, q_stages=2, dout_stages=2, dq_stages=2, ahead=False), 168),
-    256: Backward(Plan(64, 64, 256, warps=8, q_stages=2, dout_stages=1, dq_stages=0, ahead=False), 168),
+    64: Backward(Plan(64, 64, 64, warps=4, stages=2, dq_stages=1, branch=True, ahead=True), 128),
+    128: Backward(Plan(64, 128, 128, warps=8, stages=2, dq_stages=2, branch=True, ahead=False), 168),
+    256: Backward(Plan(64, 64, 256, warps=8, stages=2, dq_stages=0, branch=False, ahead=False), 168),
 }
 
 
@@ -134,7 +134,7 @@ def backward(q, k, v, out, lse2, dout, dlse, bias_grad, options):
         )  # fmt: skip
         constants = (problem.rule, plan, k_len % block_k != 0)
         start(backward_kernel, k_programs, problem, settings, args, constants, maxnreg=registers)
-        start(finish_kernel, q_programs, problem, launch.ROWS, (dq_sum, view(dq), q_len), (tile,))
+        start(finish_kernel, q_programs, problem, launch.ROWS, (dq_sum, view(dq), q_len, options.scale), (tile,))
         if span < group:
             for partial, total in zip(parts, (dk, dv), strict=True):
                 launch.launch_group_sum(problem, partial[..., :dim], total)

@@ -52,9 +52,9 @@ class Plan(NamedTuple):
     block_k: int  # keys per program
     dim: int  # head dim, padded to a power of two
     warps: int  # that multiply: 4 or 8
-    q_stages: int  # tiles of queries in shared memory
-    dout_stages: int
+    stages: int  # tiles of queries, and of dO, in shared memory
     dq_stages: int  # tiles of dQ on their way to the sum; 0 = added from registers
+    branch: bool  # mask only where something may be hidden, not everywhere
     ahead: bool  # begin the next step's scores before dQ leaves the registers, so that something multiplies meanwhile
 
 
@@ -77,9 +77,8 @@ class Signals(NamedTuple):
 
     keys_full: gl.shared_memory_descriptor
     q_full: gl.shared_memory_descriptor
-    q_empty: gl.shared_memory_descriptor
     dout_full: gl.shared_memory_descriptor
-    dout_empty: gl.shared_memory_descriptor
+    empty: gl.shared_memory_descriptor  # both
     dq_full: gl.shared_memory_descriptor
     dq_empty: gl.shared_memory_descriptor
 
@@ -97,8 +96,12 @@ class Work(NamedTuple):
     shift: gl.tensor  # query i stands at key i + shift
     first_tile: gl.tensor  # number of the first tile of `head`, counted over all heads
     q_tiles: gl.tensor  # per head
-    lo: gl.tensor  # tiles lo..hi-1 meet the keys
+    lo: gl.tensor  # tiles lo..hi-1 meet the keys, full_lo..full_hi-1 all of them
+    full_lo: gl.tensor
+    full_hi: gl.tensor
     hi: gl.tensor
+    start: gl.tensor  # the tile to begin with
+    steps: gl.tensor  # tiles over all heads
 
 
 class Place(NamedTuple):
@@ -108,6 +111,7 @@ class Place(NamedTuple):
     tile: gl.tensor  # of queries, of its head
     number: gl.tensor  # of that tile, counted over all heads
     more: gl.tensor  # whether there is another step
+    edge: gl.tensor  # whether some pair of the tiles may be hidden
 
 
 @gluon.constexpr_function
@@ -165,6 +169,14 @@ def ring(step, STAGES: gl.constexpr):
 
 
 @gluon.jit
+def advance(tile, member, work):
+    """The tile after this one: of the same head, round and round from work.start, then of the group's next member."""
+    tile += 1
+    tile = gl.where(tile == work.hi, work.lo, tile)
+    return tile, member + gl.where(tile == work.start, 1, 0)
+
+
+@gluon.jit
 def load(q, k, v, dout, rows, shared, signals, work, PLAN: gl.constexpr):
     """The loading warp: keys and values once, then queries with their lse2, and dO with delta."""
     keys: gl.constexpr = [1, PLAN.block_k, 1, PLAN.dim]
@@ -172,40 +184,38 @@ def load(q, k, v, dout, rows, shared, signals, work, PLAN: gl.constexpr):
     mbarrier.expect(signals.keys_full, k.block_type.nbytes + v.block_type.nbytes)
     tma_load(k, [work.batch, work.k_start, work.kv_head, 0], signals.keys_full, shared.k.reshape(keys))
     tma_load(v, [work.batch, work.k_start, work.kv_head, 0], signals.keys_full, shared.v.reshape(keys))
-    step = 0
-    for member in range(work.span):
-        for tile in range(work.lo, work.hi):
-            at = [work.batch, tile * PLAN.block_q, work.head + member, 0]
-            row = (work.first_tile + member * work.q_tiles + tile) * (2 * PLAN.block_q)
-            slot, phase = ring(step, PLAN.q_stages)
-            full = signals.q_full.index(slot)
-            mbarrier.wait(signals.q_empty.index(slot), phase ^ 1)
-            mbarrier.expect(full, q.block_type.nbytes + PLAN.block_q * 4)
-            tma_load(q, at, full, shared.q.index(slot).reshape(queries))
-            tma_load(rows, [row], full, shared.lse2.index(slot))
-            slot, phase = ring(step, PLAN.dout_stages)
-            full = signals.dout_full.index(slot)
-            mbarrier.wait(signals.dout_empty.index(slot), phase ^ 1)
-            mbarrier.expect(full, dout.block_type.nbytes + PLAN.block_q * 4)
-            tma_load(dout, at, full, shared.dout.index(slot).reshape(queries))
-            tma_load(rows, [row + PLAN.block_q], full, shared.delta.index(slot))
-            step += 1
+    tile = work.start
+    member = 0
+    for step in range(work.steps):
+        at = [work.batch, tile * PLAN.block_q, work.head + member, 0]
+        row = (work.first_tile + member * work.q_tiles + tile) * (2 * PLAN.block_q)
+        slot, phase = ring(step, PLAN.stages)
+        full = signals.q_full.index(slot)
+        mbarrier.wait(signals.empty.index(slot), phase ^ 1)
+        mbarrier.expect(full, q.block_type.nbytes + PLAN.block_q * 4)
+        tma_load(q, at, full, shared.q.index(slot).reshape(queries))
+        tma_load(rows, [row], full, shared.lse2.index(slot))
+        full = signals.dout_full.index(slot)
+        mbarrier.expect(full, dout.block_type.nbytes + PLAN.block_q * 4)
+        tma_load(dout, at, full, shared.dout.index(slot).reshape(queries))
+        tma_load(rows, [row + PLAN.block_q], full, shared.delta.index(slot))
+        tile, member = advance(tile, member, work)
 
 
 @gluon.jit
 def add(dq_sum, shared, signals, work, PLAN: gl.constexpr):
     """The adding warp: dQ of each step to the sum, which lies tile by tile of a head."""
-    step = 0
     if PLAN.dq_stages > 0:
-        for member in range(work.span):
-            for tile in range(work.lo, work.hi):
-                number = work.first_tile + member * work.q_tiles + tile
-                slot, phase = ring(step, PLAN.dq_stages)
-                mbarrier.wait(signals.dq_full.index(slot), phase)
-                tma_add(dq_sum, [number * (PLAN.block_q * PLAN.dim // WIDTH), 0], shared.dq.index(slot))
-                tma_wait(0)
-                mbarrier.arrive(signals.dq_empty.index(slot))
-                step += 1
+        tile = work.start
+        member = 0
+        for step in range(work.steps):
+            number = work.first_tile + member * work.q_tiles + tile
+            slot, phase = ring(step, PLAN.dq_stages)
+            mbarrier.wait(signals.dq_full.index(slot), phase)
+            tma_add(dq_sum, [number * (PLAN.block_q * PLAN.dim // WIDTH), 0], shared.dq.index(slot))
+            tma_wait(0)
+            mbarrier.arrive(signals.dq_empty.index(slot))
+            tile, member = advance(tile, member, work)
 
 
 @gluon.jit
@@ -229,28 +239,34 @@ def give_dq(dq, dq_sum, shared, signals, step, number, PLAN: gl.constexpr):
 @gluon.jit
 def begin_scores(shared, signals, step, exists, PLAN: gl.constexpr):
     """K Q^T of a step, not waited for. Of a step that does not exist: of whatever the tile holds, for nobody."""
-    slot, phase = ring(step, PLAN.q_stages)
+    slot, phase = ring(step, PLAN.stages)
     mbarrier.wait(signals.q_full.index(slot), phase, pred=exists)
     empty = zeros(PLAN.block_k, PLAN.block_q, PLAN)
     return warpgroup_mma(shared.k, shared.q.index(slot).permute((1, 0)), empty, use_acc=False, is_async=True)
 
 
 @gluon.jit
-def weigh(scores, lse2, place, work, scale, RULE: gl.constexpr, PLAN: gl.constexpr, MASKED: gl.constexpr):
+def weigh(scores, lse2, place, work, scale, RULE: gl.constexpr, PLAN: gl.constexpr, RAGGED: gl.constexpr):
     """Raw scores [keys, queries] -> weights, and weights times d score / d (scale q.k)."""
     if RULE.softcap > 0:
         cap = tanh(scores * (scale / RULE.softcap))
         weights = gl.exp2(cap * (RULE.softcap * LOG2E) - lse2[None, :])
     else:
         weights = gl.exp2(scores * (scale * LOG2E) - lse2[None, :])
-    if MASKED:
-        key = work.k_start + gl.arange(0, PLAN.block_k, gl.SliceLayout(1, scores_layout(PLAN)))
-        own = key - work.shift - place.tile * PLAN.block_q  # the query of this tile that stands at this key
-        first = gl.where(key < work.k_len, own - ahead(RULE), FAR)
-        end = None
-        if RULE.window > 0:
-            end = own + behind(RULE) + 1
-        weights = keep_columns(weights, first, end, 0.0)
+    if hides(RULE) or RAGGED:
+        edge = True
+        if PLAN.branch:
+            edge = place.edge
+        if edge:
+            key = work.k_start + gl.arange(0, PLAN.block_k, gl.SliceLayout(1, scores_layout(PLAN)))
+            own = key - work.shift - place.tile * PLAN.block_q  # the query of this tile that stands at this key
+            first = own - ahead(RULE)
+            if RAGGED:
+                first = gl.where(key < work.k_len, first, FAR)
+            if RULE.window > 0:
+                weights = keep_columns(weights, first, own + behind(RULE) + 1, 0.0)
+            else:
+                weights = keep_columns(weights, first, None, 0.0)
     sloped = weights
     if RULE.softcap > 0:
         sloped = weights * (1 - cap * cap)
@@ -259,27 +275,25 @@ def weigh(scores, lse2, place, work, scale, RULE: gl.constexpr, PLAN: gl.constex
 
 @gluon.jit
 def meet(
-    state, place, dq_sum, shared, signals, work, scale, RULE: gl.constexpr, PLAN: gl.constexpr, MASKED: gl.constexpr
+    state, place, dq_sum, shared, signals, work, scale, RULE: gl.constexpr, PLAN: gl.constexpr, RAGGED: gl.constexpr
 ):
     """One step: what a tile of queries adds to dK and dV, and its dQ. state: scores (if ahead), dk, dv."""
     scores, dk, dv = state
     dtype: gl.constexpr = shared.q.dtype
     operand: gl.constexpr = gl.DotOperandLayout(0, keys_layout(PLAN), 2)
     columns: gl.constexpr = gl.SliceLayout(0, scores_layout(PLAN))
-    q_slot, _ = ring(place.step, PLAN.q_stages)
-    slot, phase = ring(place.step, PLAN.dout_stages)
-    q, dout = shared.q.index(q_slot), shared.dout.index(slot)
+    slot, phase = ring(place.step, PLAN.stages)
+    q, dout = shared.q.index(slot), shared.dout.index(slot)
 
     if not PLAN.ahead:
         scores = begin_scores(shared, signals, place.step, True, PLAN)
     mbarrier.wait(signals.dout_full.index(slot), phase)
     empty = zeros(PLAN.block_k, PLAN.block_q, PLAN)
     dweights = warpgroup_mma(shared.v, dout.permute((1, 0)), empty, use_acc=False, is_async=True)
-    lse2 = shared.lse2.index(q_slot).load(columns)
+    lse2 = shared.lse2.index(slot).load(columns)
     if not PLAN.ahead:
         scores = warpgroup_mma_wait(1, deps=(scores,))
-    weights, sloped = weigh(scores, lse2, place, work, scale, RULE, PLAN, MASKED)
-    delta = shared.delta.index(slot).load(columns)[None, :]
+    weights, sloped = weigh(scores, lse2, place, work, scale, RULE, PLAN, RAGGED)
     no_dq = zeros(PLAN.block_q, PLAN.dim, PLAN)
     # dscores may be written: since the last dQ all warps have met, at a barrier or (staged) at the one of weights
     if staged(PLAN):
@@ -288,34 +302,32 @@ def meet(
         partition_barrier()
         dweights = warpgroup_mma_wait(0, deps=(dweights,))
         dv = warpgroup_mma(shared.weights, dout, dv, is_async=True)
+        delta = shared.delta.index(slot).load(columns)[None, :]
         shared.dscores.store((sloped * (dweights - delta)).to(dtype))
         fence_async_shared()
         partition_barrier()
         dk = warpgroup_mma(shared.dscores, q, dk, is_async=True)
         dq = warpgroup_mma(shared.dscores.permute((1, 0)), shared.k, no_dq, use_acc=False, is_async=True)
         dv = warpgroup_mma_wait(2, deps=(dv,))
-        mbarrier.arrive(signals.dout_empty.index(slot))
     else:
         left = gl.convert_layout(weights.to(dtype), operand)
         dweights = warpgroup_mma_wait(0, deps=(dweights,))
         dv = warpgroup_mma(left, dout, dv, is_async=True)
+        delta = shared.delta.index(slot).load(columns)[None, :]
         dscores = (sloped * (dweights - delta)).to(dtype)
         dk = warpgroup_mma(gl.convert_layout(dscores, operand), q, dk, is_async=True)
         dv = warpgroup_mma_wait(1, deps=(dv,))
-        mbarrier.arrive(signals.dout_empty.index(slot))
         shared.dscores.store(dscores)
         fence_async_shared()
         partition_barrier()
         dq = warpgroup_mma(shared.dscores.permute((1, 0)), shared.k, no_dq, use_acc=False, is_async=True)
     dk = warpgroup_mma_wait(1, deps=(dk,))
-    mbarrier.arrive(signals.q_empty.index(q_slot))
+    mbarrier.arrive(signals.empty.index(slot))
+    dq = warpgroup_mma_wait(0, deps=(dq,))
+    scores = 0
     if PLAN.ahead:
         scores = begin_scores(shared, signals, place.step + 1, place.more, PLAN)
-        dq = warpgroup_mma_wait(1, deps=(dq,))
-    else:
-        scores = 0
-        dq = warpgroup_mma_wait(0, deps=(dq,))
-    give_dq(dq * scale, dq_sum, shared, signals, place.step, place.number, PLAN)
+    give_dq(dq, dq_sum, shared, signals, place.step, place.number, PLAN)
     if PLAN.ahead:  # waited for here: ptxas serializes all matmuls if one is under way where the loop closes
         scores = warpgroup_mma_wait(0, deps=(scores,))
     return scores, dk, dv
@@ -327,23 +339,20 @@ def multiply(
     RULE: gl.constexpr, PLAN: gl.constexpr, RAGGED: gl.constexpr,
 ):  # fmt: skip
     """The multiplying warps: all steps of a program, then dK and dV."""
-    MASKED: gl.constexpr = hides(RULE) or RAGGED
     dtype: gl.constexpr = shared.q.dtype
-    steps = (work.hi - work.lo) * work.span
     mbarrier.wait(signals.keys_full, 0)
     scores = 0
     if PLAN.ahead:
-        scores = warpgroup_mma_wait(0, deps=(begin_scores(shared, signals, 0, steps > 0, PLAN),))
+        scores = warpgroup_mma_wait(0, deps=(begin_scores(shared, signals, 0, work.steps > 0, PLAN),))
     state = (scores, zeros(PLAN.block_k, PLAN.dim, PLAN), zeros(PLAN.block_k, PLAN.dim, PLAN))
-    tile = work.lo
-    first = work.first_tile
-    for step in range(steps):  # one loop over all heads and tiles: nested ones cost registers
-        place = Place(step, tile, first + tile, step + 1 < steps)
-        state = meet(state, place, dq_sum, shared, signals, work, scale, RULE, PLAN, MASKED)
-        tile += 1
-        if tile == work.hi:
-            tile = work.lo
-            first += work.q_tiles
+    tile = work.start
+    member = 0
+    for step in range(work.steps):  # one loop over all heads and tiles: nested ones cost registers
+        edge = (tile < work.full_lo) | (tile >= work.full_hi)
+        number = work.first_tile + member * work.q_tiles + tile
+        place = Place(step, tile, number, step + 1 < work.steps, edge)
+        state = meet(state, place, dq_sum, shared, signals, work, scale, RULE, PLAN, RAGGED)
+        tile, member = advance(tile, member, work)
 
     _, dk, dv = state
     dk = dk * scale
@@ -403,10 +412,22 @@ def plan_work(q_len, k_len, batches, heads, group, span, RULE: gl.constexpr, PLA
     meets = meeting_range(k_start - shift, last - shift, ahead(RULE), behind(RULE), q_len, PLAN.block_q)
     lo = meets.lo // PLAN.block_q
     hi = gl.maximum(gl.cdiv(meets.hi, PLAN.block_q), lo)
+    full_lo = meets.full_lo // PLAN.block_q
+    full_hi = hi  # beyond the last query lse2 hides all
+    if RULE.window > 0:
+        full_hi = meets.full_hi // PLAN.block_q
+    full_lo = gl.where(k_start + PLAN.block_k > k_len, hi, full_lo)
     head = slot * span
     q_tiles = gl.cdiv(q_len, PLAN.block_q)
     first_tile = (batch * heads + head) * q_tiles
-    return Work(batch, head // group, head, span, heads, k_start, k_len, shift, first_tile, q_tiles, lo, hi)
+    # Programs of one head add to dQ at the same time: let them begin apart. Masks have them do so anyway.
+    start = lo
+    if not hides(RULE):
+        start = lo + tile * (hi - lo) // gl.cdiv(k_len, PLAN.block_k)
+    return Work(
+        batch, head // group, head, span, heads, k_start, k_len, shift, first_tile, q_tiles, lo, full_lo, full_hi, hi,
+        start, (hi - lo) * span,
+    )  # fmt: skip
 
 
 @gluon.jit(do_not_specialize=["q_len", "k_len", "batches", "heads", "group", "span"])
@@ -436,18 +457,17 @@ def backward_kernel(
     shared = Shared(
         gl.allocate_shared_memory(dtype, keys, shared_layout(keys, dtype)),
         gl.allocate_shared_memory(dtype, keys, shared_layout(keys, dtype)),
-        gl.allocate_shared_memory(dtype, [PLAN.q_stages, PLAN.block_q, PLAN.dim], shared_layout(queries, dtype)),
-        gl.allocate_shared_memory(dtype, [PLAN.dout_stages, PLAN.block_q, PLAN.dim], shared_layout(queries, dtype)),
-        gl.allocate_shared_memory(gl.float32, [PLAN.q_stages, PLAN.block_q], rows.layout),
-        gl.allocate_shared_memory(gl.float32, [PLAN.dout_stages, PLAN.block_q], rows.layout),
+        gl.allocate_shared_memory(dtype, [PLAN.stages, PLAN.block_q, PLAN.dim], shared_layout(queries, dtype)),
+        gl.allocate_shared_memory(dtype, [PLAN.stages, PLAN.block_q, PLAN.dim], shared_layout(queries, dtype)),
+        gl.allocate_shared_memory(gl.float32, [PLAN.stages, PLAN.block_q], rows.layout),
+        gl.allocate_shared_memory(gl.float32, [PLAN.stages, PLAN.block_q], rows.layout),
         gl.allocate_shared_memory(dtype, scores, shared_layout(scores, dtype)),
         weights,
         dq,
     )
     signals = Signals(
         barriers(1, 1).index(0),
-        barriers(PLAN.q_stages, 1), barriers(PLAN.q_stages, 1),
-        barriers(PLAN.dout_stages, 1), barriers(PLAN.dout_stages, 1),
+        barriers(PLAN.stages, 1), barriers(PLAN.stages, 1), barriers(PLAN.stages, 1),
         barriers(max(PLAN.dq_stages, 1), 1), barriers(max(PLAN.dq_stages, 1), 1),
     )  # fmt: skip
     gl.warp_specialize(
@@ -487,11 +507,11 @@ def prepare_kernel(out, dout, lse2, dlse, rows, dq_sum, q_len, TILE: tl.constexp
 
 
 @triton.jit(do_not_specialize=["q_len"])
-def finish_kernel(dq_sum, dq, q_len, TILE: tl.constexpr):
-    """After backward_kernel: dq = the sum for one tile of queries of one head, in the order of dq again."""
+def finish_kernel(dq_sum, dq, q_len, scale, TILE: tl.constexpr):
+    """After backward_kernel: dq = scale times the sum for one tile of queries of one head, in the order of dq again."""
     tile, head, batch = locate(tl.cdiv(q_len, TILE.block_q), TILE.heads)
     SIZE: tl.constexpr = TILE.block_q * padded(TILE.dim)
     total = tl.load(dq_sum + tl.program_id(0).to(tl.int64) * SIZE + tl.arange(0, SIZE))
     total = total.reshape(TILE.block_q // 16, padded(TILE.dim) // 8, 8, 4, 2, 2).permute(0, 4, 2, 1, 3, 5)
     total = total.reshape(TILE.block_q, padded(TILE.dim))
-    store_tile(tile_lane(dq, batch, head, 0), total, tile * TILE.block_q, q_len, TILE.block_q, TILE.dim)
+    store_tile(tile_lane(dq, batch, head, 0), total * scale, tile * TILE.block_q, q_len, TILE.block_q, TILE.dim)

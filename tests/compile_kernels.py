@@ -26,6 +26,7 @@ from attention.ops import TENSOR_OPTIONS, Options
 # name -> (dtype, torch.set_float32_matmul_precision)
 DTYPES = {
     "bfloat16": (torch.bfloat16, "highest"),
+    "float16": (torch.float16, "highest"),
     "float32": (torch.float32, "highest"),
     "tf32": (torch.float32, "high"),
 }
@@ -106,7 +107,7 @@ def launch_hopper_kernels(dtype, dim, causal, group, features=False, length=4096
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("chip", type=int, help="compute capability without the dot, such as 90")
-    parser.add_argument("--dtypes", nargs="+", default=list(DTYPES), choices=DTYPES)
+    parser.add_argument("--dtypes", nargs="+", default=["bfloat16", "float32", "tf32"], choices=DTYPES)
     parser.add_argument("--dims", nargs="+", default=[64, 128, 256], type=int)
     parser.add_argument("--masks", nargs="+", default=["causal", "full"], choices=["causal", "full"])
     parser.add_argument("--groups", nargs="+", default=[1, 2], type=int, help="query heads per key/value head")

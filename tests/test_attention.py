@@ -130,8 +130,8 @@ def kernels(**arguments):
 def check(problem, dtype, impls=("triton",), yardstick=None):
     """Fail if a result errs more than twice as much as eager PyTorch or rounding() does; return the worst ratio.
 
-    Eager PyTorch computes in dtype, or in the dtype `yardstick`, of which the error counts twice: tensor cores round it,
-    and cut float32 off to tf32.
+    Eager PyTorch computes in dtype, or in the dtype `yardstick`, of which the error counts twice: it rounds numbers
+    where tensor cores cut float32 off to tf32.
     """
     exact = results(reference_attention, problem, torch.float64)
     eager = results(reference_attention, problem, yardstick or dtype)

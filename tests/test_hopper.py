@@ -92,6 +92,39 @@ def test_launches_back_to_back():
     assert torch.stack(totals).isfinite().all()
 
 
+@on_hopper
+def test_cuda_graph_and_another_stream():
+    q, k, v, dout = (torch.randn(2, 500, 2, 64, device="cuda", dtype=torch.bfloat16) for _ in range(4))
+    q.requires_grad_()
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        attention(q, k, v, impl="hopper").backward(dout)
+    stream.synchronize()
+    expected = q.grad.clone()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = attention(q, k, v, impl="hopper")
+        (dq,) = torch.autograd.grad(out, q, dout)
+    for _ in range(3):
+        graph.replay()
+        torch.testing.assert_close(dq, expected)
+    with torch.no_grad():
+        q.normal_()
+    graph.replay()
+    assert torch.equal(out, attention(q, k, v, impl="hopper"))
+
+
+@on_hopper
+def test_compiles_in_one_graph():
+    q, k, v = (torch.randn(2, 300, 2, 64, device="cuda", dtype=torch.bfloat16, requires_grad=True) for _ in range(3))
+    compiled = torch.compile(lambda *x: attention(*x, impl="hopper").square().mean(), fullgraph=True)
+    gradients = torch.autograd.grad(compiled(q, k, v), (q, k, v))
+    expected = torch.autograd.grad(attention(q, k, v, impl="hopper").square().mean(), (q, k, v))
+    for ours, eager in zip(gradients, expected, strict=True):
+        torch.testing.assert_close(ours, eager, rtol=2e-2, atol=1e-6)
+
+
 def test_explains_what_serves(device):
     q = torch.randn(1, 16, 2, 64, device=device, dtype=torch.bfloat16)
     bias = torch.zeros(16, 16, device=device)
