@@ -247,6 +247,8 @@ def hopper_lacks(q, k, v, rule, extra):
         return f"values of head dim {v.shape[-1]} beside keys of {q.shape[-1]}"
     if 0 in q.shape or 0 in k.shape:
         return "an empty tensor"
+    if rule["window"] is not None and k.shape[1] - q.shape[1] >= rule["window"]:
+        return "a window that leaves keys unseen by all queries (they may hold NaN, and tiles are read whole)"
     return None
 
 

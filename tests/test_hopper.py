@@ -30,14 +30,14 @@ CASES = {
     "window": dict(q_len=700, window=100),
     "window_of_one": dict(q_len=300, window=1),
     "window_full": dict(q_len=700, k_len=600, window=200, causal=False),
-    "window_far_back": dict(q_len=64, k_len=900, window=50),  # most keys are seen by no query
+    "window_more_keys": dict(q_len=300, k_len=400, window=101),
     "softcap": dict(q_len=300, softcap=2.0),
     "softcap_window": dict(q_len=300, softcap=30.0, window=70, causal=False),
     "scale": dict(q_len=300, scale=-0.2),
     "scale_softcap": dict(q_len=300, scale=-0.2, softcap=2.0),
     "no_scale": dict(q_len=300, scale=0.0),
     "sink": dict(q_len=333, k_len=200, sink=True),
-    "all": dict(q_len=200, k_len=300, heads=4, kv_heads=2, window=90, softcap=3.0, sink=True),
+    "all": dict(q_len=200, k_len=300, heads=4, kv_heads=2, window=120, softcap=3.0, sink=True),
 }
 
 
@@ -154,12 +154,13 @@ def test_explains_what_serves(device):
         ("dropout", dict(dropout=0.1)),
         ("decay", dict(decay=True)),
         ("lengths", dict(lengths=[3, 4])),
+        ("a window that leaves keys unseen", dict(q_len=8, k_len=18, window=10)),
     ],
 )
 def test_calls_left_to_the_portable_kernels(lack, change):
     change = dict(change)
     dtype = change.pop("dtype", torch.bfloat16)
     arguments, _, _ = make_problem("cpu", dtype, **dict(q_len=8, dim=64) | change)
-    names = ("bias", "decay", "sink", "lengths", "cu_seqlens")
-    rule, extra = dict(dropout=arguments.get("dropout", 0.0)), {name: arguments.get(name) for name in names}
+    rule = dict(dropout=arguments.get("dropout", 0.0), window=arguments.get("window"))
+    extra = {name: arguments.get(name) for name in ("bias", "decay", "sink", "lengths", "cu_seqlens")}
     assert hopper_lacks(arguments["q"], arguments["k"], arguments["v"], rule, extra).startswith(lack)
