@@ -390,6 +390,37 @@ def test_sdpa_agrees(options, device):
         torch.testing.assert_close(ours, expected, rtol=1e-2 if ON_GPU else 1e-4, atol=1e-3 if ON_GPU else 1e-5)
 
 
+def test_reference_by_other_ways():
+    """The specification itself: what each feature means, said by calls without it."""
+    q, k, v = (torch.randn(1, 12, 2, 8, dtype=torch.float64) for _ in range(3))
+    plain, lse = reference_attention(q, k, v, return_lse=True)
+    same = torch.testing.assert_close
+
+    starts = torch.tensor([0, 5, 5, 12], dtype=torch.int32)
+    apart = [reference_attention(q[:, a:b], k[:, a:b], v[:, a:b]) for a, b in ((0, 5), (5, 12))]
+    same(reference_attention(q, k, v, cu_seqlens=starts), torch.cat(apart, 1))
+
+    found = reference_attention(q, k, v, lengths=torch.tensor([7], dtype=torch.int32))
+    same(found[:, :7], reference_attention(q[:, :7], k[:, :7], v[:, :7]))
+    assert not found[:, 7:].any()
+
+    slopes = torch.tensor([0.5, 0.1], dtype=torch.float64)
+    distance = torch.arange(12.0)[:, None] - torch.arange(12.0)
+    alibi = reference_attention(q, k, v, bias=-slopes[:, None, None] * distance)
+    same(reference_attention(q, k, v, decay=-slopes.expand(1, 12, 2)), alibi)
+    gates = F.logsigmoid(torch.randn(1, 12, 2, dtype=torch.float64))
+    summed = torch.stack([torch.stack([gates[0, j + 1 : i + 1].sum(0) for j in range(12)]) for i in range(12)])
+    same(reference_attention(q, k, v, decay=gates), reference_attention(q, k, v, bias=summed.permute(2, 0, 1)))
+
+    sink = torch.tensor([0.3, -2.0], dtype=torch.float64)
+    share = torch.sigmoid(lse - sink[:, None]).transpose(1, 2)[..., None]  # what the sink leaves of the weights
+    same(reference_attention(q, k, v, sink=sink), plain * share)
+
+    scores = torch.einsum("bqhd,bkhd->bhqk", q, k) * 8**-0.5
+    scores = (1.5 * torch.tanh(scores / 1.5)).masked_fill(distance < 0, float("-inf"))
+    same(reference_attention(q, k, v, softcap=1.5), torch.einsum("bhqk,bkhd->bqhd", scores.softmax(-1), v))
+
+
 def test_auto_says_once_what_it_took(device, capsys):
     from attention import api
 
