@@ -44,7 +44,7 @@ class GPTConfig:
     """Logits become cap * tanh(logits / cap); None = off."""
     dropout: float = 0.0
     attention: Literal["auto", "hopper", "triton", "sdpa", "reference"] = "auto"
-    """Implementation of attention(); auto takes our Triton kernels where they run."""
+    """Implementation of attention(); auto takes our kernels where they run."""
 
     def __post_init__(self):
         if min(self.n_layer, self.n_head, self.n_embd, self.block_size) < 1 or self.vocab_size < 0:

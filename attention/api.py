@@ -17,6 +17,8 @@ from .reference import reference_attention
 # asked once, here: torch.compile cannot trace the question in PyTorch 2.11
 AUTOCAST_DEVICES = frozenset(d for d in ("cpu", "cuda", "mps", "xpu") if torch.amp.is_autocast_available(d))
 
+MAX_HOPPER_LENGTH = 2**20  # products of lengths in its kernels are 32-bit
+
 
 def attention(
     q, k, v, *, causal=True, window=None, scale=None, softcap=None, dropout=0.0, seed=None, bias=None, decay=None,
@@ -137,7 +139,7 @@ def _choose(asked, q, k, v, rule, extra, seed, return_lse):
     if impl == "hopper":
         lack = (asked == "hopper" and hopper_misses(q.device)) or hopper_lacks(q, k, v, rule, extra)
         if lack and asked == "hopper":
-            raise ValueError(f"the Hopper kernels do not serve {lack}; use impl='triton' or impl='auto'")
+            raise ValueError(f"the Hopper kernels do not serve {lack}; use impl='auto'")
         if lack:
             impl, reason = "triton", f"the Hopper kernels do not serve {lack}"
     if impl == "triton" and not (q.is_cuda or os.environ.get("TRITON_INTERPRET") == "1"):
@@ -181,19 +183,30 @@ def implementation(device):
 def _choose_for(device):
     if device.type != "cuda":
         return Choice("sdpa", f"the Triton kernels need a CUDA GPU, this is {device.type}")
-    reason = hopper_misses(device)
-    for impl in ("triton",) if reason else ("hopper", "triton"):
-        try:
-            # whatever the caller's context is, which may be autocast or inference
-            with torch.inference_mode(False), torch.autocast(device.type, enabled=False):
-                worst = _self_check(device, impl)
-        except Exception as error:  # what breaks here would break training later: a missing package, driver or compiler
-            reason = f"the {impl} kernels failed their self-check: {type(error).__name__}: {error}"
-            continue
-        if worst < 2e-2:  # bfloat16 rounds by 4e-3; a NaN must fail
-            return Choice(impl, f"self-check passed, relative error {worst:.1e}")
-        reason = f"the {impl} kernels failed their self-check: relative error {worst:.1e}, at most 2e-2"
-    return Choice("sdpa", reason)
+    passed, reason = _passes(device, "triton")
+    if not passed:
+        return Choice("sdpa", reason)
+    if hopper_misses(device) is not None:
+        return Choice("triton", reason)
+    passed, of_hopper = _passes(device, "hopper")
+    return Choice("hopper", of_hopper) if passed else Choice("triton", f"{reason}; {of_hopper}")
+
+
+def _passes(device, impl):
+    """Whether the kernels of an implementation compute a tiny case right, and how well or why not, in words."""
+    deterministic = torch.get_deterministic_debug_mode()
+    torch.set_deterministic_debug_mode(0)  # in which the Hopper backward would not run
+    try:
+        # whatever the caller's context is, which may be autocast or inference
+        with torch.inference_mode(False), torch.autocast(device.type, enabled=False):
+            worst = _self_check(device, impl)
+    except Exception as error:  # what breaks here would break training later: a missing package, driver or compiler
+        return False, f"the {impl} kernels failed their self-check: {type(error).__name__}: {error}"
+    finally:
+        torch.set_deterministic_debug_mode(deterministic)
+    if not worst < 2e-2:  # bfloat16 rounds by 4e-3; a NaN must fail
+        return False, f"the {impl} kernels failed their self-check: relative error {worst:.1e}, at most 2e-2"
+    return True, f"self-check passed, relative error {worst:.1e}"
 
 
 def _self_check(device, impl):
@@ -247,6 +260,8 @@ def hopper_lacks(q, k, v, rule, extra):
         return f"values of head dim {v.shape[-1]} beside keys of {q.shape[-1]}"
     if 0 in q.shape or 0 in k.shape:
         return "an empty tensor"
+    if max(q.shape[1], k.shape[1]) > MAX_HOPPER_LENGTH:
+        return f"more than {MAX_HOPPER_LENGTH:,} positions"
     if rule["window"] is not None and k.shape[1] - q.shape[1] >= rule["window"]:
         return "a window that leaves keys unseen by all queries (they may hold NaN, and tiles are read whole)"
     return None

@@ -89,7 +89,7 @@ def forward(q, k, v, options):
         tiles_of(q, rows), tiles_of(k, block_k), tiles_of(v, block_k), tiles_of(out, rows), lse2,
         None if options.sink is None else options.sink.contiguous(),
         q.new_zeros(1, dtype=torch.int32), q_len, k_len, n_tiles, heads * batch,
-        abs(options.scale) or 1e-30,  # 0 would turn the -inf of a hidden key into NaN
+        max(abs(options.scale), 1e-30),  # 0 would turn the -inf of a hidden key into NaN
     )  # fmt: skip
     programs = min(n_tiles * heads * batch, processors(q.device))
     settings = Launch(tile.block_q, block_k, 4, 1)
@@ -101,6 +101,7 @@ def forward(q, k, v, options):
 def backward(q, k, v, out, lse2, dout, dlse, bias_grad, options):
     """As launch.backward(), but that dQ is added in any order; where torch is to be deterministic, that one serves."""
     if torch.are_deterministic_algorithms_enabled():
+        options = options._replace(hopper=False)  # what is compiled for it is not for the kernels here
         return launch.backward(q, k, v, out, lse2, dout, dlse, bias_grad, options)
     q, k, v, out, dout = map(reachable, (q, k, v, out, dout))
     problem = describe(q, k, v, options, out, lse2, dout, dlse)

@@ -245,15 +245,17 @@ def run(cell, names, seconds):
         for n in (cell.heads, cell.kv_heads, cell.kv_heads)
     )
     dout = torch.randn_like(q)
-    contenders, lacks = {}, {}
+    contenders, lacks, expected = {}, {}, None
     flush_buffer()
     for name in sorted(names, key=("math", "reference").__contains__):  # last, since they take all memory
         try:
             contenders[name] = Contender(IMPLEMENTATIONS[name](cell, starts), (q, k, v), dout)
             contenders[name].both()  # beside the output that is kept, as when it is timed
-            first = next(iter(contenders.values())).out
-            if (contenders[name].out - first).norm() > 0.02 * first.norm():  # bfloat16 rounds by 0.004
-                raise ArithmeticError("its result is another")
+            found = (contenders[name].out, *contenders[name].backward())
+            expected = expected or found
+            # bfloat16 rounds by 0.004
+            if any((a - b).norm() > 0.02 * b.norm() for a, b in zip(found, expected, strict=True)):
+                raise ArithmeticError("its output or a gradient is another")
         except Exception as error:  # a missing package, a call that cannot be expressed, memory that is not there
             if name == "triton":
                 raise  # ours serves every cell

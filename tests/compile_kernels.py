@@ -90,6 +90,9 @@ def launch_kernels(dtype, dim, causal, group, features=False, length=4096):
         launch.backward(q, k, k, out, lse2, out, None, features, options)
 
 
+RAGGED = 4095  # a length that no tile divides
+
+
 def launch_hopper_kernels(dtype, dim, causal, group, features=False, length=4096):
     """Forward and backward of one problem, with the group in one program and with parts."""
     from attention import hopper
@@ -126,14 +129,14 @@ def main():
         for dim in args.dims:
             for mask in args.masks:
                 for group in args.groups:
-                    case = dict(chip=args.chip, dtype=name, dim=dim, mask=mask, group=group)
+                    for length in (LENGTHS[-1], RAGGED) if args.hopper else LENGTHS:
+                        case = dict(chip=args.chip, dtype=name, dim=dim, mask=mask, group=group, length=length)
 
-                    def report(case=case, **found):
-                        print(json.dumps(case | found), file=stdout, flush=True)
+                        def report(case=case, **found):
+                            print(json.dumps(case | found), file=stdout, flush=True)
 
-                    triton.runtime.driver.set_active(Driver(args.chip, ptxas_log, report))
-                    with contextlib.redirect_stdout(ptxas_log):
-                        for length in LENGTHS:
+                        triton.runtime.driver.set_active(Driver(args.chip, ptxas_log, report))
+                        with contextlib.redirect_stdout(ptxas_log):
                             launch_all(dtype, dim, mask == "causal", group, args.features, length)
 
 

@@ -443,6 +443,10 @@ def test_auto_survives_a_broken_kernel(device, monkeypatch):
     monkeypatch.setattr(api, "_self_check", broken)
     choice = api._choose_for(torch.device("cuda"))
     assert choice.name == "sdpa" and "no compiler" in choice.reason
+    monkeypatch.setattr(api, "hopper_misses", lambda device: None)
+    monkeypatch.setattr(api, "_self_check", lambda device, impl: broken(device, impl) if impl == "hopper" else 1e-3)
+    choice = api._choose_for(torch.device("cuda"))
+    assert choice.name == "triton" and "hopper kernels failed" in choice.reason and "no compiler" in choice.reason
     monkeypatch.setattr(api, "_self_check", lambda device, impl: float("nan"))
     assert api._choose_for(torch.device("cuda")).name == "sdpa"
 

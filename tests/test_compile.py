@@ -41,9 +41,13 @@ def test_kernels_fit_the_chip(chip, dtype):
 
 def test_hopper_kernels_fit_their_chip():
     """And no warning that ptxas runs matmuls one by one or waits for them (C7510 to C7515)."""
-    kernels = compile_kernels(90, "--hopper", "--dtypes", "bfloat16", "--groups", "1")
-    allowed = 16  # bytes: one register, out and in, of the backward at head dim 128 under Triton 3.9; none under 3.6
-    bad = [k for k in kernels if k["spilled"] > allowed or k["shared"] > SHARED_KB[90] * 1024 or k["warnings"]]
+    options = ["--hopper", "--dtypes", "bfloat16", "--groups", "1"]
+    plain = compile_kernels(90, *options)
+    featured = compile_kernels(90, *options, "--masks", "causal", "--features")  # which may cost registers
+    # bytes: one register, out and in, of the backward at head dim 128 under Triton 3.9, a few more if T is ragged
+    bad = [k for k in plain if k["spilled"] > (16 if k["length"] % 128 == 0 else 64)]
+    serialized = {f"C75{i}" for i in range(10, 16)}
+    bad += [k for k in plain + featured if k["shared"] > SHARED_KB[90] * 1024 or serialized & set(k["warnings"])]
     assert not bad, "\n".join(map(str, bad))
 
 
