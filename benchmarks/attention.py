@@ -257,8 +257,9 @@ def run(cell, names, seconds):
             if any((a - b).norm() > 0.02 * b.norm() for a, b in zip(found, expected, strict=True)):
                 raise ArithmeticError("its output or a gradient is another")
         except Exception as error:  # a missing package, a call that cannot be expressed, memory that is not there
-            if name == "triton":
-                raise  # ours serves every cell
+            unserved = name == "hopper" and isinstance(error, ValueError)
+            if name in ("hopper", "triton") and not unserved:
+                raise  # what breaks in ours must not pass for a cell that is left out
             contenders.pop(name, None)
             lacks[name] = f"{type(error).__name__}: {str(error).splitlines()[0][:80] if str(error) else ''}"
             torch.cuda.empty_cache()

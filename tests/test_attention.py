@@ -127,8 +127,10 @@ def kernels(**arguments):
     return attention(**arguments, impl="triton")
 
 
-def check(problem, dtype, impls=("triton",), yardstick=None):
+def check(problem, dtype, impls=("triton",), yardstick=None, strict=False):
     """Fail if a result errs more than twice as much as eager PyTorch or rounding() does; return the worst ratio.
+
+    strict: than eager PyTorch does, whatever rounding() says, which in float32 is several times that.
 
     Eager PyTorch computes in dtype, or in the dtype `yardstick`, of which the error counts twice: it rounds numbers
     where tensor cores cut float32 off to tf32.
@@ -142,8 +144,8 @@ def check(problem, dtype, impls=("triton",), yardstick=None):
         for name, truth in exact.items():
             assert ours[name].isfinite().all(), f"{name} of {impl} is not finite"
             error, allowed = ((x[name].double() - truth).norm().item() for x in (ours, eager))
-            allowed = max(allowed, floors[name]) * (1 if yardstick is None else 2)
-            worst = max(worst, error / allowed)
+            allowed = allowed if strict else max(allowed, floors[name]) * (1 if yardstick is None else 2)
+            worst = max(worst, error / allowed if allowed > 0 else 0.0)  # of exact zeros
             assert error <= 2 * allowed, f"{name} of {impl}: error {error:.2e}, allowed {2 * allowed:.2e}"
     return worst
 
@@ -187,9 +189,14 @@ def visible_weights(arguments):
     return reference_attention(v=units.double().expand(batch, -1, kv_heads, -1), **rest)
 
 
-@pytest.mark.parametrize("case", CASES.values(), ids=CASES)
+# Where score gradients cancel, so that the error of delta is what is left of them.
+CANCELS = {"bias_of_one", "lengths_bias", "packed_bias_of_one", "packed_pair_without_queries"}
+
+
+@pytest.mark.parametrize("case", CASES)
 def test_output_and_gradients(case, device, poisoned):
-    check(make_problem(device, torch.float32, **case), torch.float32)
+    strict = not ON_GPU and case not in CANCELS  # on a GPU eager sums in another order; not tried there yet
+    check(make_problem(device, torch.float32, **CASES[case]), torch.float32, strict=strict)
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=["float16", "bfloat16"])
