@@ -90,7 +90,7 @@ def attention(
     (q_starts, k_starts), (max_q_len, max_k_len) = pair(cu_seqlens), pair(max_seqlen)
     options = ops.Options(
         bias=bias,
-        gate=None if decay is None else decay.transpose(1, 2).to(torch.float64).cumsum(2),
+        gate=None if decay is None else _cumulative(decay),
         sink=sink,
         seed=seed if dropout > 0 else None,
         lengths=lengths,
@@ -307,6 +307,14 @@ def _sdpa(q, k, v, causal, window, scale, dropout, bias):
         is_causal=causal and mask is None, enable_gqa=q.shape[2] != k.shape[2],
     )  # fmt: skip
     return out.transpose(1, 2)
+
+
+def _cumulative(decay):
+    """[B, Tk, H] -> sums up to and including each key, [B, H, Tk] float64."""
+    gate = decay.transpose(1, 2).to(torch.float64)
+    if gate.shape[:2] == (1, 1):  # PyTorch adds a single row in an order that varies, rows of several in a fixed one
+        return gate.expand(2, 1, -1).cumsum(2)[:1]
+    return gate.cumsum(2)
 
 
 def _seed_tensor(seed, device):

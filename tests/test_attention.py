@@ -71,9 +71,12 @@ DIFFERENTIABLE = ("q", "k", "v", "bias", "decay", "sink")
 
 def make_problem(
     device, dtype, *, batch=2, q_len=70, k_len=None, heads=2, kv_heads=None, dim=16, value_dim=None, bias=None,
-    hide=False, decay=False, sink=False, packed=None, **options,
+    hide=False, decay=False, sink=False, packed=None, longest=True, return_lse=True, **options,
 ):  # fmt: skip
-    """Random arguments of attention(), by name, and the gradients of its output and LSE."""
+    """Random arguments of attention(), by name, and the gradients of its output and LSE (None: not asked for).
+
+    hide: a third of the bias is -inf, and all of it that one query has; longest: packed sequences come with max_seqlen.
+    """
     k_len, kv_heads, value_dim = k_len or q_len, kv_heads or heads, value_dim or dim
     batch = 1 if packed else batch
 
@@ -89,26 +92,30 @@ def make_problem(
         arguments["bias"] = randn(*bias).to(dtype)
         if hide:
             arguments["bias"][torch.rand(bias, device=device) < 0.3] = float("-inf")
-            arguments["bias"][..., 5, :] = float("-inf")  # one query sees nothing
+            if len(bias) > 1 and bias[-2] > 1:
+                arguments["bias"][..., bias[-2] // 2, :] = float("-inf")
     if decay:
         arguments["decay"] = torch.nn.functional.logsigmoid(2 * randn(batch, k_len, heads))
     if sink:
         arguments["sink"] = randn(heads)
     if packed:
         pair = packed if isinstance(packed, tuple) else (packed, packed)
-        options["max_seqlen"] = tuple(max(1, *(b - a for a, b in itertools.pairwise(starts))) for starts in pair)
+        if longest:
+            options["max_seqlen"] = tuple(max(1, *(b - a for a, b in itertools.pairwise(starts))) for starts in pair)
         starts = tuple(torch.tensor(x, dtype=torch.int32, device=device) for x in pair)
         options["cu_seqlens"] = starts if isinstance(packed, tuple) else starts[0]
     if "lengths" in options:
         options["lengths"] = torch.tensor(options["lengths"], dtype=torch.int32, device=device)
-    if "seed" in options:
+    if options.get("seed") is None:
+        options.pop("seed", None)
+    else:
         options["seed"] = torch.tensor([options["seed"]], device=device)
     dout = randn(batch, q_len, heads, value_dim).to(dtype)
-    return arguments | options, dout, randn(batch, heads, q_len)
+    return arguments | options, dout, randn(batch, heads, q_len) if return_lse else None
 
 
 def results(function, problem, dtype):
-    """Output, LSE (0 where there is none) and gradients, computed in dtype."""
+    """Output, LSE if asked for (0 where there is none) and gradients, computed in dtype."""
     arguments, dout, dlse = problem
     leaves = {}
     for name in DIFFERENTIABLE:
@@ -116,93 +123,99 @@ def results(function, problem, dtype):
             x = arguments[name]
             x = x.double() if dtype == torch.float64 else x if name in ("decay", "sink") else x.to(dtype)
             leaves[name] = x.detach().requires_grad_()
-    out, lse = function(**arguments | leaves, return_lse=True)
-    lse = lse.masked_fill(lse == float("-inf"), 0.0)
-    gradients = torch.autograd.grad((out, lse), list(leaves.values()), (dout.to(dtype), dlse.to(lse.dtype)))
+    with torch.random.fork_rng():
+        torch.manual_seed(5)  # without a seed all functions draw the same
+        found = function(**arguments | leaves, return_lse=dlse is not None)
+    outputs, wanted = {"out": found}, [dout.to(dtype)]
+    if dlse is not None:
+        out, lse = found
+        outputs = {"out": out, "lse": lse.masked_fill(lse == float("-inf"), 0.0)}
+        wanted.append(dlse.to(lse.dtype))
+    gradients = torch.autograd.grad(list(outputs.values()), list(leaves.values()), wanted)
     named = dict(zip((f"d{name}" for name in leaves), gradients, strict=True))
-    return {"out": out.detach(), "lse": lse.detach()} | named
+    return {name: x.detach() for name, x in outputs.items()} | named
 
 
 def kernels(**arguments):
     return attention(**arguments, impl="triton")
 
 
-def check(problem, dtype, impls=("triton",), yardstick=None, strict=False):
-    """Fail if a result errs more than twice as much as eager PyTorch or rounding() does; return the worst ratio.
+def reference(**arguments):
+    return attention(**arguments, impl="reference")
 
-    strict: than eager PyTorch does, whatever rounding() says, which in float32 is several times that.
+
+def check(draw, dtype, impls=("triton",), yardstick=None, draws=8):
+    """Fail if a result errs more than twice as much as eager PyTorch or by_rounding(), whichever is more.
+
+    draw() makes a problem. Errors are norms over a whole result. Where one is too large, in a result of a few numbers
+    say, further draws decide: the errors of all draws are added in square. Returns the worst error as a multiple of
+    what it is held to twice of, and as a multiple of eager PyTorch's.
 
     Eager PyTorch computes in dtype, or in the dtype `yardstick`, of which the error counts twice: it rounds numbers
     where tensor cores cut float32 off to tf32.
     """
-    exact = results(reference_attention, problem, torch.float64)
-    eager = results(reference_attention, problem, yardstick or dtype)
-    floors = rounding(problem, exact)
-    worst = 0.0
-    for impl in impls:
-        ours = results(partial(attention, impl=impl), problem, dtype)
-        for name, truth in exact.items():
-            assert ours[name].isfinite().all(), f"{name} of {impl} is not finite"
-            error, allowed = ((x[name].double() - truth).norm().item() for x in (ours, eager))
-            allowed = allowed if strict else max(allowed, floors[name]) * (1 if yardstick is None else 2)
-            worst = max(worst, error / allowed if allowed > 0 else 0.0)  # of exact zeros
-            assert error <= 2 * allowed, f"{name} of {impl}: error {error:.2e}, allowed {2 * allowed:.2e}"
-    return worst
+    squares = {}  # (implementation, result) -> sums over draws of squared errors: ours, eager's, by rounding
+    for _ in range(draws):
+        problem = draw()
+        exact = results(reference, problem, torch.float64)
+        eager = results(reference, problem, yardstick or dtype)
+        floors = by_rounding(problem, exact)
+        for impl in impls:
+            ours = results(partial(attention, impl=impl), problem, dtype)
+            for name, truth in exact.items():
+                assert ours[name].isfinite().all(), f"{name} of {impl} is not finite"
+                errors = [(x[name].double() - truth).square().sum() for x in (ours, eager)]
+                errors = torch.stack([*errors, floors.get(name, torch.zeros_like(errors[0]))])
+                squares[impl, name] = squares.get((impl, name), 0) + errors
+        ratios = {}
+        for key, sums in squares.items():
+            error, of_eager, of_rounding = sums.sqrt().tolist()
+            allowed = max(of_eager * (1 if yardstick is None else 2), of_rounding)
+            ratios[key] = [error / x if error else 0.0 for x in (allowed or 1e-30, of_eager or 1e-30)]
+        worst = [max(column) for column in zip(*ratios.values(), strict=True)]
+        if worst[0] <= 2:
+            return worst
+    (impl, name), ratio = max(ratios.items(), key=lambda item: item[1])
+    raise AssertionError(
+        f"{name} of {impl}: over {draws} draws {ratio[1]:.3g} times eager's error, {ratio[0]:.3g} times that or "
+        "rounding's, whichever is more; at most 2"
+    )
 
 
-def rounding(problem, exact):
-    """Norm of the error that rounding alone makes of each result, below which eager is only by luck or longer sums.
+def by_rounding(problem, exact):
+    """Squared norm of the error that rounding alone makes of each result of the algorithm, on average, whoever runs it.
 
-    The backward makes weights P from scores and the saved LSE, each rounded to float32, and delta = dO.O from the
-    output as rounded to its dtype. Where few keys are visible, or where score gradients P (dP - delta) are summed over
-    the keys (of a broadcast bias, a sink), P dP and delta cancel, and the error of delta is what is left.
+    It is less than eager's, but where P dP and delta cancel: a row sees a few keys, or a bias is broadcast over them.
+    The backward takes delta = dO.O - dlse from the output as rounded to its dtype. An error of delta acts as one of
+    dlse does, by which it is followed here. Rounding errs by 0.4 of the unit roundoff, a float32 sum of n random
+    numbers, one by one, by 0.3 sqrt(n) of it: dO.O and dP = dO.V over the head dim, dK and dV over all queries.
+    The LSE, in base 2, and the score it is dominated by are rounded to float32; softcap has a tanh of as many digits.
     """
-    arguments, dout, _ = problem
-    q, k, v = (arguments[name].double() for name in "qkv")
+    arguments, dout, dlse = problem
     half, single = (torch.finfo(dtype).eps / 2 for dtype in (dout.dtype, torch.float32))
-    scale = abs(q.shape[-1] ** -0.5 if arguments.get("scale") is None else arguments["scale"])
-    score = single * max(1, exact["lse"].abs().max(), scale * q.shape[-1] / 2)
-    # errors of float32 sums over a head dim grow with the square root of its length, as do the sums
-    delta = (half + single * v.shape[-1] ** 0.5) * (dout * exact["out"]).norm(dim=-1, keepdim=True)
-    weights = visible_weights(arguments)
-    seen = torch.einsum("bqhk,bkhd->bqhd", weights, k.repeat_interleave(q.shape[2] // k.shape[2], dim=2))
-    by_delta = {
-        "dq": scale * (delta * seen).norm(),
-        "dk": scale * (delta * q.norm(dim=-1, keepdim=True) * weights).norm(),
-    }
-    few = 2 * delta.norm()  # a few numbers can err by more than their standard deviation
-    by_delta |= {"dbias": few, "ddecay": few, "dsink": few}
-    floors = {}
-    for name, truth in exact.items():
-        numbers = truth.numel() ** 0.5
-        scores = score * (numbers if name == "lse" else truth.norm())
-        floors[name] = float(single * numbers + scores + by_delta.get(name, 0.0))
-    return floors
-
-
-def visible_weights(arguments):
-    """Weights P before dropout, [B, Tq, H, Tk]: the output for values that are unit vectors."""
-    batch, k_len, kv_heads, _ = arguments["k"].shape
-    units = torch.eye(k_len, device=arguments["k"].device).view(1, k_len, 1, k_len)
-    rest = {name: x for name, x in arguments.items() if name not in ("v", "dropout", "seed")}
-    rest = {name: x.double() if name in DIFFERENTIABLE else x for name, x in rest.items()}
-    return reference_attention(v=units.double().expand(batch, -1, kv_heads, -1), **rest)
-
-
-# Where score gradients cancel, so that the error of delta is what is left of them.
-CANCELS = {"bias_of_one", "lengths_bias", "packed_bias_of_one", "packed_pair_without_queries"}
+    relative = ((0.4 * half) ** 2 + 2 * (0.3 * single) ** 2 * dout.shape[-1]) ** 0.5
+    delta = relative * (dout.double() * exact["out"]).norm(dim=-1).transpose(1, 2)
+    delta = delta * torch.randn_like(delta)
+    moved = results(reference, (arguments, torch.zeros_like(dout), delta), torch.float64)
+    squares = {name: moved[name].square().sum() for name in exact if name not in ("out", "lse", "dv")}
+    q_len, group = dout.shape[1], dout.shape[2] // arguments["k"].shape[2]
+    for name in ("dk", "dv"):
+        squares[name] = squares.get(name, 0) + (0.3 * single) ** 2 * q_len * group * exact[name].square().sum()
+    if dlse is not None:
+        one = single * (exact["lse"].abs() + 1 + (arguments.get("softcap") or 0.0))
+        squares["lse"] = one.square().sum()
+    return squares
 
 
 @pytest.mark.parametrize("case", CASES)
 def test_output_and_gradients(case, device, poisoned):
-    strict = not ON_GPU and case not in CANCELS  # on a GPU eager sums in another order; not tried there yet
-    check(make_problem(device, torch.float32, **CASES[case]), torch.float32, strict=strict)
+    check(partial(make_problem, device, torch.float32, **CASES[case]), torch.float32)
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=["float16", "bfloat16"])
-@pytest.mark.parametrize("case", ["causal", "grouped_full", "dropout", "all"])
+@pytest.mark.parametrize("case", CASES if ON_GPU else ["causal", "grouped_full", "dropout", "all"])
 def test_half_precision(case, dtype, device, poisoned):
-    check(make_problem(device, dtype, **CASES[case]), dtype)
+    check(partial(make_problem, device, dtype, **CASES[case]), dtype)
 
 
 @pytest.mark.skipif(not ON_GPU, reason="the interpreter has no tf32")
@@ -212,7 +225,7 @@ def test_tf32(case, device, poisoned):
     before = torch.get_float32_matmul_precision()
     torch.set_float32_matmul_precision("high")
     try:
-        check(make_problem(device, torch.float32, **CASES[case]), torch.float32, yardstick=torch.float16)
+        check(partial(make_problem, device, torch.float32, **CASES[case]), torch.float32, yardstick=torch.float16)
     finally:
         torch.set_float32_matmul_precision(before)
 
@@ -224,7 +237,7 @@ DIMS = range(8, 257, 8) if ON_GPU else (8, 24, 64, 72, 128, 200, 256)
 def test_head_dims(dim, device, poisoned):
     length = 150 if ON_GPU else 33
     for dtype in (torch.float32, torch.bfloat16) if ON_GPU else (torch.float32,):
-        check(make_problem(device, dtype, batch=1, q_len=length, heads=2, kv_heads=1, dim=dim), dtype)
+        check(partial(make_problem, device, dtype, batch=1, q_len=length, heads=2, kv_heads=1, dim=dim), dtype)
 
 
 LENGTHS = (1, 2, 17, 63, 64, 65, 128, 129, 300) if ON_GPU else (1, 16, 33)
@@ -233,7 +246,8 @@ LENGTHS = (1, 2, 17, 63, 64, 65, 128, 129, 300) if ON_GPU else (1, 16, 33)
 @pytest.mark.parametrize("q_len, k_len", list(itertools.product(LENGTHS, LENGTHS)))
 def test_lengths(q_len, k_len, device, poisoned):
     for causal in (True, False):
-        check(make_problem(device, torch.float16, batch=1, q_len=q_len, k_len=k_len, causal=causal), torch.float16)
+        problem = dict(batch=1, q_len=q_len, k_len=k_len, causal=causal)
+        check(partial(make_problem, device, torch.float16, **problem), torch.float16)
 
 
 def apart(launches):
@@ -251,9 +265,9 @@ def test_dkdv_strategies(outputs, loops, group, device, poisoned, monkeypatch):
     if outputs == "apart":
         table = launch.launches_for
         monkeypatch.setattr(launch, "launches_for", lambda *args: apart(table(*args)))
-        check(make_problem(device, torch.float16, batch=1, q_len=50, heads=group, decay=True), torch.float16)
-    check(make_problem(device, torch.float16, batch=1, q_len=50, heads=group, kv_heads=1), torch.float16)
-    check(make_problem(device, torch.float16, batch=1, q_len=50, heads=2 * group, kv_heads=2), torch.float16)
+        check(partial(make_problem, device, torch.float16, batch=1, q_len=50, heads=group, decay=True), torch.float16)
+    check(partial(make_problem, device, torch.float16, batch=1, q_len=50, heads=group, kv_heads=1), torch.float16)
+    check(partial(make_problem, device, torch.float16, batch=1, q_len=50, heads=2 * group, kv_heads=2), torch.float16)
 
 
 @pytest.mark.skipif(not ON_GPU, reason="needs a GPU: sizes of real training are slow in the interpreter")
@@ -261,7 +275,7 @@ def test_dkdv_strategies(outputs, loops, group, device, poisoned, monkeypatch):
 @pytest.mark.parametrize("dim", [64, 128, 256])
 @pytest.mark.parametrize("options", [{}, dict(causal=False), dict(dropout=0.1, seed=9)], ids=str)
 def test_training_sizes(dtype, dim, options, device, poisoned):
-    check(make_problem(device, dtype, q_len=1000, heads=8, kv_heads=2, dim=dim, **options), dtype)
+    check(partial(make_problem, device, dtype, q_len=1000, heads=8, kv_heads=2, dim=dim, **options), dtype)
 
 
 def test_strided_inputs(device):

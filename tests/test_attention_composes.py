@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from test_attention import CASES, ON_GPU, kernels, make_problem, results
+from test_attention import CASES, DIFFERENTIABLE, ON_GPU, kernels, make_problem, results
 from torch.utils.checkpoint import checkpoint
 
 from attention import attention
@@ -99,15 +99,25 @@ def test_double_backward_says_that_it_is_not_there(device):
         dq.sum().backward()
 
 
-def test_reference_passes_gradcheck(device):
-    arguments, _, _ = make_problem(
-        device, torch.float64, **CASES["all"] | dict(q_len=4, k_len=6, bias=(3, 4, 6), lengths=[5])
-    )
-    names = ("q", "k", "v", "bias", "decay", "sink")
-    tensors = [arguments.pop(name).double().requires_grad_() for name in names]
-    assert torch.autograd.gradcheck(
-        lambda *x: attention(**dict(zip(names, x, strict=True)), **arguments, impl="reference"), tensors
-    )
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=["float64", "float32"])
+@pytest.mark.parametrize("case", ["full", "all", "all_packed"])
+def test_reference_passes_gradcheck(case, dtype, device):
+    """Output and LSE against finite differences."""
+    small = {
+        "full": dict(q_len=5),
+        "all": dict(q_len=4, k_len=6, bias=(3, 4, 6), lengths=[5]),
+        "all_packed": dict(q_len=6, bias=(4, 1, 6), packed=[0, 2, 2, 5], dim=8, value_dim=8),
+    }[case]
+    arguments, _, _ = make_problem(device, dtype, **CASES[case] | small)
+    names = [name for name in DIFFERENTIABLE if name in arguments]
+    tensors = [arguments.pop(name).to(dtype).requires_grad_() for name in names]
+
+    def outputs(*tensors):
+        out, lse = attention(**dict(zip(names, tensors, strict=True)), **arguments, return_lse=True, impl="reference")
+        return out, lse.masked_fill(lse.isinf(), 0.0)
+
+    tolerances = {} if dtype == torch.float64 else dict(eps=1e-2, atol=5e-3, rtol=5e-2)
+    assert torch.autograd.gradcheck(outputs, tensors, **tolerances)
 
 
 @needs_gpu
@@ -180,6 +190,34 @@ def test_offsets_past_2_to_the_31(device):
     for ours, alone in zip(gradients, torch.autograd.grad(expected, part, dout[:, -tail:, -1:]), strict=True):
         inner = slice(-tail + 126, None)
         torch.testing.assert_close(ours[:, inner, -1:], alone[:, inner], rtol=2e-2, atol=2e-2)
+
+
+@needs_gpu
+def test_bias_past_2_to_the_31(device):
+    """A bias of more than 2^31 elements and its gradient: the last queries equal a call on them alone."""
+    length, tail = 46_400, 100
+    q, k, v, dout = (torch.randn(1, length, 1, 16, device=device, dtype=torch.bfloat16) for _ in range(4))
+    bias = torch.randn(1, 1, length, length, device=device, dtype=torch.bfloat16)
+    assert bias.numel() > 2**31
+    found = []
+    for rows in (slice(None), slice(-tail, None)):
+        leaves = [q[:, rows].clone().requires_grad_(), bias[:, :, rows].requires_grad_()]
+        out = attention(leaves[0], k, v, bias=leaves[1], impl="triton")
+        dq, dbias = torch.autograd.grad(out, leaves, dout[:, rows])
+        found.append([out[:, -tail:], dq[:, -tail:], dbias[:, :, -tail:].clone()])
+        del leaves, dbias
+    for whole, part in zip(*found, strict=True):
+        torch.testing.assert_close(whole, part, rtol=2e-2, atol=2e-3)
+
+
+@needs_gpu
+def test_one_long_row_of_gates_repeats(device):
+    """PyTorch scans a tensor of one row in an order that varies."""
+    problem = make_problem(device, torch.bfloat16, batch=1, q_len=20_000, heads=1, decay=True)
+    first = results(kernels, problem, torch.bfloat16)
+    for _ in range(50):
+        again = results(kernels, problem, torch.bfloat16)
+        assert all(torch.equal(first[name], again[name]) for name in first)
 
 
 @needs_gpu

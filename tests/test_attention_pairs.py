@@ -3,6 +3,7 @@
 Small sizes in the interpreter; on a GPU the full range of lengths, head dims and dtypes.
 """
 
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
@@ -29,6 +30,10 @@ PARAMETERS = {
     "dropout": [0.0, 0.3],
     "decay": [False, True],
     "sink": [False, True],
+    "seed": [None, 5],  # drawn, given
+    "hide": [False, True],  # a part of the bias is -inf
+    "longest": [True, False],  # max_seqlen given
+    "return_lse": [True, False],
     "loops": [True, False],
 }
 
@@ -36,8 +41,12 @@ PARAMETERS = {
 def possible(values):
     """Whether the parameters given so far go together; allpairspy asks this of growing prefixes."""
     case = dict.fromkeys(PARAMETERS) | dict(zip(PARAMETERS, values, strict=False))
-    return not (case["decay"] and case["causal"] is False) and not (
-        case["ragged"] == "packed" and case["keys"] in ("more", "fewer")
+    packed = case["ragged"] in ("packed", "packed_pair")
+    return not (
+        (case["decay"] and case["causal"] is False)
+        or (case["ragged"] == "packed" and case["keys"] in ("more", "fewer"))
+        or (case["hide"] and case["bias"] is None)
+        or (case["longest"] is False and not packed)
     )
 
 
@@ -49,7 +58,8 @@ def arguments(case):
     arguments = dict(
         q_len=q_len, k_len=k_len, dim=dim, value_dim=case.value_dim, heads=heads, kv_heads=case.kv_heads, batch=batch,
         causal=case.causal, decay=case.decay, sink=case.sink, window=case.window, softcap=case.softcap,
-        scale=None if case.scale is None else case.scale * dim**-0.5, dropout=case.dropout, seed=q_len,
+        scale=None if case.scale is None else case.scale * dim**-0.5, dropout=case.dropout, seed=case.seed,
+        hide=case.hide, longest=case.longest, return_lse=case.return_lse,
     )  # fmt: skip
     arguments["bias"] = {
         None: None,
@@ -76,19 +86,20 @@ CASES = [
 
 
 @pytest.fixture
-def problem(case, device, poisoned, monkeypatch):
+def draw(case, device, poisoned, monkeypatch):
     monkeypatch.setattr(launch, "loops_over_group", lambda problem, programs, device: case.loops)
-    return make_problem(device, case.dtype, **arguments(case))
+    return partial(make_problem, device, case.dtype, **arguments(case))
 
 
 @pytest.mark.parametrize("case", CASES, ids=range(len(CASES)))
-def test_pair(case, problem):
-    check(problem, case.dtype)
+def test_pair(case, draw):
+    check(draw, case.dtype)
 
 
 @pytest.mark.parametrize("case", CASES if ON_GPU else CASES[:2], ids=range(len(CASES) if ON_GPU else 2))
-def test_repeatable(case, problem):
+def test_repeatable(case, draw):
     """The same bits 50 times, for every pair of features."""
+    problem = draw()
     first = results(kernels, problem, case.dtype)
     for _ in range(50 if ON_GPU else 1):
         again = results(kernels, problem, case.dtype)

@@ -1,6 +1,7 @@
 """The Hopper kernels against the reference in float64, on their chip; and which calls they serve, anywhere."""
 
 import random
+from functools import partial
 
 import pytest
 import torch
@@ -50,7 +51,7 @@ def hopper(**arguments):
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES)
 def test_output_and_gradients(case, dim, poisoned):
     for dtype in (torch.bfloat16, torch.float16):
-        check(make_problem("cuda", dtype, dim=dim, **case), dtype, impls=["hopper"])
+        check(partial(make_problem, "cuda", dtype, dim=dim, **case), dtype, impls=["hopper"])
 
 
 @on_hopper
