@@ -13,7 +13,6 @@ from pathlib import Path
 
 import torch
 
-from attention import implementation
 from checkpoint import load_checkpoint, newest_run, restore_model
 from config import check_finite, fail, read_flags, resolve_device, resolve_dtype
 from model import Cache
@@ -136,9 +135,10 @@ def main(config):
     if not ids:
         raise ValueError("the prompt is empty; give at least one character, such as --prompt 'O'")
     print(f"{path} on {device}", file=sys.stderr)
-    implementation(torch.device(device))  # has its say before the text begins
     dtype = resolve_dtype("auto", device)
     autocast = nullcontext() if dtype == torch.float32 else torch.autocast("cuda", dtype)
+    with autocast, torch.no_grad():  # attention() says what serves before the text begins
+        model(torch.tensor([ids[-model.config.block_size :]], device=device))
     start, count = time.perf_counter(), 0
     for index in range(config.num_samples):
         generator = torch.Generator(device).manual_seed(config.seed + index)

@@ -1,5 +1,5 @@
 """Exact attention as Triton kernels, forward and backward: FlashAttention one can read. Stands alone."""
 
-from .api import attention, explain, implementation
+from .api import attention, explain
 
-__all__ = ["attention", "explain", "implementation"]
+__all__ = ["attention", "explain"]

@@ -131,17 +131,16 @@ def explain(q, k, v, **arguments):
 def _choose(asked, q, k, v, rule, extra, seed, return_lse):
     """The implementation that serves a call, and why, in words; ValueError if it is asked for and cannot."""
     impl, reason = asked, "asked for"
+    misses = hopper_misses(q.device) if asked in ("auto", "hopper") else None
+    lack = hopper_lacks(q, k, v, rule, extra) if asked in ("auto", "hopper") else None
+    if asked == "hopper" and (misses or lack):
+        raise ValueError(f"the Hopper kernels do not serve {misses or lack}; use impl='auto'")
     if asked == "auto" and q.dtype in DTYPES:
-        choice = implementation(q.device)
-        impl, reason = choice.name, choice.reason
+        impl, reason = implementation(q.device, q.dtype, hopper=not (misses or lack))
+        if impl == "triton" and not misses and lack:
+            reason = f"the Hopper kernels do not serve {lack}"
     elif asked == "auto":
         impl, reason = "sdpa", f"the kernels do not compute in {q.dtype}"
-    if impl == "hopper":
-        lack = (asked == "hopper" and hopper_misses(q.device)) or hopper_lacks(q, k, v, rule, extra)
-        if lack and asked == "hopper":
-            raise ValueError(f"the Hopper kernels do not serve {lack}; use impl='auto'")
-        if lack:
-            impl, reason = "triton", f"the Hopper kernels do not serve {lack}"
     if impl == "triton" and not (q.is_cuda or os.environ.get("TRITON_INTERPRET") == "1"):
         raise ValueError(f"impl='triton' needs tensors on a CUDA GPU, got {q.device}; use impl='auto' or 'sdpa'")
     if impl == "sdpa" and (lack := sdpa_lacks(q, k, rule, extra, seed, return_lse)):
@@ -162,44 +161,47 @@ _CHOICES = {}
 
 
 @torch.compiler.assume_constant_result  # Dynamo calls it while tracing and keeps the answer
-def implementation(device):
-    """What impl="auto" takes on a torch.device; decided once per device and said by the first call that asks.
+def implementation(device, dtype, hopper):
+    """The Choice of impl="auto" on a torch.device for a dtype; decided once and said by the first call that asks.
 
-    On a CUDA GPU the kernels first compute a tiny case, which is compared with the reference: about a second.
+    hopper: whether the Hopper kernels could serve. On a CUDA GPU the kernels first compute a tiny case, which is
+    compared with the reference: seconds, since they are compiled for it.
     """
     if device.type == "cuda" and device.index is None:
         device = torch.device("cuda", torch.cuda.current_device())
-    if device not in _CHOICES:
+    key = device, dtype, hopper
+    if key not in _CHOICES:
         if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
             raise RuntimeError(
                 "attention() checks itself when first called; call it once before capturing a CUDA graph"
             )
-        _CHOICES[device] = choice = _choose_for(device)
+        _CHOICES[key] = choice = _choose_for(*key)
         if os.environ.get("RANK", "0") == "0":  # torchrun's other processes would say the same
-            print(f"attention  {choice.name} on {device}: {choice.reason}", file=sys.stderr, flush=True)
-    return _CHOICES[device]
+            name = str(dtype).removeprefix("torch.")
+            print(f"attention  {choice.name} on {device}, {name}: {choice.reason}", file=sys.stderr, flush=True)
+    return _CHOICES[key]
 
 
-def _choose_for(device):
+def _choose_for(device, dtype, hopper):
     if device.type != "cuda":
         return Choice("sdpa", f"the Triton kernels need a CUDA GPU, this is {device.type}")
-    passed, reason = _passes(device, "triton")
-    if not passed:
-        return Choice("sdpa", reason)
-    if hopper_misses(device) is not None:
-        return Choice("triton", reason)
-    passed, of_hopper = _passes(device, "hopper")
-    return Choice("hopper", of_hopper) if passed else Choice("triton", f"{reason}; {of_hopper}")
+    failures = []
+    for impl in ("hopper", "triton") if hopper else ("triton",):
+        passed, reason = _passes(device, dtype, impl)
+        if passed:
+            return Choice(impl, "; ".join([reason, *failures]))
+        failures.append(reason)
+    return Choice("sdpa", "; ".join(failures))
 
 
-def _passes(device, impl):
+def _passes(device, dtype, impl):
     """Whether the kernels of an implementation compute a tiny case right, and how well or why not, in words."""
     deterministic = torch.get_deterministic_debug_mode()
     torch.set_deterministic_debug_mode(0)  # in which the Hopper backward would not run
     try:
         # whatever the caller's context is, which may be autocast or inference
         with torch.inference_mode(False), torch.autocast(device.type, enabled=False):
-            worst = _self_check(device, impl)
+            worst = _self_check(device, dtype, impl)
     except Exception as error:  # what breaks here would break training later: a missing package, driver or compiler
         return False, f"the {impl} kernels failed their self-check: {type(error).__name__}: {error}"
     finally:
@@ -209,8 +211,8 @@ def _passes(device, impl):
     return True, f"self-check passed, relative error {worst:.1e}"
 
 
-def _self_check(device, impl):
-    """Largest relative error of output and gradients on a tiny grouped, causal, ragged case, over the chip's dtypes."""
+def _self_check(device, dtype, impl):
+    """Largest relative error of output and gradients on a tiny grouped, causal, ragged case."""
     generator = torch.Generator().manual_seed(0)
     q, k, v, dout = (torch.randn(1, 70, heads, 64, generator=generator, device="cpu") for heads in (2, 1, 1, 2))
 
@@ -220,16 +222,9 @@ def _self_check(device, impl):
             out = attention(*leaves, impl=impl)
         return [x.double().cpu() for x in (out.detach(), *torch.autograd.grad(out, leaves, dout.to(device, dtype)))]
 
-    exact = run("reference", "cpu", torch.float32)
-    worst = 0.0
-    dtypes = (torch.float16, torch.bfloat16)
-    if impl == "triton":
-        dtypes = DTYPES if torch.cuda.get_device_capability(device) >= (8, 0) else (torch.float16, torch.float32)
-    for dtype in dtypes:
-        for ours, truth in zip(run(impl, device, dtype), exact, strict=True):
-            error = float((ours - truth).norm() / truth.norm())
-            worst = error if not error <= worst else worst  # so that a NaN stays
-    return worst
+    pairs = zip(run(impl, device, dtype), run("reference", "cpu", torch.float32), strict=True)
+    errors = [float((ours - truth).norm() / truth.norm()) for ours, truth in pairs]
+    return max(errors, key=lambda error: (error != error, error))  # NaN counts as the largest
 
 
 @torch.compiler.assume_constant_result

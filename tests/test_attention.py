@@ -446,9 +446,10 @@ def test_auto_says_once_what_it_took(device, capsys):
     from attention import api
 
     api._CHOICES.clear()
-    q, k, v = (torch.randn(1, 20, 2, 16, device=device) for _ in range(3))
+    q, k, v = (torch.randn(1, 20, 2, 64, device=device, dtype=torch.bfloat16) for _ in range(3))
     attention(q, k, v)
     attention(q, k, v)
+    attention(q, k, v, window=5)
     printed = capsys.readouterr().err
     assert printed.count("attention ") == 1
     on_hopper = api.hopper_misses(torch.device(device, 0) if ON_GPU else torch.device(device)) is None
@@ -458,18 +459,19 @@ def test_auto_says_once_what_it_took(device, capsys):
 def test_auto_survives_a_broken_kernel(device, monkeypatch):
     from attention import api
 
-    def broken(device, impl):
+    def broken(device, dtype, impl):
         raise RuntimeError("no compiler")
 
+    def choose(hopper=True):
+        return api._choose_for(torch.device("cuda"), torch.bfloat16, hopper)
+
     monkeypatch.setattr(api, "_self_check", broken)
-    choice = api._choose_for(torch.device("cuda"))
-    assert choice.name == "sdpa" and "no compiler" in choice.reason
-    monkeypatch.setattr(api, "hopper_misses", lambda device: None)
-    monkeypatch.setattr(api, "_self_check", lambda device, impl: broken(device, impl) if impl == "hopper" else 1e-3)
-    choice = api._choose_for(torch.device("cuda"))
-    assert choice.name == "triton" and "hopper kernels failed" in choice.reason and "no compiler" in choice.reason
-    monkeypatch.setattr(api, "_self_check", lambda device, impl: float("nan"))
-    assert api._choose_for(torch.device("cuda")).name == "sdpa"
+    assert choose().name == "sdpa" and choose().reason.count("no compiler") == 2
+    monkeypatch.setattr(api, "_self_check", lambda *check: broken(*check) if check[-1] == "hopper" else 1e-3)
+    assert choose(hopper=False) == ("triton", "self-check passed, relative error 1.0e-03")
+    assert choose().name == "triton" and "hopper kernels failed" in choose().reason
+    monkeypatch.setattr(api, "_self_check", lambda *check: float("nan"))
+    assert choose().name == "sdpa"
 
 
 def integers(*values):
