@@ -54,13 +54,14 @@ def _pieces(
     losses = torch.empty(rows, device=x.device, dtype=torch.float32)
     dx = torch.empty_like(x) if gradients else x.new_empty(0)
     dhead = torch.zeros_like(head, dtype=torch.float32) if gradients else x.new_empty(0, dtype=torch.float32)
-    step = max(LOGITS // columns // MULTIPLE, 1) * MULTIPLE
+    step = min(max(LOGITS // columns // MULTIPLE, 1) * MULTIPLE, rows)
+    room = x.new_empty(step, columns)
     for first in range(0, rows, step):
-        piece = slice(first, first + step)
-        logits = x[piece] @ head.T
+        piece = slice(first, min(first + step, rows))
+        logits = torch.mm(x[piece], head.T, out=room[: piece.stop - first])
         launch_cross_entropy(logits, targets[piece], losses[piece], vocabulary, softcap, gradients)
         if gradients:
-            dx[piece] = logits @ head
+            torch.mm(logits, head, out=dx[piece])
             dhead += _product(logits.T, x[piece])
     return losses.sum(), dx, dhead[:vocabulary]
 

@@ -136,7 +136,8 @@ def _choose(asked, q, k, v, rule, extra, seed, return_lse):
     if asked == "hopper" and (misses or lack):
         raise ValueError(f"the Hopper kernels do not serve {misses or lack}; use impl='auto'")
     if asked == "auto" and q.dtype in DTYPES:
-        impl, reason = implementation(q.device, q.dtype, hopper=not (misses or lack))
+        choice = implementation(q.device, q.dtype, hopper=not (misses or lack))
+        impl, reason = choice.name, choice.reason  # Dynamo of PyTorch 2.11 cannot unpack it
         if impl == "triton" and not misses and lack:
             reason = f"the Hopper kernels do not serve {lack}"
     elif asked == "auto":
