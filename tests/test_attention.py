@@ -123,8 +123,10 @@ def results(function, problem, dtype):
             x = arguments[name]
             x = x.double() if dtype == torch.float64 else x if name in ("decay", "sink") else x.to(dtype)
             leaves[name] = x.detach().requires_grad_()
-    with torch.random.fork_rng():
-        torch.manual_seed(5)  # without a seed all functions draw the same
+    drawn = arguments.get("dropout", 0.0) > 0 and "seed" not in arguments
+    with torch.random.fork_rng(enabled=drawn):
+        if drawn:  # all functions shall draw the same
+            torch.manual_seed(5)
         found = function(**arguments | leaves, return_lse=dlse is not None)
     outputs, wanted = {"out": found}, [dout.to(dtype)]
     if dlse is not None:
@@ -144,29 +146,30 @@ def reference(**arguments):
     return attention(**arguments, impl="reference")
 
 
-def check(draw, dtype, impls=("triton",), yardstick=None, draws=8):
+def check(draw, dtype, impls=("triton",), yardstick=None):
     """Fail if a result errs more than twice as much as eager PyTorch or by_rounding(), whichever is more.
 
-    draw() makes a problem. Errors are norms over a whole result. Where one is too large, in a result of a few numbers
-    say, further draws decide: the errors of all draws are added in square. Returns the worst error as a multiple of
-    what it is held to twice of, and as a multiple of eager PyTorch's.
+    draw() makes a problem. Errors are norms over a whole result. Where one is too large, a result of a few numbers say,
+    8 draws decide, or 32: the errors of all are added in square. Returns the worst error as a multiple of what it is
+    held to twice of, and as a multiple of eager PyTorch's.
 
     Eager PyTorch computes in dtype, or in the dtype `yardstick`, of which the error counts twice: it rounds numbers
     where tensor cores cut float32 off to tf32.
     """
     squares = {}  # (implementation, result) -> sums over draws of squared errors: ours, eager's, by rounding
-    for _ in range(draws):
+    for count in range(1, 33):
         problem = draw()
         exact = results(reference, problem, torch.float64)
         eager = results(reference, problem, yardstick or dtype)
-        floors = by_rounding(problem, exact)
+        rounding = by_rounding(problem, exact)
         for impl in impls:
             ours = results(partial(attention, impl=impl), problem, dtype)
             for name, truth in exact.items():
                 assert ours[name].isfinite().all(), f"{name} of {impl} is not finite"
                 errors = [(x[name].double() - truth).square().sum() for x in (ours, eager)]
-                errors = torch.stack([*errors, floors.get(name, torch.zeros_like(errors[0]))])
-                squares[impl, name] = squares.get((impl, name), 0) + errors
+                squares[impl, name] = squares.get((impl, name), 0) + torch.stack([*errors, rounding[name]])
+        if count not in (1, 8, 32):
+            continue
         ratios = {}
         for key, sums in squares.items():
             error, of_eager, of_rounding = sums.sqrt().tolist()
@@ -177,33 +180,52 @@ def check(draw, dtype, impls=("triton",), yardstick=None, draws=8):
             return worst
     (impl, name), ratio = max(ratios.items(), key=lambda item: item[1])
     raise AssertionError(
-        f"{name} of {impl}: over {draws} draws {ratio[1]:.3g} times eager's error, {ratio[0]:.3g} times that or "
+        f"{name} of {impl}: over {count} draws {ratio[1]:.3g} times eager's error, {ratio[0]:.3g} times that or "
         "rounding's, whichever is more; at most 2"
     )
 
 
 def by_rounding(problem, exact):
-    """Squared norm of the error that rounding alone makes of each result of the algorithm, on average, whoever runs it.
+    """Squared norm of the error that rounding alone makes of each result of the algorithm, on average.
 
-    It is less than eager's, but where P dP and delta cancel: a row sees a few keys, or a bias is broadcast over them.
-    The backward takes delta = dO.O - dlse from the output as rounded to its dtype. An error of delta acts as one of
-    dlse does, by which it is followed here. Rounding errs by 0.4 of the unit roundoff, a float32 sum of n random
-    numbers, one by one, by 0.3 sqrt(n) of it: dO.O and dP = dO.V over the head dim, dK and dV over all queries.
-    The LSE, in base 2, and the score it is dominated by are rounded to float32; softcap has a tanh of as many digits.
+    It is less than eager's, but where P dP and delta cancel (a row sees a few keys, or a bias is broadcast over them),
+    and in float32, whose longer sums eager's library adds in blocks. Rounding errs by 0.4 of the unit roundoff, a
+    float32 sum of n random numbers, one by one, by 0.3 sqrt(n) of it. So err
+    - scores, summed over the head dim, and with softcap a tanh by 2^x: an error acts as a bias does;
+    - delta = dO.O - dlse, from the output as rounded to its dtype, and dP = dO.V: an error acts as one of dlse does;
+    - the slope of the tanh, a difference from 1; dK and dV, summed over all queries; and the LSE, kept in base 2.
     """
     arguments, dout, dlse = problem
     half, single = (torch.finfo(dtype).eps / 2 for dtype in (dout.dtype, torch.float32))
+    group, dim = dout.shape[2] // arguments["k"].shape[2], arguments["q"].shape[-1]
+    q, k = arguments["q"].double(), arguments["k"].double().repeat_interleave(group, dim=2)
+    scale = abs(dim**-0.5 if arguments.get("scale") is None else arguments["scale"])
+    of_tanh = 1.5 * single if arguments.get("softcap") else 0.0
+
+    scores = 0.3 * single * (dim * torch.einsum("bqhd,bkhd->bhqk", q**2, k**2)).sqrt() * scale
+    scores = (scores + of_tanh * (arguments.get("softcap") or 0.0)) * torch.randn_like(scores)
+    bias = arguments.get("bias")
+    moved = results(
+        reference, (arguments | dict(bias=scores if bias is None else scores + bias), dout, dlse), torch.float64
+    )
+    dscores = moved["dbias"]
+    if bias is not None:
+        moved["dbias"] = dscores.sum_to_size(bias.shape)
+    squares = {name: (moved[name] - truth).square().sum() for name, truth in exact.items()}
+
     relative = ((0.4 * half) ** 2 + 2 * (0.3 * single) ** 2 * dout.shape[-1]) ** 0.5
     delta = relative * (dout.double() * exact["out"]).norm(dim=-1).transpose(1, 2)
-    delta = delta * torch.randn_like(delta)
-    moved = results(reference, (arguments, torch.zeros_like(dout), delta), torch.float64)
-    squares = {name: moved[name].square().sum() for name in exact if name not in ("out", "lse", "dv")}
-    q_len, group = dout.shape[1], dout.shape[2] // arguments["k"].shape[2]
+    moved = results(reference, (arguments, torch.zeros_like(dout), delta * torch.randn_like(delta)), torch.float64)
+    for name in squares.keys() - {"out", "lse", "dv"}:
+        squares[name] += moved[name].square().sum()
+
+    slopes = (2 * of_tanh * scale * dscores) ** 2
+    squares["dq"] += torch.einsum("bhqk,bkhd->", slopes, k**2)
+    squares["dk"] += torch.einsum("bhqk,bqhd->", slopes, q**2)
     for name in ("dk", "dv"):
-        squares[name] = squares.get(name, 0) + (0.3 * single) ** 2 * q_len * group * exact[name].square().sum()
+        squares[name] += (0.3 * single) ** 2 * dout.shape[1] * group * exact[name].square().sum()
     if dlse is not None:
-        one = single * (exact["lse"].abs() + 1 + (arguments.get("softcap") or 0.0))
-        squares["lse"] = one.square().sum()
+        squares["lse"] += (single * (exact["lse"].abs() + 1)).square().sum()
     return squares
 
 
