@@ -125,7 +125,7 @@ class Attention(nn.Module):
         self.project = nn.Linear(config.n_embd, config.n_embd, bias=config.bias)
         self.drop = nn.Dropout(config.dropout)
 
-    def forward(self, x, rotary, cache):
+    def forward(self, x, rotary, cache, lse):
         B, T, C = x.shape
         config = self.config
         heads = (config.n_head, config.kv_heads, config.kv_heads)
@@ -137,7 +137,11 @@ class Attention(nn.Module):
         if cache is not None:
             k, v = cache.append(self.layer, k, v)
         dropout = config.dropout if self.training else 0.0
-        y = attention(q, k, v, causal=True, dropout=dropout, impl=config.attention)  # [B, T, H, D]
+        if lse is None:
+            y = attention(q, k, v, causal=True, dropout=dropout, impl=config.attention)  # [B, T, H, D]
+        else:  # by whichever implementation has it: SDPA does not
+            y, total = attention(q, k, v, causal=True, dropout=dropout, return_lse=True)
+            lse.append(total.amax())
         return self.drop(self.project(y.reshape(B, T, C)))
 
 
@@ -172,8 +176,8 @@ class Block(nn.Module):
         self.norm_2 = make_norm(config)
         self.mlp = MLP(config)
 
-    def forward(self, x, rotary, cache):
-        x = x + self.attention(self.norm_1(x), rotary, cache)
+    def forward(self, x, rotary, cache, lse):
+        x = x + self.attention(self.norm_1(x), rotary, cache, lse)
         return x + self.mlp(self.norm_2(x))
 
 
@@ -208,10 +212,12 @@ class GPT(nn.Module):
         if isinstance(module, nn.Linear) and module.bias is not None:
             nn.init.zeros_(module.bias)
 
-    def forward(self, tokens, targets=None, cache=None):
+    def forward(self, tokens, targets=None, cache=None, lse=None):
         """Logits [B, T, V] of tokens [B, T]; with targets [B, T] their mean cross-entropy in nats instead.
 
-        With a cache, tokens follow the cache.length tokens already in it; it must have room for them.
+        With a cache, tokens follow the cache.length tokens already in it; it must have room for them. To a list `lse`
+        each layer appends the largest log-sum-exp [] of its attention rows: its largest logit is at most that, and at
+        most ln T below it.
         """
         T = tokens.shape[1]
         start = 0 if cache is None else cache.length
@@ -229,7 +235,7 @@ class GPT(nn.Module):
             rotary = self.rotary_cos[start : start + T], self.rotary_sin[start : start + T]
         x = self.drop(x)
         for block in self.blocks:
-            x = block(x, rotary, cache)
+            x = block(x, rotary, cache, lse)
         if cache is not None:
             cache.advance(T)
         hidden = self.norm(x).type_as(x)

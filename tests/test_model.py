@@ -49,6 +49,19 @@ def test_a_future_token_never_changes_a_past_logit(config):
 
 
 @torch.no_grad()
+def test_largest_log_sum_exp_bounds_the_largest_logit():
+    config = GPTConfig(**SMALL | dict(n_layer=1))
+    model = make_model(config)
+    tokens, largest = torch.randint(50, (2, 24)), []
+    torch.testing.assert_close(model(tokens, lse=largest), model(tokens))
+    x = model.blocks[0].norm_1(model.embed(tokens) + model.embed_position.weight)
+    q, k, _ = model.blocks[0].attention.qkv(x).view(2, 24, 3, 4, 8).permute(2, 0, 3, 1, 4)
+    logits = (q @ k.transpose(-1, -2) / 8**0.5).masked_fill(~torch.ones(24, 24).tril().bool(), float("-inf"))
+    torch.testing.assert_close(torch.stack(largest), logits.logsumexp(-1).amax()[None])
+    assert logits.amax() <= largest[0] <= logits.amax() + math.log(24)
+
+
+@torch.no_grad()
 def test_grouped_queries_equal_repeated_heads():
     config = FACES["modern"]
     grouped = make_model(config)
