@@ -43,6 +43,13 @@ class Corpus:
         """Bytes of validation text per token: bits per byte = nats per token / ln 2 / this."""
         return self.val.bytes_per_token
 
+    def digest(self):
+        """sha256 hex digest of the tokens of both parts: seconds per gigabyte."""
+        digest = hashlib.sha256()
+        for part in (self.train, self.val):
+            digest.update(hashlib.sha256(part.ids).digest())
+        return digest.hexdigest()
+
 
 def prepare(name, tokenizer_spec, input=None):
     """Tokenize a corpus, replacing what an earlier call made of it.

@@ -53,6 +53,12 @@ def atomic_file(path):
             file.flush()
             os.fsync(file.fileno())  # else a power cut may leave the new name with no contents
         os.replace(temporary, path)
+        with suppress(OSError):  # the new name itself; not every system lets a folder be opened
+            folder = os.open(path.parent, os.O_RDONLY)
+            try:
+                os.fsync(folder)
+            finally:
+                os.close(folder)
     finally:
         temporary.unlink(missing_ok=True)
 

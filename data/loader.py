@@ -48,13 +48,25 @@ class Batches:
         Returns:
             (inputs, targets), each [rows, block_size] int64; targets[:, t] is the token after inputs[:, t].
         """
-        positions = step * self.batch_size + np.arange(self.batch_size)[rows]
-        epochs, windows = np.divmod(positions, self.windows)
-        starts = np.empty(len(positions), dtype=np.int64)
+        epochs, windows = self._place(step, rows)
+        starts = np.empty(len(windows), dtype=np.int64)
         for epoch in np.unique(epochs):
             chosen = epochs == epoch
             starts[chosen] = self._epoch(int(epoch))[windows[chosen]]
         return gather(self.ids, starts, self.block_size)
+
+    def describe(self, step):
+        """Which tokens batch `step` holds, for people."""
+        epochs, windows = self._place(step, slice(None))
+        start = self._epoch(int(epochs[0]))[windows[0]]
+        return (
+            f"batch {step} of seed {self.seed}: windows {windows[0]} of epoch {epochs[0]} to {windows[-1]} of epoch "
+            f"{epochs[-1]}, the first at token {start}"
+        )
+
+    def _place(self, step, rows):
+        """(epochs, windows), each [rows]: where the windows of a batch are in the sequence of all epochs."""
+        return np.divmod(step * self.batch_size + np.arange(self.batch_size)[rows], self.windows)
 
     def _epoch(self, epoch):
         """[windows] int64: where the windows of an epoch start, in their order."""
