@@ -1,8 +1,22 @@
-"""Run folders and checkpoints: one atomic file holds everything a run needs to go on."""
+"""Run folders and checkpoints: one atomic file holds everything a run needs to go on.
 
+    runs/NAME/checkpoint.pt           the newest
+    runs/NAME/checkpoint-STEP.pt      older ones, as many as --keep leaves
+    runs/NAME/best.pt                 the weights of the lowest validation loss
+
+A checkpoint is written to a temporary name, flushed to disk, read back, and only then renamed. When one is damaged
+later, the newest good one takes its place. All are zip files (torch.save) of tensors and plain values, with checksums.
+"""
+
+import json
+import sys
+import zipfile
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
 
+import filelock
 import torch
 
 from data import atomic_file, from_state
@@ -22,22 +36,181 @@ def new_run(name):
             return folder
         except FileExistsError:
             number += 1
+        except OSError as error:
+            raise OSError(f"cannot make {folder} ({error.strerror}); start where you may write") from None
 
 
-def newest_run():
-    """The run folder whose checkpoint was written last."""
-    checkpoints = sorted(RUNS.glob("*/checkpoint.pt"), key=lambda path: path.stat().st_mtime)
-    if not checkpoints:
+def newest_run(*also):
+    """The run folder in which a checkpoint, or a file that matches one of the patterns `also`, was written last."""
+    found = [path for pattern in ("checkpoint*.pt", *also) for path in RUNS.glob(f"*/{pattern}")]
+    if not found:
         raise ValueError(
             f"no run with a checkpoint in {RUNS}/; train one first: python train.py configs/shakespeare.py"
         )
-    return checkpoints[-1].parent
+    return max(found, key=lambda path: path.stat().st_mtime).parent
 
 
-def save_checkpoint(path, **contents):
-    """Write contents (tensors, numbers, strings, lists, dicts) to a temporary name, flush to disk, rename to `path`."""
+def write_config(folder, config):
+    with atomic_file(folder / "config.json") as file:
+        file.write((json.dumps(asdict(config), indent=2) + "\n").encode())
+
+
+def checkpoints(folder):
+    """Paths of the folder's checkpoints that a run can go on from, newest first; damaged ones may be among them."""
+    steps = (path.stem.partition("-")[2] for path in folder.glob("checkpoint-*.pt"))
+    older = sorted((int(step) for step in steps if step.isdecimal()), reverse=True)
+    names = ["checkpoint.pt", *(f"checkpoint-{step}.pt" for step in older)]
+    return [path for name in names if (path := folder / name).exists()]
+
+
+def first_good(paths):
+    """(path, damaged): the first of some checkpoints that is not damaged, and those before it, each with a warning.
+
+    ValueError if all are damaged.
+    """
+    damaged = []
+    for path in paths:
+        try:
+            check_file(path)
+        except ValueError as error:
+            damaged.append(path)
+            print(f"warning: {error}", file=sys.stderr)
+        else:
+            return path, damaged
+    raise ValueError(f"no good checkpoint is left in {damaged[0].parent}; use a copy of it")
+
+
+def save_checkpoint(path, before_rename=lambda: None, **contents):
+    """Write contents (tensors, numbers, strings, lists, dicts): to a temporary name, flushed, checked, then renamed."""
     with atomic_file(path) as file:
         torch.save({"format": FORMAT, **contents}, file)
+        file.flush()
+        check_file(file.name)
+        before_rename()
+
+
+class Saver:
+    """The checkpoints of the one process that trains a run, each written in a thread while the training goes on.
+
+    A checkpoint that cannot be written costs a warning; the last one, in `close`, an error.
+
+    Args:
+        folder: the run folder; locked against other processes for as long as this one lives.
+        keep: how many checkpoints to keep, besides best.pt.
+
+    Attributes:
+        step: of the newest checkpoint, None without one; whoever loads one sets it.
+
+    Raises:
+        ValueError: another process has the lock.
+        OSError: the folder cannot be written to.
+    """
+
+    def __init__(self, folder, keep):
+        self.folder, self.keep, self.step = folder, keep, None
+        self.pool, self.writing, self.error = ThreadPoolExecutor(1), None, None
+        self.lock = filelock.FileLock(folder / ".lock", timeout=0)
+        try:
+            self.lock.acquire()
+        except filelock.Timeout:
+            message = f"another process is training {folder}; stop it first, or name another run with --resume"
+            raise ValueError(message) from None
+        except OSError as error:
+            message = f"cannot write to {folder} ({error.strerror}); make it writable to go on with it"
+            raise OSError(message) from None
+        for leftover in folder.glob(".*.tmp"):  # of a process that was killed while it wrote
+            leftover.unlink(missing_ok=True)
+
+    def newest(self):
+        """The checkpoint to go on from, None if there is none yet; newer ones that are damaged get another name."""
+        paths = checkpoints(self.folder)
+        path, damaged = first_good(paths) if paths else (None, [])
+        for bad in damaged:
+            bad.rename(f"{bad}.damaged")
+        return path
+
+    def save(self, weights, parts, is_best):
+        """Copy two dicts to the host and begin to write them: checkpoint.pt has both, best.pt only the weights'."""
+        self._wait()  # one at a time, so that memory holds one copy
+        weights, parts = to_host((weights, parts), {})
+        copied = torch.cuda.current_stream().record_event() if torch.cuda.is_initialized() else None
+        self.writing = self.pool.submit(self._write, weights, parts, is_best, copied)
+
+    def last_good(self):
+        """The newest checkpoint on disk, in words, once what was begun is there."""
+        self._wait()
+        return self._last_good()
+
+    def close(self):
+        """Wait until all is on disk; OSError if the last checkpoint could not be written."""
+        self.pool.shutdown()
+        if self.error is not None:
+            raise OSError(self.error)
+
+    def _write(self, weights, parts, is_best, copied):
+        if copied:
+            copied.synchronize()
+        try:
+            if is_best:
+                save_checkpoint(self.folder / "best.pt", **weights)
+            save_checkpoint(self.folder / "checkpoint.pt", self._make_room, **weights, **parts)
+            self.step, self.error = weights["step"], None
+            for path in checkpoints(self.folder)[self.keep :]:
+                path.unlink()
+        except (OSError, RuntimeError, ValueError) as error:
+            while error.__context__:  # to a full disk torch.save adds an error of its own
+                error = error.__context__
+            reason = getattr(error, "strerror", None) or str(error).splitlines()[0]
+            self.error = (
+                f"the checkpoint of step {weights['step']} cannot be written to {self.folder} ({reason}); make room or "
+                f"make it writable; the last good one is {self._last_good()}"
+            )
+            print(f"warning: {self.error}", file=sys.stderr, flush=True)
+
+    def _wait(self):
+        if self.writing is not None:
+            self.writing.result()
+
+    def _last_good(self):
+        return "none" if self.step is None else f"{checkpoints(self.folder)[0]} of step {self.step}"
+
+    def _make_room(self):
+        """Give the newest checkpoint the name of an older one."""
+        if self.keep > 1 and self.step is not None:
+            with suppress(FileNotFoundError):
+                (self.folder / "checkpoint.pt").rename(self.folder / f"checkpoint-{self.step}.pt")
+
+
+def to_host(value, copies):
+    """Nested dicts, lists and tuples with their tensors copied to the host; those that share memory still do.
+
+    Those from a GPU go to pinned memory, behind the work queued there: an event recorded now tells when they are done.
+    """
+    if isinstance(value, dict):
+        return {name: to_host(part, copies) for name, part in value.items()}
+    if isinstance(value, list | tuple):
+        return type(value)(to_host(part, copies) for part in value)
+    if not isinstance(value, torch.Tensor):
+        return value
+    key = (value.data_ptr(), value.shape, value.dtype)
+    if key not in copies:
+        host = torch.empty_like(value, device="cpu", pin_memory=value.is_cuda)
+        copies[key] = host.copy_(value, non_blocking=value.is_cuda)
+    return copies[key]
+
+
+def check_file(path):
+    """ValueError if a checkpoint is damaged: each of its parts has a checksum, which torch.load does not look at."""
+    try:
+        with zipfile.ZipFile(path) as file:
+            broken = file.testzip()
+        reason = broken and f"wrong checksum of {broken}"
+    except (FileNotFoundError, PermissionError):
+        raise
+    except Exception as error:  # zipfile raises a dozen types for a damaged file
+        reason = str(error) or type(error).__name__
+    if reason:
+        raise ValueError(f"checkpoint {path} is damaged or not a checkpoint ({reason[:120]})")
 
 
 def load_checkpoint(path, needed=()):
@@ -48,11 +221,12 @@ def load_checkpoint(path, needed=()):
     path = Path(path)
     if not path.is_file():
         raise ValueError(f"checkpoint {path} does not exist; give a run folder or a checkpoint.pt in one")
+    check_file(path)
     try:
         contents = torch.load(path, map_location="cpu", weights_only=True)
-    except Exception as error:  # torch.load raises a dozen types for a damaged file
+    except Exception as error:  # torch.load raises a dozen types for a file that is not ours
         reason = (str(error) or type(error).__name__).splitlines()[0][:120]
-        raise ValueError(f"checkpoint {path} is damaged or not a checkpoint ({reason}); use another one") from error
+        raise ValueError(f"checkpoint {path} is not one of this project ({reason}); use another one") from error
     if not isinstance(contents, dict) or contents.get("format") != FORMAT:
         raise ValueError(f"checkpoint {path} is not of this project's format {FORMAT}; train again or use another one")
     if missing := [name for name in ("model", "model_config", "tokenizer", *needed) if name not in contents]:

@@ -19,6 +19,11 @@ import tyro
 from checkpoint import newest_run
 from model import GPTConfig
 
+# What may change when a run is resumed: it then still equals a run in one piece.
+FREE_ON_RESUME = (
+    "resume", "allow_changes", "keep", "max_bad_steps", "log_every", "log_attention", "wandb", "wandb_project"
+)  # fmt: skip
+
 
 @dataclass(frozen=True, kw_only=True)
 class Config(GPTConfig):
@@ -37,7 +42,13 @@ class Config(GPTConfig):
     """The run's folder is runs/NAME, or runs/NAME-2 and so on if that exists."""
     resume: str = ""
     """Folder of a run to go on with; --resume alone takes the newest."""
+    allow_changes: bool = False
+    """With --resume: allow other options, or data, than the run began with; it then equals no run in one piece."""
+    keep: int = 2
+    """Checkpoints to keep, besides best.pt."""
     seed: int = 1337
+    deterministic: bool = False
+    """The same bits from the same seed on a GPU too, by slower kernels; a CPU gives them anyway."""
     device: str = "auto"
     """auto (CUDA, else MPS, else CPU), cpu, cuda, cuda:1, mps."""
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
@@ -64,6 +75,10 @@ class Config(GPTConfig):
     beta2: float = 0.99
     grad_clip: float = 1.0
     """Largest norm of the gradient; 0 = no clipping."""
+    skip_zscore: float = 0.0
+    """Skip steps whose loss or gradient norm is so many standard deviations above the mean of 128 steps; 0 = none."""
+    max_bad_steps: int = 20
+    """Stop after so many steps in a row without a finite loss and gradient; each is skipped."""
 
     # reports
     eval_every: int = 250
@@ -71,6 +86,8 @@ class Config(GPTConfig):
     eval_batches: int = 50
     """Most batches of batch_size per evaluation, spread evenly over the validation text; 0 takes all of it."""
     log_every: int = 10
+    log_attention: bool = False
+    """At each evaluation, the largest log-sum-exp of each layer's attention: its largest logit, at most ln(T) over."""
     wandb: Literal["off", "offline", "online"] = "off"
     wandb_project: str = "gpt"
 
@@ -79,7 +96,7 @@ class Config(GPTConfig):
             _check_type(name, getattr(self, name), kind)
         check_finite(self)
         super().__post_init__()
-        for name in ("batch_size", "steps", "eval_every", "log_every"):
+        for name in ("batch_size", "steps", "eval_every", "log_every", "keep", "max_bad_steps"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name}={getattr(self, name)} must be at least 1")
         for name in (
@@ -88,6 +105,7 @@ class Config(GPTConfig):
             "eval_batches",
             "weight_decay",
             "grad_clip",
+            "skip_zscore",
             "min_learning_rate",
         ):
             if getattr(self, name) < 0:
@@ -118,17 +136,19 @@ def load_config(argv):
     """Config from the command line `[configs/NAME.py] [--flag value ...]`; errors are ValueErrors of one sentence.
 
     A config file holds assignments only. Its dictionary `cpu`, if any, replaces values on a machine without a GPU.
-    With --resume [RUN] the run's own configuration takes the file's place.
+    With --resume [RUN] the run's own configuration takes the file's place, and flags that would make the resumed run
+    another one need --allow_changes True.
     """
     argv = [part for flag in argv for part in (flag.split("=", 1) if flag.startswith("--resume=") else (flag,))]
     settings, cpu = {}, {}
     if "--resume" in argv:
         after = argv.index("--resume") + 1
         if after == len(argv) or argv[after].startswith("--"):
-            argv.insert(after, str(newest_run()))
+            argv.insert(after, str(newest_run("config.json")))  # which may have ended before its first checkpoint
         if not argv[0].startswith("-"):
             raise ValueError(f"--resume takes the configuration of {argv[after]}; leave out {argv[0]}")
         settings = _read_json(Path(argv[after]) / "config.json")
+        settings.pop("allow_changes", None)  # holds for one resumption only
     elif argv and not argv[0].startswith("-"):
         path = Path(argv.pop(0))
         settings = {"name": path.stem} | _run_file(path)
@@ -140,6 +160,15 @@ def load_config(argv):
     for name in settings | cpu:
         _check_name(name, Config)
     flags = read_flags(Config, argv)
+    if "resume" in flags and not flags.get("allow_changes"):
+        defaults = {field.name: field.default for field in fields(Config)}
+        for name, value in flags.items():
+            before = settings.get(name, defaults[name])
+            if value != before and name not in FREE_ON_RESUME:
+                raise ValueError(
+                    f"--{name} {value} would make {flags['resume']} another run: it began with {before}; "
+                    "leave the flag out, or add --allow_changes True"
+                )
     device = flags.get("device", settings.get("device", "auto"))
     on_cpu = cpu and isinstance(device, str) and resolve_device(device) == "cpu"
     return Config(**settings | (cpu if on_cpu else {}) | flags)

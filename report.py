@@ -1,10 +1,15 @@
 """What a run tells: progress lines, metrics.jsonl, loss.png, wandb, and the share of the chip's peak it reaches."""
 
 import contextlib
+import errno
 import json
+import math
+import os
 import re
+import subprocess
 import sys
 import time
+from pathlib import Path
 
 import matplotlib
 import torch
@@ -22,6 +27,8 @@ PEAK_TFLOPS = {
     "RTX 3080": 60,
 }  # fmt: skip
 
+WANDB_SECONDS = 10  # that the end of a run waits for wandb; the metrics are on disk in any case
+
 
 def peak_flops(device):
     """Peak FLOP/s of a CUDA device; None if the chip is not in the table or the device is no GPU."""
@@ -32,8 +39,30 @@ def peak_flops(device):
     return PEAK_TFLOPS[max(known, key=len)] * 1e12 if known else None
 
 
+def describe(config, model, corpus, distributed, dtype, folder):
+    """The first lines of a run: what trains where, on what."""
+    device, network = distributed.device, model.config
+    chip = torch.cuda.get_device_name(device) if device.startswith("cuda") else f"{torch.get_num_threads()} threads"
+    parameters = sum(p.numel() for p in model.parameters())
+    print(f"run        {folder} (process {os.getpid()})")
+    print(f"device     {device} ({chip}) x {distributed.world}, {str(dtype).removeprefix('torch.')}")
+    print(
+        f"model      {parameters:,} parameters: {network.n_layer} layers, {network.n_head} heads"
+        f" ({network.kv_heads} kv), width {network.n_embd}, context {network.block_size}"
+    )
+    print(
+        f"data       {corpus.source}: {len(corpus.train):,} training and {len(corpus.val):,} validation tokens,"
+        f" tokenizer {corpus.tokenizer.name} of {corpus.tokenizer.n_vocab:,}"
+    )
+    tokens = config.batch_size * config.block_size
+    epochs = config.steps * tokens / len(corpus.train)
+    print(f"step       {tokens:,} tokens, {config.steps:,} steps = {epochs:.1f} epochs")
+
+
 class Report:
     """Writes a run's records; on ranks other than the first it keeps silent.
+
+    A disk that is full costs a warning; the records wait in memory until there is room.
 
     Args:
         folder: the run folder. config: the run's Config. bits_per_nat: bits per byte of one nat per token.
@@ -46,24 +75,22 @@ class Report:
         self.started = self.last_time = time.perf_counter()
         self.last_step = self.first_step = start
         self.paused = 0.0
-        self.wandb = None
-        if enabled and start > 0:  # what was recorded past the checkpoint is about to happen again
-            kept = [record for record in read_metrics(folder) if record["step"] <= start]
-            with atomic_file(folder / "metrics.jsonl") as file:
-                file.write("".join(json.dumps(record) + "\n" for record in kept).encode())
-        if enabled and config.wandb != "off":
-            try:
-                import wandb  # only if asked for: it takes a second to import
+        self.waiting, self.mirror = b"", None
+        if not enabled:
+            return
+        # what was recorded past the checkpoint is about to happen again, and without a checkpoint everything
+        kept = [record for record in read_metrics(folder) if 0 < start >= record["step"]]
+        with atomic_file(folder / "metrics.jsonl") as file:
+            file.write("".join(json.dumps(record) + "\n" for record in kept).encode())
+        if config.wandb != "off":  # a session of its own, so that Ctrl-C is not its end too
+            command = [sys.executable, str(Path(__file__).with_name("mirror.py")), str(folder)]
+            self.mirror = subprocess.Popen(command, stdin=subprocess.PIPE, start_new_session=True)
 
-                self.wandb = wandb.init(
-                    project=config.wandb_project, name=folder.name, mode=config.wandb, dir=folder, config=vars(config)
-                )
-            except Exception as error:  # its own errors share no base class across versions
-                reason = (str(error) or type(error).__name__).splitlines()[0]
-                raise ValueError(f"wandb={config.wandb!r} does not start ({reason}); use offline or off") from error
+    def step(self, step, learning_rate, loss, grad_norm, skipped):
+        """Record a training step; loss in nats per token, `skipped` counts all steps that the guard did not take.
 
-    def step(self, step, loss, learning_rate, grad_norm):
-        """Record a training step; loss in nats per token. Call it when the device is in step with the host."""
+        Call it when the device is in step with the host.
+        """
         now = time.perf_counter()
         seconds = max(now - self.last_time - self.paused, 1e-9) / max(step - self.last_step, 1)
         self.last_time, self.last_step, self.paused = now, step, 0.0
@@ -73,6 +100,7 @@ class Report:
             "loss": loss,
             "learning_rate": learning_rate,
             "grad_norm": grad_norm,
+            "skipped_steps": int(skipped),
             "tokens_per_second": config.batch_size * config.block_size / seconds,
             "tflops": self.flops_per_step / seconds / 1e12,
         }
@@ -84,33 +112,68 @@ class Report:
         self._progress(
             f"step {step}/{config.steps}  loss {loss:.4f}  lr {learning_rate:.2e}  "
             f"{record['tokens_per_second']:,.0f} tokens/s  {speed}  {_clock(left)} left"
+            + (f"  {skipped:.0f} skipped" if skipped else "")
         )
 
-    def evaluation(self, step, loss, is_best):
-        """Record the validation loss (nats per token) and redraw loss.png."""
+    def evaluation(self, step, loss, is_best, attention_lse=None):
+        """Record the validation loss (nats per token) and redraw loss.png.
+
+        attention_lse: [n_layer] floats, the largest log-sum-exp of each layer's attention; None does without.
+        """
         bits = loss * self.bits_per_nat
-        self._write({"step": step, "val_loss": loss, "val_bpb": bits})
+        record = {"step": step, "val_loss": loss, "val_bpb": bits}
+        if attention_lse is not None:
+            record["attention_lse"] = attention_lse
+            self._line("attention  largest log-sum-exp by layer: " + " ".join(f"{lse:.1f}" for lse in attention_lse))
+        self._write(record, flush=True)  # before the checkpoint that goes on from here
         mark = "  (best)" if is_best else ""
         self._line(f"step {step}/{self.config.steps}  val loss {loss:.4f} nats/token  {bits:.4f} bits/byte{mark}")
         if self.enabled:
-            plot_losses(self.folder, self.bits_per_nat)
+            try:
+                plot_losses(self.folder, self.bits_per_nat)
+            except OSError as error:
+                self._line(f"warning: {self.folder / 'loss.png'} cannot be drawn ({error.strerror})")
 
     def pause(self, since):
         """Leave the time since `since` (perf_counter seconds), spent evaluating or saving, out of the tokens/s."""
         self.paused += time.perf_counter() - since
 
     def close(self):
+        """Give wandb some time to take the rest."""
         self._line("")
-        if self.wandb is not None:
-            self.wandb.finish()
+        if self.waiting:
+            self._line(f"warning: the last records of {self.folder / 'metrics.jsonl'} could not be written")
+        if self.mirror is not None:
+            self.mirror.stdin.close()
+            try:
+                self.mirror.wait(WANDB_SECONDS)
+            except subprocess.TimeoutExpired:
+                self.mirror.kill()
+                self._line(f"wandb has not taken everything yet; python mirror.py {self.folder} sends it again")
 
-    def _write(self, record):
+    def _write(self, record, flush=False):
+        """Append whole lines or nothing: one write, taken back where the disk takes only a part."""
         if not self.enabled:
             return
-        with open(self.folder / "metrics.jsonl", "a") as file:
-            file.write(json.dumps(record) + "\n")
-        if self.wandb is not None:
-            self.wandb.log(record, step=record["step"])
+        had = bool(self.waiting)
+        self.waiting += json.dumps(_json(record)).encode() + b"\n"
+        try:
+            with open(self.folder / "metrics.jsonl", "ab", buffering=0) as file:
+                start = file.tell()
+                try:
+                    if file.write(self.waiting) < len(self.waiting):
+                        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+                    if flush:
+                        os.fsync(file.fileno())
+                except OSError:
+                    file.truncate(start)
+                    raise
+                self.waiting = b""
+        except OSError as error:
+            if not had:
+                self._line(
+                    f"warning: {self.folder / 'metrics.jsonl'} cannot be written ({error.strerror}); its records wait"
+                )
 
     def _progress(self, text):
         """One line that renews itself on a terminal; a plain line elsewhere."""
@@ -126,6 +189,15 @@ class Report:
             print(f"\r\x1b[K{text}" if sys.stdout.isatty() else text, flush=True)
 
 
+def _json(value):
+    """What JSON has no word for, NaN and infinity, as None."""
+    if isinstance(value, dict):
+        return {name: _json(part) for name, part in value.items()}
+    if isinstance(value, list):
+        return [_json(part) for part in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
 def read_metrics(folder):
     """The records of metrics.jsonl; the last line may be cut, if the process was killed in the middle of it."""
     path, records = folder / "metrics.jsonl", []
@@ -138,8 +210,10 @@ def read_metrics(folder):
 def plot_losses(folder, bits_per_nat):
     """Draw loss.png from metrics.jsonl: training and validation loss, with bits per byte on the right axis."""
     records = read_metrics(folder)
-    train = [(r["step"], r["loss"]) for r in records if "loss" in r]
-    val = [(r["step"], r["val_loss"]) for r in records if "val_loss" in r]
+    train = [(r["step"], r["loss"]) for r in records if r.get("loss") is not None]
+    val = [(r["step"], r["val_loss"]) for r in records if r.get("val_loss") is not None]
+    if not val:
+        return
     figure, axis = plt.subplots(figsize=(7, 4.2), layout="constrained")
     if train:
         axis.plot(*zip(*train, strict=True), color="#9aa7b5", linewidth=1, label="training")

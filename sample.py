@@ -13,7 +13,7 @@ from pathlib import Path
 
 import torch
 
-from checkpoint import load_checkpoint, newest_run, restore_model
+from checkpoint import checkpoints, first_good, load_checkpoint, newest_run, restore_model
 from config import check_finite, fail, read_flags, resolve_device, resolve_dtype
 from model import Cache
 
@@ -117,12 +117,11 @@ def read_prompt(prompt):
 
 
 def find_checkpoint(run):
-    """The checkpoint file that --run names: itself, or best.pt, or checkpoint.pt in the folder."""
+    """The checkpoint file that --run names: itself, or the first good one of best.pt and the others in the folder."""
     path = Path(run) if run else newest_run()
-    if path.is_dir():
-        best = path / "best.pt"
-        return best if best.is_file() else path / "checkpoint.pt"
-    return path
+    best = path / "best.pt"
+    paths = [best] * best.is_file() + checkpoints(path)
+    return first_good(paths)[0] if paths else path
 
 
 def main(config):

@@ -4,39 +4,32 @@
     python train.py --resume                                              go on with the newest run
     torchrun --nproc_per_node=4 train.py configs/gpt2.py                  several GPUs of a host
 
-Everything a run writes is in runs/NAME/: config.json, metrics.jsonl, checkpoint.pt, best.pt and loss.png.
+Everything a run writes is in runs/NAME/: config.json, metrics.jsonl, checkpoint.pt, best.pt and loss.png. Ctrl-C or
+SIGTERM saves and stops, SIGUSR1 saves and goes on. docs/reliability.md says what happens when something breaks.
 """
 
-import json
 import math
 import os
-import shutil
 import sys
 import time
 from contextlib import nullcontext
 from dataclasses import asdict
 from pathlib import Path
-from typing import NamedTuple
 
+import numpy as np
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import clip_grad_norm_
 
-from checkpoint import load_checkpoint, load_weights, new_run, save_checkpoint
-from config import fail, load_config, resolve_device, resolve_dtype
-from data import Batches, atomic_file, fingerprint, open_corpus, to_state, validation_batches
+from checkpoint import Saver, load_checkpoint, load_weights, new_run, write_config
+from config import fail, load_config, resolve_dtype
+from data import Batches, fingerprint, open_corpus, to_state, validation_batches
+from distributed import STOP, Signals, start_distributed
+from guard import StepGuard
 from model import GPT
-from report import Report, peak_flops
-
-
-class Distributed(NamedTuple):
-    """This process among those of the run; without torchrun it is the only one."""
-
-    rank: int
-    world: int
-    device: str
+from report import Report, describe, peak_flops
 
 
 def learning_rate(step, config):
@@ -73,42 +66,39 @@ def evaluate(model, batches, autocast, distributed):
     return total / tokens_seen
 
 
-def start_distributed(config):
-    """Join torchrun's process group, if there is one, and take this process's device."""
-    device = resolve_device(config.device)
-    world = int(os.environ.get("WORLD_SIZE", 1))
-    if world == 1:
-        return Distributed(0, 1, device)
-    if device == "cuda":
-        device = f"cuda:{os.environ['LOCAL_RANK']}"
-        torch.cuda.set_device(device)
-    dist.init_process_group("nccl" if device.startswith("cuda") else "gloo")
-    return Distributed(dist.get_rank(), world, device)
+@torch.no_grad()
+def largest_lse(model, batches, autocast, distributed, config):
+    """[n_layer] floats: the largest log-sum-exp of each layer's attention in one validation sequence, if asked for."""
+    if not (config.log_attention and distributed.is_main):
+        return None
+    largest = []
+    with autocast:
+        model.eval()(batches[0][0][:1].to(distributed.device), lse=largest)
+    model.train()
+    return torch.stack(largest).tolist()
 
 
 def open_on_all_ranks(config, distributed):
-    """The corpus: the first rank prepares it, the others then find it prepared, or fail with its error."""
+    """The corpus, and the digest of its tokens: the first rank prepares it, the others then find it prepared."""
     arguments = (config.data, config.tokenizer, config.input or None)
-    error = None
-    if distributed.rank == 0:
-        try:
-            corpus = open_corpus(*arguments)
-        except (ValueError, OSError) as failure:
-            error = str(failure)
-    if distributed.world > 1:
-        shared = [error]
-        dist.broadcast_object_list(shared, src=0)
-        error = shared[0]
-    if error is not None:
-        raise ValueError(error)
-    return corpus if distributed.rank == 0 else open_corpus(*arguments, quiet=True)
+    corpus = open_corpus(*arguments) if distributed.is_main else None
+    digest = distributed.share(corpus and corpus.digest())
+    return corpus or open_corpus(*arguments, quiet=True), digest
+
+
+def seed_dropout(*numbers):
+    """Make what torch draws next a function of some numbers: of the rows, whichever rank has them, not of the past."""
+    torch.manual_seed(int(np.random.SeedSequence(numbers).generate_state(1, np.uint64)[0]))
 
 
 def train(config):
     """One run; returns the best validation loss in nats per token."""
+    if config.deterministic:
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS asks for it
+        torch.use_deterministic_algorithms(True)
     distributed = start_distributed(config)
-    rank, world, device = distributed
-    is_main = rank == 0
+    rank, world, device, _ = distributed
+    is_main = distributed.is_main
     kind = torch.device(device).type
 
     # The share of one rank, in micro-batches. The global batch depends on neither.
@@ -120,7 +110,7 @@ def train(config):
             "change either"
         )
 
-    corpus = open_on_all_ranks(config, distributed)
+    corpus, tokens_sha256 = open_on_all_ranks(config, distributed)
     batches = Batches(corpus.train, config.block_size, config.batch_size, config.seed)
     eval_micro_batches = (
         config.eval_batches * (config.batch_size // micro_batch) or None
@@ -130,48 +120,39 @@ def train(config):
 
     # Model: from its seed, or from the checkpoint of the run to go on with.
     torch.manual_seed(config.seed)
-    model = GPT(config.model(corpus.tokenizer.n_vocab)).to(device)
+    model = raw_model = GPT(config.model(corpus.tokenizer.n_vocab)).to(device)
     dtype = resolve_dtype(config.dtype, device)
     optimizer = torch.optim.AdamW(
         model.parameter_groups(config.weight_decay),
         lr=config.learning_rate,
         betas=(config.beta1, config.beta2),
-        fused=kind == "cuda",
+        fused=True,  # fast, and skips a step on the device when the guard says so
     )
+    guard = StepGuard(config.skip_zscore).to(device)
     scaler = torch.amp.GradScaler(kind, enabled=dtype == torch.float16)
     autocast = torch.autocast(kind, dtype) if dtype != torch.float32 else nullcontext()
+    with torch.no_grad(), autocast:  # what cannot run on this device fails here, before the run's folder exists
+        model.eval()(batches.batch(0, slice(1))[0].to(device))
+    model.train()
+    parts = {"optimizer": optimizer, "scaler": scaler, "guard": guard}
+    folder = Path(config.resume) if config.resume else new_run(config.name) if is_main else None
+    saver = Saver(folder, config.keep) if is_main else None
+    path = distributed.share(saver.newest() if is_main else None)
     start, best = 0, math.inf
-    torch.manual_seed(config.seed + 1 + rank)  # dropout differs between ranks, the weights do not
-    if config.resume:
-        folder = Path(config.resume)
-        path = folder / "checkpoint.pt"
-        contents = load_checkpoint(path, ("tokenizer_hash", "optimizer", "scaler", "step", "best", "random"))
-        if contents["tokenizer_hash"] != fingerprint(corpus.tokenizer):
-            raise ValueError(
-                f"checkpoint {path} was trained with another tokenizer than the corpus now has; prepare it anew"
-            )
+    if path:  # none: a new run, or one that ended before its first checkpoint and begins again
+        contents = load_checkpoint(path, ("tokenizer_hash", "tokens_sha256", "step", "best", *parts))
+        check_data(contents, config, corpus, tokens_sha256, path)
         load_weights(model, contents, path)
-        options = [{k: v for k, v in group.items() if k != "params"} for group in optimizer.param_groups]
-        optimizer.load_state_dict(contents["optimizer"])
-        for group, option in zip(optimizer.param_groups, options, strict=True):
-            group.update(option)  # the flags of this process, not the checkpoint's
-        scaler.load_state_dict(contents["scaler"])
+        load_parts(parts, contents)
         start, best = contents["step"], contents["best"]
-        if world == 1:
-            restore_random_state(contents["random"], kind)
         if start >= config.steps:
-            raise ValueError(f"run {folder} is finished at step {start}; give more --steps to go on")
-        if is_main:
-            write_config(folder, config)
-    else:
-        with torch.no_grad(), autocast:  # what cannot run on this device fails here, before the run's folder exists
-            model.eval()(batches.batch(0, slice(1))[0].to(device))
-        model.train()
-        folder = new_run(config.name) if is_main else None
-        if is_main:
-            write_config(folder, config)
+            raise ValueError(
+                f"run {folder} is finished at step {start}; give more --steps and --allow_changes True to go on"
+            )
+    if is_main:
+        saver.step = start if path else None
+        write_config(folder, config)
 
-    raw_model = model
     if kind == "cuda":
         torch.set_float32_matmul_precision("high")
         if config.compile:
@@ -180,127 +161,131 @@ def train(config):
     if world > 1:
         model = DistributedDataParallel(model, device_ids=[device] if kind == "cuda" else None, broadcast_buffers=False)
 
-    try:
-        report = Report(
-            folder,
-            config,
-            bits_per_nat=bits_per_nat,
-            flops_per_step=raw_model.flops_per_token() * config.batch_size * config.block_size,
-            peak=peak_flops(device) * world if peak_flops(device) else None,
-            start=start,
-            enabled=is_main,
-        )
-    except ValueError:  # wandb does not start: leave no empty run behind
-        if is_main and not config.resume:
-            shutil.rmtree(folder)
-        raise
+    report = Report(
+        folder,
+        config,
+        bits_per_nat=bits_per_nat,
+        flops_per_step=raw_model.flops_per_token() * config.batch_size * config.block_size,
+        peak=peak_flops(device) * world if peak_flops(device) else None,
+        start=start,
+        enabled=is_main,
+    )
     if is_main:
         describe(config, raw_model, corpus, distributed, dtype, folder)
 
-    for step in range(start, config.steps + 1):
-        if (step % config.eval_every == 0 and step > start) or step in (0, config.steps):
-            if kind == "cuda":
-                torch.cuda.synchronize()  # the steps still queued are not the evaluation's
-            since = time.perf_counter()
-            val_loss = evaluate(network, validation, autocast, distributed)
-            report.evaluation(step, val_loss, is_best=0 < step and val_loss < best)
-            if is_main and step > start:
-                contents = {
-                    "config": asdict(config),
-                    "model_config": asdict(raw_model.config),
-                    "model": raw_model.state_dict(),
-                    "tokenizer": to_state(corpus.tokenizer),
-                    "tokenizer_hash": fingerprint(corpus.tokenizer),
-                    "step": step,
-                    "val_loss": val_loss,
-                }
-                if val_loss < best:
-                    save_checkpoint(folder / "best.pt", **contents)
-                save_checkpoint(
-                    folder / "checkpoint.pt",
-                    **contents,
-                    best=min(best, val_loss),
-                    optimizer=optimizer.state_dict(),
-                    scaler=scaler.state_dict(),
-                    random=random_state(kind),
-                )
-            if step > 0:
-                best = min(best, val_loss)
-            report.pause(since)
-        if step == config.steps:
-            break  # config.steps updates, then one last evaluation
+    def evaluate_and_record(step):
+        """The best validation loss so far, and whether it is this step's."""
+        val_loss = evaluate(network, validation, autocast, distributed)
+        is_best = 0 < step and val_loss < best
+        report.evaluation(step, val_loss, is_best, largest_lse(raw_model, validation, autocast, distributed, config))
+        return val_loss if is_best else best, is_best
 
-        rate = learning_rate(step, config)
-        for group in optimizer.param_groups:
-            group["lr"] = rate
-        loss_sum = torch.zeros((), device=device)
-        for first in range(rank * share, (rank + 1) * share, micro_batch):
-            tokens, targets = batches.batch(step, slice(first, first + micro_batch))
-            if kind == "cuda":  # pinned, so that the copy overlaps with the step before
-                tokens, targets = tokens.pin_memory(), targets.pin_memory()
-            tokens, targets = tokens.to(device, non_blocking=True), targets.to(device, non_blocking=True)
-            last = first + micro_batch == (rank + 1) * share
-            with nullcontext() if last or world == 1 else model.no_sync(), autocast:
-                loss = model(tokens, targets) * (micro_batch / share)
-            with nullcontext() if last or world == 1 else model.no_sync():
-                scaler.scale(loss).backward()
-            loss_sum += loss.detach()
-        scaler.unscale_(optimizer)
-        grad_norm = clip_grad_norm_(model.parameters(), config.grad_clip or math.inf)
-        scaler.step(optimizer)
-        scaler.update()
-        optimizer.zero_grad(set_to_none=True)
+    def save(step, is_best):
+        weights = {
+            "config": asdict(config),
+            "model_config": asdict(raw_model.config),
+            "model": raw_model.state_dict(),
+            "tokenizer": to_state(corpus.tokenizer),
+            "tokenizer_hash": fingerprint(corpus.tokenizer),
+            "tokens_sha256": tokens_sha256,
+            "step": step,
+            "best": best,
+        }
+        saver.save(weights, {name: part.state_dict() for name, part in parts.items()}, is_best)
 
-        if (step + 1) % config.log_every == 0:
+    with Signals(distributed) as signals:
+        for step in range(start, config.steps + 1):
+            asked = signals.agreed()
+            due = step % config.eval_every == 0 or step == config.steps
+            if due or asked:
+                if kind == "cuda":
+                    torch.cuda.synchronize()  # the steps still queued are not the evaluation's
+                since = time.perf_counter()
+                is_best = False
+                if due and (step > start or step == 0):
+                    best, is_best = evaluate_and_record(step)
+                if is_main and step > start:
+                    save(step, is_best)
+                report.pause(since)
+            if asked == STOP or step == config.steps:
+                break  # config.steps updates, then one last evaluation
+
+            rate = learning_rate(step, config)
+            for group in optimizer.param_groups:
+                group["lr"] = rate
+            loss = torch.zeros((), device=device)  # mean of the global batch, in the end
+            for first in range(rank * share, (rank + 1) * share, micro_batch):
+                tokens, targets = batches.batch(step, slice(first, first + micro_batch))
+                if kind == "cuda":  # pinned, so that the copy overlaps with the step before
+                    tokens, targets = tokens.pin_memory(), targets.pin_memory()
+                tokens, targets = tokens.to(device, non_blocking=True), targets.to(device, non_blocking=True)
+                if config.dropout > 0:
+                    seed_dropout(config.seed, step, first)
+                last = first + micro_batch == (rank + 1) * share
+                with nullcontext() if last or world == 1 else model.no_sync():
+                    with autocast:
+                        part = model(tokens, targets) * (micro_batch / share)
+                    scaler.scale(part).backward()
+                loss += part.detach() / world
             if world > 1:
-                dist.all_reduce(loss_sum)
-            # .item() waits for the device: the only time the host does so in a plain step
-            report.step(step + 1, loss_sum.item() / world, rate, grad_norm.item())
+                dist.all_reduce(loss)
+            scaler.unscale_(optimizer)
+            grad_norm = clip_grad_norm_(model.parameters(), config.grad_clip or math.inf)
+            optimizer.found_inf = guard(loss, grad_norm)  # where it is 1, the optimizer leaves everything as it is
+            optimizer.step()
+            scaler.update()
+            optimizer.zero_grad(set_to_none=True)
+
+            if (step + 1) % config.log_every == 0:
+                # .tolist() waits for the device: the only time the host does so in a plain step
+                numbers = torch.stack((loss, grad_norm, guard.skipped, guard.row)).tolist()
+                report.step(step + 1, rate, *numbers[:3])
+                if numbers[3] >= config.max_bad_steps:
+                    if not is_main:
+                        sys.exit(1)  # the first rank says why
+                    bad = step + 1 - int(numbers[3])  # the first of the row
+                    raise ValueError(
+                        f"no step from {bad + 1} to {step + 1} was taken, because their loss or gradient norm was not "
+                        f"finite; the first had {batches.describe(bad)}; the last good checkpoint is "
+                        f"{saver.last_good()}; look at that batch, or go on with a lower rate: --resume {folder} "
+                        f"--learning_rate {config.learning_rate / 2:g} --allow_changes True"
+                    )
+
+        if is_main:
+            saver.close()
 
     report.close()
-    if is_main:
+    if is_main and step < config.steps:
+        launcher = "python" if world == 1 else "torchrun ..."
+        print(f"stopped at step {step}; go on with: {launcher} train.py --resume {folder}")
+    elif is_main:
         print(f"best val loss {best:.4f} nats/token = {best * bits_per_nat:.4f} bits/byte; run in {folder}")
         print("sample from it: python sample.py")
     return best
 
 
-def describe(config, model, corpus, distributed, dtype, folder):
-    """The first lines of a run: what trains where, on what."""
-    device, network = distributed.device, model.config
-    chip = torch.cuda.get_device_name(device) if device.startswith("cuda") else f"{torch.get_num_threads()} threads"
-    parameters = sum(p.numel() for p in model.parameters())
-    print(f"run        {folder}")
-    print(f"device     {device} ({chip}) x {distributed.world}, {str(dtype).removeprefix('torch.')}")
-    print(
-        f"model      {parameters:,} parameters: {network.n_layer} layers, {network.n_head} heads"
-        f" ({network.kv_heads} kv), width {network.n_embd}, context {network.block_size}"
-    )
-    print(
-        f"data       {corpus.source}: {len(corpus.train):,} training and {len(corpus.val):,} validation tokens,"
-        f" tokenizer {corpus.tokenizer.name} of {corpus.tokenizer.n_vocab:,}"
-    )
-    tokens = config.batch_size * config.block_size
-    epochs = config.steps * tokens / len(corpus.train)
-    print(f"step       {tokens:,} tokens, {config.steps:,} steps = {epochs:.1f} epochs")
+def check_data(contents, config, corpus, tokens_sha256, path):
+    """ValueError unless a checkpoint was trained on the tokens of `corpus`, whose digest is given."""
+    if contents["tokenizer_hash"] != fingerprint(corpus.tokenizer):
+        raise ValueError(
+            f"checkpoint {path} was trained with another tokenizer than the corpus now has; prepare it anew"
+        )
+    if contents["tokens_sha256"] != tokens_sha256 and not config.allow_changes:
+        raise ValueError(
+            f"the tokens in {corpus.folder} are not those that {path} was trained on (sha256 {tokens_sha256[:12]}.., "
+            f"not {contents['tokens_sha256'][:12]}..); prepare the same text again, or add --allow_changes True"
+        )
 
 
-def write_config(folder, config):
-    with atomic_file(folder / "config.json") as file:
-        file.write((json.dumps(asdict(config), indent=2) + "\n").encode())
-
-
-def random_state(kind):
-    """State of torch's generators, for the checkpoint."""
-    state = {"cpu": torch.get_rng_state()}
-    if kind == "cuda":
-        state["cuda"] = torch.cuda.get_rng_state()
-    return state
-
-
-def restore_random_state(state, kind):
-    torch.set_rng_state(state["cpu"])
-    if kind == "cuda" and "cuda" in state:
-        torch.cuda.set_rng_state(state["cuda"])
+def load_parts(parts, contents):
+    """Give the optimizer, the scaler and the guard the state of a checkpoint."""
+    optimizer = parts["optimizer"]
+    options = [{k: v for k, v in group.items() if k != "params"} for group in optimizer.param_groups]
+    for name, part in parts.items():
+        if contents[name]:  # a scaler has a state for float16 only
+            part.load_state_dict(contents[name])
+    for group, option in zip(optimizer.param_groups, options, strict=True):
+        group.update(option)  # the flags of this process, not the checkpoint's
 
 
 def main(argv):

@@ -44,7 +44,11 @@ def make_data_folder(name):
 
 @contextmanager
 def atomic_file(path):
-    """A binary file to write; it appears at `path` only when the block ends without an error."""
+    """A binary file to write; it appears at `path` only when the block ends without an error.
+
+    Raises:
+        OSError: it cannot be written; the message names the path and the way out.
+    """
     path = Path(path)
     temporary = path.with_name(f".{path.name}.{os.getpid()}.{threading.get_ident()}.tmp")
     try:
@@ -59,6 +63,8 @@ def atomic_file(path):
                 os.fsync(folder)
             finally:
                 os.close(folder)
+    except OSError as error:
+        raise OSError(f"cannot write {path} ({error.strerror or error}); make room or make it writable") from error
     finally:
         temporary.unlink(missing_ok=True)
 

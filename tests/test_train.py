@@ -63,7 +63,9 @@ def test_loss_falls_and_everything_is_written(folder):
     assert result.returncode == 0, result.stderr
     assert losses(folder)[-1] < 0.6 * losses(folder)[0]
     files = {path.name for path in (folder / "runs" / "run").iterdir()}
-    assert files == {"config.json", "metrics.jsonl", "checkpoint.pt", "best.pt", "loss.png"}
+    assert files == {
+        "config.json", "metrics.jsonl", "checkpoint.pt", "checkpoint-20.pt", "best.pt", "loss.png", ".lock"
+    }  # fmt: skip
     assert "attention  sdpa on cpu" in result.stderr or torch.cuda.is_available()
     for word in ("device", "parameters", "tokenizer bytes", "tokens/s", "bits/byte", "left"):
         assert word in result.stdout
@@ -158,19 +160,22 @@ def test_cuda_asked_for_and_absent(folder):
 
 def test_checkpoint_of_another_model(folder):
     launch(folder, steps=2)
-    result = launch(folder, "--resume", "runs/run", "--n_embd", "64", "--steps", "4")
+    result = launch(folder, "--resume", "runs/run", "--n_embd", "64", "--steps", "4", "--allow_changes", "True")
     assert result.returncode == 1 and "holds another model" in result.stderr and "Traceback" not in result.stderr
 
 
 def test_model_of_the_same_shapes_that_computes_something_else(folder):
     launch(folder, steps=2)
-    result = launch(folder, "--resume", "runs/run", "--mlp", "relu2", "--steps", "4")
+    result = launch(folder, "--resume", "runs/run", "--mlp", "relu2", "--steps", "4", "--allow_changes", "True")
     assert result.returncode == 1 and "its mlp is 'gelu', not 'relu2'" in result.stderr
 
 
 def test_resume_keeps_the_flags_it_was_given(folder):
     launch(folder, steps=20)
-    result = launch(folder, "--resume=runs/run", "--steps", "60", "--weight_decay", "0.5")
+    changes = ("--steps", "60", "--weight_decay", "0.5")
+    result = launch(folder, "--resume=runs/run", *changes)
+    assert result.returncode == 1 and "--steps 60 would make runs/run another run: it began with 20" in result.stderr
+    result = launch(folder, "--resume=runs/run", *changes, "--allow_changes", "True")
     assert result.returncode == 0, result.stderr
     config = json.loads((folder / "runs/run/config.json").read_text())
     assert (config["steps"], config["weight_decay"], config["n_embd"]) == (60, 0.5, TINY["n_embd"])
@@ -182,7 +187,7 @@ def test_resume_survives_a_cut_line(folder):
     launch(folder, steps=20)
     with open(folder / "runs/run/metrics.jsonl", "a") as file:
         file.write('{"step": 21, "lo')
-    assert launch(folder, "--resume", "--steps", "22").returncode == 0
+    assert launch(folder, "--resume", "--steps", "22", "--allow_changes", "True").returncode == 0
     assert [record["step"] for record in metrics(folder)][-1] == 22
 
 
@@ -201,7 +206,7 @@ def test_an_error_of_the_first_rank_ends_all(folder):
 
 def test_checkpoint_of_another_tokenizer(folder):
     launch(folder, steps=2)
-    result = launch(folder, "--resume", "runs/run", "--tokenizer", "char", "--steps", "4")
+    result = launch(folder, "--resume", "runs/run", "--tokenizer", "char", "--steps", "4", "--allow_changes", "True")
     assert result.returncode == 1 and "another tokenizer" in result.stderr
 
 

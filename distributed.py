@@ -1,0 +1,94 @@
+"""The processes of a run: this one among them, what the first tells the others, what signals ask of all."""
+
+import os
+import signal
+from datetime import timedelta
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+
+from config import resolve_device
+
+SAVE, STOP = 1, 2  # what signals ask for; STOP includes SAVE
+
+
+class Distributed(NamedTuple):
+    """This process among those of the run; without torchrun it is the only one."""
+
+    rank: int
+    world: int
+    device: str
+    control: Any = None  # a group of hosts, for what must not wait for devices
+
+    @property
+    def is_main(self):
+        return self.rank == 0
+
+    def share(self, value):
+        """The first rank's `value` (strings and numbers), on all ranks; the others wait for it."""
+        if self.world > 1:
+            shared = [value]
+            dist.broadcast_object_list(shared, src=0, group=self.control)
+            value = shared[0]
+        return value
+
+
+def start_distributed(config):
+    """Join torchrun's process group, if there is one, and take this process's device."""
+    device = resolve_device(config.device)
+    world = int(os.environ.get("WORLD_SIZE", 1))
+    if device == "cuda" and world > 1:
+        device = f"cuda:{os.environ['LOCAL_RANK']}"
+    if device.startswith("cuda:"):
+        torch.cuda.set_device(device)
+    if world == 1:
+        return Distributed(0, 1, device)
+    dist.init_process_group("nccl" if device.startswith("cuda") else "gloo")
+    # Long, because the first rank may prepare a corpus for hours; a rank that dies is noticed at once all the same.
+    control = dist.new_group(backend="gloo", timeout=timedelta(days=1))
+    return Distributed(dist.get_rank(), world, device, control)
+
+
+class Signals:
+    """While it is entered, SIGTERM and SIGINT ask for STOP and SIGUSR1 for SAVE; a second Ctrl-C exits at once."""
+
+    def __init__(self, distributed):
+        self.distributed = distributed
+        self.asked, self.stopping, self.vote = 0, False, None
+
+    def __enter__(self):
+        names = ("SIGTERM", "SIGINT", "SIGUSR1")  # Windows lacks the last
+        self.before = {s: signal.signal(s, self._hear) for n in names if (s := getattr(signal, n, None))}
+        return self
+
+    def __exit__(self, kind, *_):
+        for number, handler in self.before.items():
+            signal.signal(number, handler)
+        if self.vote is not None and kind is None:
+            self.vote[1].wait()
+
+    def _hear(self, number, _):
+        if number not in (signal.SIGTERM, signal.SIGINT):
+            self.asked = max(self.asked, SAVE)
+        elif not self.stopping:
+            self.asked, self.stopping = STOP, True
+            os.write(2, b"\nstopping: the step is finished and saved; Ctrl-C exits at once\n")  # print may be busy
+        elif number == signal.SIGINT:
+            os._exit(130)
+
+    def agreed(self):
+        """What signals asked for: 0, SAVE or STOP, the same on all ranks that call it as often.
+
+        The ranks vote on the CPU while the device works on, and hear the result one call later: nobody waits.
+        """
+        asked, self.asked = self.asked, 0
+        if self.distributed.world == 1:
+            return asked
+        ballot = torch.tensor(asked)
+        work = dist.all_reduce(ballot, dist.ReduceOp.MAX, group=self.distributed.control, async_op=True)
+        before, self.vote = self.vote, (ballot, work)
+        if before is None:
+            return 0
+        before[1].wait()
+        return int(before[0])
