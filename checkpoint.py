@@ -8,8 +8,10 @@ A checkpoint is written to a temporary name, flushed to disk, read back, and onl
 later, the newest good one takes its place. All are zip files (torch.save) of tensors and plain values, with checksums.
 """
 
+import errno
 import json
 import sys
+import tempfile
 import zipfile
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
@@ -26,18 +28,30 @@ RUNS = Path("runs")
 FORMAT = 1
 
 
-def new_run(name):
-    """Make and return runs/NAME, or runs/NAME-2, -3, ... if that exists: a new run overwrites nothing."""
+def new_run(config):
+    """Make and return runs/NAME, or runs/NAME-2, -3, ... if that exists: a new run overwrites nothing.
+
+    It appears with its config.json, so that it can be resumed from the first moment.
+    """
     number = 1
-    while True:
-        folder = RUNS / (name if number == 1 else f"{name}-{number}")
-        try:
-            folder.mkdir(parents=True)
-            return folder
-        except FileExistsError:
-            number += 1
-        except OSError as error:
-            raise OSError(f"cannot make {folder} ({error.strerror}); start where you may write") from None
+    try:
+        RUNS.mkdir(exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=RUNS, prefix=".") as scratch:
+            new = Path(scratch, "new")
+            new.mkdir()
+            write_config(new, config)
+            while True:
+                folder = RUNS / (config.name if number == 1 else f"{config.name}-{number}")
+                try:
+                    return new.rename(folder)
+                except OSError as error:
+                    if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
+                        raise
+                number += 1
+    except OSError as error:
+        raise OSError(
+            f"cannot make a folder in {RUNS} ({error.strerror or error}); start where you may write"
+        ) from None
 
 
 def newest_run(*also):

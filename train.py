@@ -135,7 +135,7 @@ def train(config):
         model.eval()(batches.batch(0, slice(1))[0].to(device))
     model.train()
     parts = {"optimizer": optimizer, "scaler": scaler, "guard": guard}
-    folder = Path(config.resume) if config.resume else new_run(config.name) if is_main else None
+    folder = Path(config.resume) if config.resume else new_run(config) if is_main else None
     saver = Saver(folder, config.keep) if is_main else None
     path = distributed.share(saver.newest() if is_main else None)
     start, best = 0, math.inf

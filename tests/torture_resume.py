@@ -67,8 +67,8 @@ def finish(argv):
 
 
 def resume(run):
-    """How to go on after a kill: with --resume alone, unless the folder was not there yet."""
-    return ["--resume"] if (run / "config.json").exists() else [*BEGIN, "--name", run.name]
+    """How to go on after a kill: with --resume alone, unless the run had not begun."""
+    return ["--resume"] if run.exists() else [*BEGIN, "--name", run.name]
 
 
 def check(run, seen):
