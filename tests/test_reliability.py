@@ -34,6 +34,7 @@ def folder(tmp_path, monkeypatch):
     (tmp_path / "corpus.txt").write_text("the sea keeps what the sea has taken. " * 200)
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("GPT_DATA", str(tmp_path / "prepared"))
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)  # a user's shell; the loss kernel would be interpreted
     return tmp_path
 
 
