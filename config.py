@@ -53,8 +53,11 @@ class Config(GPTConfig):
     """auto (CUDA, else MPS, else CPU), cpu, cuda, cuda:1, mps."""
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     """Of matmuls; auto is bfloat16 on GPUs that have it, float16 with a gradient scaler on older ones, else float32."""
-    compile: bool = True
-    """torch.compile the model on CUDA."""
+    compile: Literal["model", "blocks", "off"] = "model"
+    """torch.compile on CUDA: the whole model, or its blocks, which all share one compilation: slower by a few percent,
+    and started sooner."""
+    cuda_graph: bool = True
+    """On one CUDA GPU, replay steps of one micro-batch as a CUDA graph."""
 
     # batches
     batch_size: int = 64

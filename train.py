@@ -27,6 +27,7 @@ from checkpoint import Saver, load_checkpoint, load_weights, new_run, write_conf
 from config import fail, load_config, resolve_dtype
 from data import Batches, fingerprint, open_corpus, to_state, validation_batches
 from distributed import STOP, Signals, start_distributed
+from graphs import Recorded
 from guard import StepGuard
 from model import GPT
 from report import Report, describe, peak_flops
@@ -46,6 +47,7 @@ def learning_rate(step, config):
 
 
 @torch.no_grad()
+@torch.compiler.set_stance("force_eager")  # to compile once more takes longer than most evaluations
 def evaluate(model, batches, autocast, distributed):
     """Mean validation loss in nats per token; the batches are dealt out to the ranks."""
     total, tokens_seen = 0.0, 0
@@ -67,6 +69,7 @@ def evaluate(model, batches, autocast, distributed):
 
 
 @torch.no_grad()
+@torch.compiler.set_stance("force_eager")
 def largest_lse(model, batches, autocast, distributed, config):
     """[n_layer] floats: the largest log-sum-exp of each layer's attention in one validation sequence, if asked for."""
     if not (config.log_attention and distributed.is_main):
@@ -124,9 +127,10 @@ def train(config):
     dtype = resolve_dtype(config.dtype, device)
     optimizer = torch.optim.AdamW(
         model.parameter_groups(config.weight_decay),
-        lr=config.learning_rate,
+        lr=torch.tensor(config.learning_rate, device=device) if kind == "cuda" else config.learning_rate,
         betas=(config.beta1, config.beta2),
         fused=True,  # fast, and skips a step on the device when the guard says so
+        capturable=kind == "cuda",
     )
     guard = StepGuard(config.skip_zscore).to(device)
     scaler = torch.amp.GradScaler(kind, enabled=dtype == torch.float16)
@@ -155,9 +159,11 @@ def train(config):
 
     if kind == "cuda":
         torch.set_float32_matmul_precision("high")
-        if config.compile:
+        if config.compile == "blocks":
+            for block in model.blocks:
+                block.compile()
+        elif config.compile == "model":
             model = torch.compile(model)
-    network = model  # evaluated as it is: a rank may have no batch, which DDP would wait for
     if world > 1:
         model = DistributedDataParallel(model, device_ids=[device] if kind == "cuda" else None, broadcast_buffers=False)
 
@@ -175,7 +181,8 @@ def train(config):
 
     def evaluate_and_record(step):
         """The best validation loss so far, and whether it is this step's."""
-        val_loss = evaluate(network, validation, autocast, distributed)
+        # not DDP's model: a rank may have no batch, which it would wait for
+        val_loss = evaluate(raw_model, validation, autocast, distributed)
         is_best = 0 < step and val_loss < best
         report.evaluation(step, val_loss, is_best, largest_lse(raw_model, validation, autocast, distributed, config))
         return val_loss if is_best else best, is_best
@@ -192,6 +199,39 @@ def train(config):
             "best": best,
         }
         saver.save(weights, {name: part.state_dict() for name, part in parts.items()}, is_best)
+
+    def load(step, first):
+        """Tokens and targets of a micro-batch, on the device."""
+        if config.dropout > 0:
+            seed_dropout(config.seed, step, first)
+        micro = batches.batch(step, slice(first, first + micro_batch))
+        # pinned, so that the copy overlaps with the step before
+        return [(x.pin_memory() if kind == "cuda" else x).to(device, non_blocking=True) for x in micro]
+
+    def gradients(tokens, targets):
+        """Add those of a micro-batch to the parameters'; returns its part of the loss, the mean of the global batch."""
+        with autocast:
+            loss = model(tokens, targets) * (micro_batch / share)
+        scaler.scale(loss).backward()
+        return loss.detach() / world
+
+    def update(loss):
+        """Take the step, unless the guard objects; returns the loss of all ranks and the norm of the gradient."""
+        if world > 1:
+            dist.all_reduce(loss)
+        scaler.unscale_(optimizer)
+        grad_norm = clip_grad_norm_(model.parameters(), config.grad_clip or math.inf)
+        optimizer.found_inf = guard(loss, grad_norm)  # where it is 1, the optimizer leaves everything as it is
+        optimizer.step()
+        scaler.update()
+        optimizer.zero_grad(set_to_none=True)
+        return loss, grad_norm
+
+    def whole_step(tokens, targets):
+        return update(gradients(tokens, targets))
+
+    if config.cuda_graph and kind == "cuda" and world == 1 and not scaler.is_enabled():
+        whole_step = Recorded(whole_step)
 
     with Signals(distributed) as signals:
         for step in range(start, config.steps + 1):
@@ -212,29 +252,17 @@ def train(config):
 
             rate = learning_rate(step, config)
             for group in optimizer.param_groups:
-                group["lr"] = rate
-            loss = torch.zeros((), device=device)  # mean of the global batch, in the end
-            for first in range(rank * share, (rank + 1) * share, micro_batch):
-                tokens, targets = batches.batch(step, slice(first, first + micro_batch))
-                if kind == "cuda":  # pinned, so that the copy overlaps with the step before
-                    tokens, targets = tokens.pin_memory(), targets.pin_memory()
-                tokens, targets = tokens.to(device, non_blocking=True), targets.to(device, non_blocking=True)
-                if config.dropout > 0:
-                    seed_dropout(config.seed, step, first)
-                last = first + micro_batch == (rank + 1) * share
-                with nullcontext() if last or world == 1 else model.no_sync():
-                    with autocast:
-                        part = model(tokens, targets) * (micro_batch / share)
-                    scaler.scale(part).backward()
-                loss += part.detach() / world
-            if world > 1:
-                dist.all_reduce(loss)
-            scaler.unscale_(optimizer)
-            grad_norm = clip_grad_norm_(model.parameters(), config.grad_clip or math.inf)
-            optimizer.found_inf = guard(loss, grad_norm)  # where it is 1, the optimizer leaves everything as it is
-            optimizer.step()
-            scaler.update()
-            optimizer.zero_grad(set_to_none=True)
+                if kind == "cuda":
+                    group["lr"].fill_(rate)
+                else:
+                    group["lr"] = rate
+            *firsts, last = range(rank * share, (rank + 1) * share, micro_batch)
+            if firsts:
+                with nullcontext() if world == 1 else model.no_sync():
+                    loss = sum(gradients(*load(step, first)) for first in firsts)
+                loss, grad_norm = update(loss + gradients(*load(step, last)))
+            else:
+                loss, grad_norm = whole_step(*load(step, last))
 
             if (step + 1) % config.log_every == 0:
                 # .tolist() waits for the device: the only time the host does so in a plain step

@@ -45,9 +45,9 @@ def test_the_network_that_results_is_what_is_checked(config_file):
 
 def test_values_of_every_kind():
     config = load_config(
-        ["--compile", "False", "--n_kv_head", "2", "--logit-softcap=None", "--name", "a=b", "--mlp", "swiglu"]
+        ["--cuda_graph", "False", "--n_kv_head", "2", "--logit-softcap=None", "--name", "a=b", "--mlp", "swiglu"]
     )
-    assert config.compile is False and config.n_kv_head == 2 and config.logit_softcap is None
+    assert config.cuda_graph is False and config.n_kv_head == 2 and config.logit_softcap is None
     assert config.name == "a=b" and config.mlp == "swiglu"
 
 
