@@ -97,9 +97,16 @@ class Cache:
         self.length += tokens
 
 
+class RMSNorm(nn.RMSNorm):
+    """In float32, as autocast computes LayerNorm."""
+
+    def forward(self, x):
+        return super().forward(x.float()).type_as(x)
+
+
 def make_norm(config):
     if config.norm == "rmsnorm":
-        return nn.RMSNorm(config.n_embd)
+        return RMSNorm(config.n_embd)
     return nn.LayerNorm(config.n_embd, bias=config.bias)
 
 

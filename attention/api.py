@@ -228,10 +228,14 @@ def _self_check(device, dtype, impl):
     return max(errors, key=lambda error: (error != error, error))  # NaN counts as the largest
 
 
-@torch.compiler.assume_constant_result
-@cache
+@torch.compiler.assume_constant_result  # of a cached function itself Dynamo warns
 def hopper_misses(device):
     """What a torch.device lacks to run the Hopper kernels, in words; None if nothing."""
+    return _hopper_misses(device)
+
+
+@cache
+def _hopper_misses(device):
     if device.type != "cuda" or not torch.cuda.is_available() or torch.cuda.get_device_capability(device) != (9, 0):
         return f"{device}, which is no Hopper GPU (sm_90)"
     try:

@@ -22,6 +22,7 @@ warmup_steps = 100
 beta2 = 0.99
 weight_decay = 1.0  # strong, for the same reason as the dropout
 eval_every = 125
+compile = "blocks"  # a run of a minute would wait longer for the whole model than that gains
 eval_batches = 0  # all of the validation text
 
 # On two cores: under four minutes.

@@ -18,6 +18,7 @@ beta2 = 0.99  # few tokens per step: average the squares over more of them
 weight_decay = 0.1
 grad_clip = 1.0
 eval_every = 250
+compile = "blocks"  # a run of a minute would wait longer for the whole model than that gains
 eval_batches = 0  # the whole validation text is only 435 windows
 
 # nanoGPT's advice for a laptop: 2 minutes to a loss of 1.9.

@@ -94,6 +94,8 @@ class Report(NamedTuple):
 def search(count, seconds, numbers, seed):
     """Run `count` random problems over some variants, no new one after `seconds`; go on after a failure."""
     start, done, over, worst, failures = time.perf_counter(), 0, 0, {}, []
+    if ON_GPU:
+        torch.cuda.set_device(seed % torch.cuda.device_count())
 
     @hypothesis.seed(seed)
     @settings(BOUNDED, max_examples=count)
