@@ -16,28 +16,32 @@ class Recorded:
     def __init__(self, function):
         self.function = function
         self.calls = 0
+        self.stream = None  # of warm-ups and recording: autograd and the allocator remember streams
         self.graph = None
 
     def __call__(self, *inputs):
         if self.calls < WARM_UPS:
             self.calls += 1
-            return self._aside(*inputs)
+            return self._warm_up(*inputs)
         if self.graph is None:
             self.inputs = [x.clone() for x in inputs]
-            self.graph = torch.cuda.CUDAGraph()
+            graph = torch.cuda.CUDAGraph()
             # other threads, which save a checkpoint say, may use the device meanwhile
-            with torch.cuda.graph(self.graph, capture_error_mode="thread_local"):
+            with torch.cuda.graph(graph, stream=self.stream, capture_error_mode="thread_local"):
                 self.results = self.function(*self.inputs)
+            self.graph = graph
         for mine, x in zip(self.inputs, inputs, strict=True):
+            if mine.shape != x.shape:
+                raise ValueError(f"an input has shape {list(x.shape)}; it was recorded with {list(mine.shape)}")
             mine.copy_(x)
         self.graph.replay()
         return self.results
 
-    def _aside(self, *inputs):
-        """A plain call on a stream of its own, as recording will be: autograd remembers streams."""
-        stream = torch.cuda.Stream()
-        stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(stream):
+    def _warm_up(self, *inputs):
+        if self.stream is None:
+            self.stream = torch.cuda.Stream()
+        self.stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self.stream):
             results = self.function(*inputs)
-        torch.cuda.current_stream().wait_stream(stream)
+        torch.cuda.current_stream().wait_stream(self.stream)
         return results

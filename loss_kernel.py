@@ -1,12 +1,13 @@
 """The Triton kernel of loss.py: cross-entropy of rows of logits and, in their place, its gradient."""
 
+import torch
 import triton
 import triton.language as tl
 
 
 @triton.jit
 def cap(z, softcap):
-    """softcap * tanh(z / softcap), and its slope; z itself if softcap is 0."""
+    """softcap * tanh(z / softcap), and its slope."""
     # tanh by a logistic: its error is absolute, and logits are summed with others of their size
     t = 2 * tl.sigmoid(z * (2 / softcap)) - 1
     return softcap * t, 1 - t * t
@@ -39,7 +40,7 @@ def cross_entropy_kernel(
     highest = tl.max(top, 0)
     denominator = tl.sum(total * tl.exp(top - highest), 0)
     counts = target >= 0
-    chosen = tl.load(logits + target, counts, 0.0).to(tl.float32)
+    chosen = tl.load(logits + target, counts & (target < vocabulary), float("nan")).to(tl.float32)
     if CAPPED:
         chosen, _ = cap(chosen, softcap)
     tl.store(losses + row, tl.where(counts, tl.log(denominator) + (highest - chosen), 0.0))
@@ -59,7 +60,8 @@ def cross_entropy_kernel(
 def launch_cross_entropy(logits, targets, losses, vocabulary, softcap, gradients):
     """Fill losses [N] float32 and, if asked, replace logits [N, columns] by their gradient."""
     rows, columns = logits.shape
-    cross_entropy_kernel[(rows,)](
-        logits, targets, losses, logits.stride(0), vocabulary, columns, softcap,
-        CAPPED=softcap > 0, GRADIENTS=gradients, BLOCK=min(4096, triton.next_power_of_2(columns)), num_warps=8,
-    )  # fmt: skip
+    with torch.cuda.device_of(logits):
+        cross_entropy_kernel[(rows,)](
+            logits, targets, losses, logits.stride(0), vocabulary, columns, softcap,
+            CAPPED=softcap > 0, GRADIENTS=gradients, BLOCK=min(4096, triton.next_power_of_2(columns)), num_warps=8,
+        )  # fmt: skip

@@ -233,8 +233,9 @@ class GPT(nn.Module):
                 f"{start} + {T} tokens do not fit in block_size={self.config.block_size}; crop the context"
             )
         x = self.embed(tokens)
-        if torch.is_autocast_enabled(x.device.type):  # the residual stream in 16 bits: half the traffic of every norm
-            x = x.to(torch.get_autocast_dtype(x.device.type))
+        kind = x.device.type
+        if torch.is_autocast_enabled(kind) and torch.get_autocast_dtype(kind) == torch.bfloat16:
+            x = x.bfloat16()  # the residual stream: half the traffic of every norm. float16 could overflow
         rotary = None
         if self.config.position == "learned":
             x = x + self.embed_position.weight[start : start + T].type_as(x)

@@ -136,7 +136,7 @@ def train(config):
     scaler = torch.amp.GradScaler(kind, enabled=dtype == torch.float16)
     autocast = torch.autocast(kind, dtype) if dtype != torch.float32 else nullcontext()
     with torch.no_grad(), autocast:  # what cannot run on this device fails here, before the run's folder exists
-        model.eval()(batches.batch(0, slice(1))[0].to(device))
+        model.eval()(*(x.to(device) for x in batches.batch(0, slice(1))))
     model.train()
     parts = {"optimizer": optimizer, "scaler": scaler, "guard": guard}
     folder = Path(config.resume) if config.resume else new_run(config) if is_main else None

@@ -57,10 +57,11 @@ def attention(
             programs than needed. What a smaller one than the longest gives is undefined.
         return_lse: also return the logarithm of the softmax denominator (with the sink), natural log, differentiable.
         impl: "auto" takes, where they passed a self-check, the Hopper kernels on their chip for the calls they serve,
-            else Triton on a CUDA GPU; SDPA elsewhere where it can express the call, else the reference. It prints once
-            which and why; explain() says it of a call. "hopper", "triton", "sdpa" and "reference" never fall back.
-            float32 matmuls follow torch.set_float32_matmul_precision. Two runs give the same bits, but for dq from the
-            Hopper kernels: torch.use_deterministic_algorithms(True) has the backward of "triton" serve there.
+            else Triton on a CUDA GPU; SDPA elsewhere where it can express the call, else the reference. The first call
+            on a device in a dtype prints which and why, once more where Hopper kernels could not serve; explain() says
+            it of a call. "hopper", "triton", "sdpa" and "reference" never fall back. float32 matmuls
+            follow torch.set_float32_matmul_precision. Two runs give the same bits, but for dq from the Hopper kernels:
+            torch.use_deterministic_algorithms(True) has the backward of "triton" serve there.
 
     Returns:
         [B, Tq, H, Dv] in the dtype of q; with return_lse also [B, H, Tq] float32, -inf where a row sees no key.
@@ -131,14 +132,16 @@ def explain(q, k, v, **arguments):
 def _choose(asked, q, k, v, rule, extra, seed, return_lse):
     """The implementation that serves a call, and why, in words; ValueError if it is asked for and cannot."""
     impl, reason = asked, "asked for"
-    misses = hopper_misses(q.device) if asked in ("auto", "hopper") else None
-    lack = hopper_lacks(q, k, v, rule, extra) if asked in ("auto", "hopper") else None
-    if asked == "hopper" and (misses or lack):
-        raise ValueError(f"the Hopper kernels do not serve {misses or lack}; use impl='auto'")
+    misses = lack = None
+    if asked in ("auto", "hopper"):
+        misses = hopper_misses(q.device)
+        lack = misses or hopper_lacks(q, k, v, rule, extra)
+    if asked == "hopper" and lack:
+        raise ValueError(f"the Hopper kernels do not serve {lack}; use impl='auto'")
     if asked == "auto" and q.dtype in DTYPES:
-        choice = implementation(q.device, q.dtype, hopper=not (misses or lack))
-        impl, reason = choice.name, choice.reason  # Dynamo of PyTorch 2.11 cannot unpack it
-        if impl == "triton" and not misses and lack:
+        choice = implementation(q.device, q.dtype, hopper=not lack)
+        impl, reason = choice.name, choice.reason  # by name: Dynamo of PyTorch 2.11 cannot unpack a Choice
+        if impl == "triton" and lack and not misses:
             reason = f"the Hopper kernels do not serve {lack}"
     elif asked == "auto":
         impl, reason = "sdpa", f"the kernels do not compute in {q.dtype}"

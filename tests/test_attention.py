@@ -1,9 +1,11 @@
 """The kernels against the reference in float64: output, log-sum-exp and every gradient.
 
-Tolerance: at most twice the error of eager PyTorch (the reference run in the same dtype), and never NaN.
+Tolerance: at most twice the error of eager PyTorch (the reference run in the same dtype) or of by_rounding(), whichever
+is more, and never NaN.
 """
 
 import itertools
+import math
 from functools import partial
 
 import pytest
@@ -149,8 +151,8 @@ def reference(**arguments):
 def check(draw, dtype, impls=("triton",), yardstick=None):
     """Fail if a result errs more than twice as much as eager PyTorch or by_rounding(), whichever is more.
 
-    draw() makes a problem. Errors are norms over a whole result. Where one is too large, a result of a few numbers say,
-    8 draws decide, or 32: the errors of all are added in square. Returns the worst error as a multiple of what it is
+    draw() makes a problem. Errors are norms over a whole result. Where that of up to a thousand numbers is too large, 8
+    draws decide, or 32: the errors of all are added in square. Returns the worst error as a multiple of what it is
     held to twice of, and as a multiple of eager PyTorch's.
 
     Eager PyTorch computes in dtype, or in the dtype `yardstick`, of which the error counts twice: it rounds numbers
@@ -173,11 +175,14 @@ def check(draw, dtype, impls=("triton",), yardstick=None):
         ratios = {}
         for key, sums in squares.items():
             error, of_eager, of_rounding = sums.sqrt().tolist()
+            assert math.isfinite(of_eager + of_rounding), f"{key}: eager PyTorch overflows or gives NaN"
             allowed = max(of_eager * (1 if yardstick is None else 2), of_rounding)
             ratios[key] = [error / x if error else 0.0 for x in (allowed or 1e-30, of_eager or 1e-30)]
         worst = [max(column) for column in zip(*ratios.values(), strict=True)]
         if worst[0] <= 2:
             return worst
+        if any(ratio > 2 and exact[name].numel() > 1000 for (_, name), (ratio, _) in ratios.items()):
+            break
     (impl, name), ratio = max(ratios.items(), key=lambda item: item[1])
     raise AssertionError(
         f"{name} of {impl}: over {count} draws {ratio[1]:.3g} times eager's error, {ratio[0]:.3g} times that or "
@@ -192,7 +197,8 @@ def by_rounding(problem, exact):
     and in float32, whose longer sums eager's library adds in blocks. Rounding errs by 0.4 of the unit roundoff, a
     float32 sum of n random numbers, one by one, by 0.3 sqrt(n) of it. So err
     - scores, summed over the head dim, and with softcap a tanh by 2^x: an error acts as a bias does;
-    - delta = dO.O - dlse, from the output as rounded to its dtype, and dP = dO.V: an error acts as one of dlse does;
+    - delta = dO.O - dlse, from the output as rounded to its dtype: an error acts as one of dlse does; dP = dO.V errs as
+      much for each key, which is counted as one more error of delta;
     - the slope of the tanh, a difference from 1; dK and dV, summed over all queries; and the LSE, kept in base 2.
     """
     arguments, dout, dlse = problem
