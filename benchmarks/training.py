@@ -1,0 +1,168 @@
+"""Training as a user starts it, in turns with nanoGPT: time of a step, seconds to a loss, where a step's time goes.
+
+    python benchmarks/training.py --text FILE --ranks FILE                        ours
+    python benchmarks/training.py --text FILE --ranks FILE --nanogpt PATH         and a checkout of nanoGPT
+    python benchmarks/training.py --text FILE --ranks FILE --profile              and the GPU's time, by kind of kernel
+
+Every run is a process of its own on the same tokens: FILE is tiny Shakespeare, --ranks the r50k_base.tiktoken of GPT-2.
+The time of a step is the median over the second half of those that the trainer itself reports; the seconds are from the
+start of the process to the end of the first evaluation at the target, with preparation, compilation and evaluations.
+"""
+
+import argparse
+import json
+import os
+import pickle
+import re
+import shutil
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import NamedTuple
+
+ROOT = Path(__file__).parents[1]
+sys.path.insert(0, str(ROOT))
+
+TARGET = 1.4721  # nats per character: the best that nanoGPT reaches on such a chip (README)
+GPT2 = dict(block_size=1024, n_layer=12, n_head=12, n_embd=768)
+
+
+class Job(NamedTuple):
+    tokenizer: str
+    tokens: int  # of a step
+    ours: list[str]
+    nanogpt: list[str]
+    target: float | None  # validation loss at which the run may end
+
+
+def jobs(ranks, small):
+    """name -> Job; small ones end on a CPU, to try this script."""
+    gpt2 = GPT2 | (dict(n_layer=2, n_head=2, n_embd=64, block_size=64) if small else {})
+    char = ["--n_layer=2", "--n_head=2", "--n_embd=32", "--block_size=32"] if small else []
+    steps = 10 if small else 100
+    size = [f"--{name}={value}" for name, value in gpt2.items()]
+    cpu = (["--device=cpu"], ["--device=cpu", "--compile=False", "--dtype=float32"]) if small else ([], [])
+    return {
+        "gpt2": Job(
+            f"gpt2:{ranks}",
+            32 * gpt2["block_size"],
+            ["configs/gpt2.py", "--batch_size=32", "--micro_batch=32", f"--steps={steps}", f"--eval_every={steps}",
+             "--eval_batches=1", "--log_every=1", *size, *cpu[0]],
+            ["--batch_size=32", "--gradient_accumulation_steps=1", f"--max_iters={steps}", "--eval_interval=100000",
+             "--eval_iters=1", "--log_interval=1", *size, *cpu[1]],
+            None,
+        ),
+        "char": Job(
+            "char",
+            64 * (32 if small else 256),
+            ["configs/shakespeare_char.py", "--batch_size=64", *char, *cpu[0]],
+            ["config/train_shakespeare_char.py", "--log_interval=1", *char, *cpu[1]],
+            4.0 if small else TARGET,
+        ),
+    }  # fmt: skip
+
+
+def nanogpt_data(folder, corpus):
+    """What nanoGPT's train.py wants in data/bench: the tokens of a Corpus in 16 bits, and its vocabulary's size."""
+    folder.mkdir(parents=True)
+    for name, tokens in (("train", corpus.train), ("val", corpus.val)):
+        tokens.ids.astype("uint16").tofile(folder / f"{name}.bin")
+    vocabulary = corpus.tokenizer.n_vocab
+    if vocabulary < 50_000:  # without it nanoGPT takes GPT-2's, padded to 50304
+        (folder / "meta.pkl").write_bytes(pickle.dumps(dict(vocab_size=vocabulary)))
+
+
+def run(command, folder, tokens, target):
+    """Milliseconds of a step, and seconds to the target or None, of a trainer whose output either of us writes."""
+    start, steps, reached = time.perf_counter(), [], None
+    process = subprocess.Popen(
+        [sys.executable, "-u", *command], cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+        env=os.environ | {"PYTHONUNBUFFERED": "1"},
+    )  # fmt: skip
+    lines = []
+    for line in process.stdout:
+        lines.append(line)
+        if found := re.search(r"([\d,]+) tokens/s", line):
+            steps.append(1000 * tokens / int(found[1].replace(",", "")))
+        elif found := re.search(r"^iter \d+: .* time ([\d.]+)ms", line):
+            steps.append(float(found[1]))
+        elif (found := re.search(r"val loss ([\d.]+)", line)) and target and float(found[1]) <= target:
+            reached = time.perf_counter() - start
+            process.terminate()
+            break
+    process.stdout.close()
+    if process.wait() and reached is None:
+        raise RuntimeError(f"{' '.join(command)} failed:\n{''.join(lines[-20:])}")
+    return statistics.median(steps[len(steps) // 2 :]), reached
+
+
+KINDS = {  # kind of kernel -> what its name holds; the first that fits
+    "attention": ("forward_kernel", "backward_kernel", "delta_kernel", "dq_kernel", "dkdv_kernel", "group_sum",
+                  "prepare_kernel", "finish_kernel", "flash", "sdpa", "fmha"),
+    "loss": ("cross_entropy", "nll_loss", "log_softmax"),
+    "optimizer": ("multi_tensor", "Adam"),
+    "matmuls": ("nvjet", "gemm", "cutlass", "cublas", "splitK"),
+    "copies": ("Memcpy", "Memset"),
+}  # fmt: skip
+
+
+def profile(arguments):
+    """Milliseconds of GPU time a step, by kind of kernel, over a short run in this process (evaluations included)."""
+    from torch.profiler import ProfilerActivity
+    from torch.profiler import profile as profiler
+
+    from config import load_config
+    from train import train
+
+    config = load_config(arguments)
+    with profiler(activities=[ProfilerActivity.CUDA]) as recorded:
+        train(config)
+    spent = {}
+    for event in recorded.key_averages():
+        kind = next((kind for kind, parts in KINDS.items() if any(p in event.key for p in parts)), "all else")
+        spent[kind] = spent.get(kind, 0.0) + event.self_device_time_total / 1000 / config.steps
+    return spent
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--text", type=Path, required=True, help="tiny Shakespeare")
+    parser.add_argument("--ranks", type=Path, required=True, help="r50k_base.tiktoken")
+    parser.add_argument("--nanogpt", type=Path, help="a checkout of it, to run in turns with ours")
+    parser.add_argument("--jobs", nargs="+", default=["gpt2", "char"], choices=["gpt2", "char"])
+    parser.add_argument("--rounds", type=int, default=1, help="how often each trains")
+    parser.add_argument("--profile", action="store_true")
+    parser.add_argument("--small", action="store_true", help="networks that a CPU trains, to try this script")
+    args = parser.parse_args()
+    from data import open_corpus
+
+    os.chdir(ROOT)
+    text = args.text.resolve()
+    with tempfile.TemporaryDirectory() as scratch:
+        for name, job in jobs(args.ranks.resolve(), args.small).items():
+            if name not in args.jobs:
+                continue
+            data = ["--data=text", f"--input={text}", f"--tokenizer={job.tokenizer}"]
+            trainers = {"ours": (["train.py", *job.ours, *data, f"--name=bench-{name}"], ROOT)}
+            if args.nanogpt:
+                folder = Path(scratch) / name
+                shutil.copytree(args.nanogpt, folder, ignore=shutil.ignore_patterns(".git", "data", "out*"))
+                nanogpt_data(folder / "data" / "bench", open_corpus("text", job.tokenizer, text))
+                trainers["nanoGPT"] = (["train.py", *job.nanogpt, "--dataset=bench"], folder)
+            for _ in range(args.rounds):
+                for trainer, (command, folder) in trainers.items():
+                    ms, seconds = run(command, folder, job.tokens, job.target)
+                    reached = (
+                        "" if job.target is None else f"  {seconds or float('nan'):5.1f} s to a loss of {job.target}"
+                    )
+                    print(f"{name:5} {trainer:8} {ms:8.2f} ms a step  {1000 * job.tokens / ms:9,.0f} tokens/s{reached}")
+            if args.profile:
+                spent = profile([*job.ours, *data, f"--name=bench-{name}", "--steps=30", "--eval_every=30"])
+                print(json.dumps({kind: round(ms, 2) for kind, ms in sorted(spent.items(), key=lambda x: -x[1])}))
+
+
+if __name__ == "__main__":
+    main()
