@@ -23,6 +23,7 @@ import torch
 
 from data import atomic_file, from_state
 from model import GPT, GPTConfig
+from say import say
 
 RUNS = Path("runs")
 FORMAT = 1
@@ -88,7 +89,7 @@ def first_good(paths):
             check_file(path)
         except ValueError as error:
             damaged.append(path)
-            print(f"warning: {error}", file=sys.stderr)
+            say(f"warning: {error}", sys.stderr)
         else:
             return path, damaged
     raise ValueError(f"no good checkpoint is left in {damaged[0].parent}; use a copy of it")
@@ -179,7 +180,7 @@ class Saver:
                 f"the checkpoint of step {weights['step']} cannot be written to {self.folder} ({reason}); make room or "
                 f"make it writable; the last good one is {self._last_good()}"
             )
-            print(f"warning: {self.error}", file=sys.stderr, flush=True)
+            say(f"warning: {self.error}", sys.stderr)
 
     def _wait(self):
         if self.writing is not None:

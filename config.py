@@ -18,6 +18,7 @@ import tyro
 
 from checkpoint import newest_run
 from model import GPTConfig
+from say import say
 
 # What may change when a run is resumed: it then still equals a run in one piece.
 FREE_ON_RESUME = (
@@ -288,5 +289,5 @@ def fail(error):
     """
     rank = os.environ.get("RANK", "0")
     if rank == "0" or torch.distributed.is_initialized():
-        print(f"error: {error}" if rank == "0" else f"error on rank {rank}: {error}", file=sys.stderr, flush=True)
+        say(f"error: {error}" if rank == "0" else f"error on rank {rank}: {error}", sys.stderr)
     sys.exit(1)

@@ -2,6 +2,7 @@
 
 import os
 import signal
+from contextlib import suppress
 from datetime import timedelta
 from typing import Any, NamedTuple
 
@@ -73,7 +74,8 @@ class Signals:
             self.asked = max(self.asked, SAVE)
         elif not self.stopping:
             self.asked, self.stopping = STOP, True
-            os.write(2, b"\nstopping: the step is finished and saved; Ctrl-C exits at once\n")  # print may be busy
+            with suppress(OSError):
+                os.write(2, b"\nstopping: the step is finished and saved; Ctrl-C exits at once\n")  # print may be busy
         elif number == signal.SIGINT:
             os._exit(130)
 

@@ -15,6 +15,7 @@ import matplotlib
 import torch
 
 from data import atomic_file
+from say import say
 
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
@@ -44,19 +45,19 @@ def describe(config, model, corpus, distributed, dtype, folder):
     device, network = distributed.device, model.config
     chip = torch.cuda.get_device_name(device) if device.startswith("cuda") else f"{torch.get_num_threads()} threads"
     parameters = sum(p.numel() for p in model.parameters())
-    print(f"run        {folder} (process {os.getpid()})")
-    print(f"device     {device} ({chip}) x {distributed.world}, {str(dtype).removeprefix('torch.')}")
-    print(
+    say(f"run        {folder} (process {os.getpid()})")
+    say(f"device     {device} ({chip}) x {distributed.world}, {str(dtype).removeprefix('torch.')}")
+    say(
         f"model      {parameters:,} parameters: {network.n_layer} layers, {network.n_head} heads"
         f" ({network.kv_heads} kv), width {network.n_embd}, context {network.block_size}"
     )
-    print(
+    say(
         f"data       {corpus.source}: {len(corpus.train):,} training and {len(corpus.val):,} validation tokens,"
         f" tokenizer {corpus.tokenizer.name} of {corpus.tokenizer.n_vocab:,}"
     )
     tokens = config.batch_size * config.block_size
     epochs = config.steps * tokens / len(corpus.train)
-    print(f"step       {tokens:,} tokens, {config.steps:,} steps = {epochs:.1f} epochs")
+    say(f"step       {tokens:,} tokens, {config.steps:,} steps = {epochs:.1f} epochs")
 
 
 class Report:
@@ -91,6 +92,8 @@ class Report:
 
         Call it when the device is in step with the host.
         """
+        if not self.enabled:
+            return
         now = time.perf_counter()
         seconds = max(now - self.last_time - self.paused, 1e-9) / max(step - self.last_step, 1)
         self.last_time, self.last_step, self.paused = now, step, 0.0
@@ -109,10 +112,11 @@ class Report:
         self._write(record)
         speed = f"MFU {record['mfu']:.1%}" if self.peak else f"{record['tflops']:.3g} TFLOP/s"
         left = (config.steps - step) * (now - self.started) / max(step - self.first_step, 1)
-        self._progress(
+        say(
             f"step {step}/{config.steps}  loss {loss:.4f}  lr {learning_rate:.2e}  "
             f"{record['tokens_per_second']:,.0f} tokens/s  {speed}  {_clock(left)} left"
-            + (f"  {skipped:.0f} skipped" if skipped else "")
+            + (f"  {skipped:.0f} skipped" if skipped else ""),
+            renew=True,
         )
 
     def evaluation(self, step, loss, is_best, attention_lse=None):
@@ -120,19 +124,20 @@ class Report:
 
         attention_lse: [n_layer] floats, the largest log-sum-exp of each layer's attention; None does without.
         """
+        if not self.enabled:
+            return
         bits = loss * self.bits_per_nat
         record = {"step": step, "val_loss": loss, "val_bpb": bits}
         if attention_lse is not None:
             record["attention_lse"] = attention_lse
-            self._line("attention  largest log-sum-exp by layer: " + " ".join(f"{lse:.1f}" for lse in attention_lse))
+            say("attention  largest log-sum-exp by layer: " + " ".join(f"{lse:.1f}" for lse in attention_lse))
         self._write(record, flush=True)  # before the checkpoint that goes on from here
         mark = "  (best)" if is_best else ""
-        self._line(f"step {step}/{self.config.steps}  val loss {loss:.4f} nats/token  {bits:.4f} bits/byte{mark}")
-        if self.enabled:
-            try:
-                plot_losses(self.folder, self.bits_per_nat)
-            except OSError as error:
-                self._line(f"warning: {self.folder / 'loss.png'} cannot be drawn ({error.strerror})")
+        say(f"step {step}/{self.config.steps}  val loss {loss:.4f} nats/token  {bits:.4f} bits/byte{mark}")
+        try:
+            plot_losses(self.folder, self.bits_per_nat)
+        except OSError as error:
+            say(f"warning: {self.folder / 'loss.png'} cannot be drawn ({error.strerror})")
 
     def pause(self, since):
         """Leave the time since `since` (perf_counter seconds), spent evaluating or saving, out of the tokens/s."""
@@ -140,21 +145,21 @@ class Report:
 
     def close(self):
         """Give wandb some time to take the rest."""
-        self._line("")
+        if not self.enabled:
+            return
+        say("")
         if self.waiting:
-            self._line(f"warning: the last records of {self.folder / 'metrics.jsonl'} could not be written")
+            say(f"warning: the last records of {self.folder / 'metrics.jsonl'} could not be written")
         if self.mirror is not None:
             self.mirror.stdin.close()
             try:
                 self.mirror.wait(WANDB_SECONDS)
             except subprocess.TimeoutExpired:
                 self.mirror.kill()
-                self._line(f"wandb has not taken everything yet; python mirror.py {self.folder} sends it again")
+                say(f"wandb has not taken everything yet; python mirror.py {self.folder} sends it again")
 
     def _write(self, record, flush=False):
         """Append whole lines or nothing: one write, taken back where the disk takes only a part."""
-        if not self.enabled:
-            return
         had = bool(self.waiting)
         self.waiting += json.dumps(_json(record)).encode() + b"\n"
         try:
@@ -171,22 +176,7 @@ class Report:
                 self.waiting = b""
         except OSError as error:
             if not had:
-                self._line(
-                    f"warning: {self.folder / 'metrics.jsonl'} cannot be written ({error.strerror}); its records wait"
-                )
-
-    def _progress(self, text):
-        """One line that renews itself on a terminal; a plain line elsewhere."""
-        if self.enabled:
-            print(
-                f"\r\x1b[K{text}" if sys.stdout.isatty() else text,
-                end="" if sys.stdout.isatty() else "\n",
-                flush=True,
-            )
-
-    def _line(self, text):
-        if self.enabled:
-            print(f"\r\x1b[K{text}" if sys.stdout.isatty() else text, flush=True)
+                say(f"warning: {self.folder / 'metrics.jsonl'} cannot be written ({error.strerror}); its records wait")
 
 
 def _json(value):

@@ -31,6 +31,7 @@ from graphs import Recorded
 from guard import StepGuard
 from model import GPT
 from report import Report, describe, peak_flops
+from say import last_word, say
 
 
 def learning_rate(step, config):
@@ -285,10 +286,10 @@ def train(config):
     report.close()
     if is_main and step < config.steps:
         launcher = "python" if world == 1 else "torchrun ..."
-        print(f"stopped at step {step}; go on with: {launcher} train.py --resume {folder}")
+        say(f"stopped at step {step}; go on with: {launcher} train.py --resume {folder}")
     elif is_main:
-        print(f"best val loss {best:.4f} nats/token = {best * bits_per_nat:.4f} bits/byte; run in {folder}")
-        print("sample from it: python sample.py")
+        say(f"best val loss {best:.4f} nats/token = {best * bits_per_nat:.4f} bits/byte; run in {folder}")
+        say("sample from it: python sample.py")
     return best
 
 
@@ -326,6 +327,7 @@ def main(argv):
     finally:
         if dist.is_initialized():
             dist.destroy_process_group()
+        last_word()
 
 
 if __name__ == "__main__":

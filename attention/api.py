@@ -4,6 +4,7 @@ import inspect
 import math
 import os
 import sys
+from contextlib import suppress
 from functools import cache
 from typing import NamedTuple
 
@@ -182,7 +183,8 @@ def implementation(device, dtype, hopper):
         _CHOICES[key] = choice = _choose_for(*key)
         if os.environ.get("RANK", "0") == "0":  # torchrun's other processes would say the same
             name = str(dtype).removeprefix("torch.")
-            print(f"attention  {choice.name} on {device}, {name}: {choice.reason}", file=sys.stderr, flush=True)
+            with suppress(OSError):  # a full disk behind it
+                print(f"attention  {choice.name} on {device}, {name}: {choice.reason}", file=sys.stderr, flush=True)
     return _CHOICES[key]
 
 

@@ -12,6 +12,7 @@ from data.files import atomic_file, atomic_folder, data_folder, make_data_folder
 from data.sources import PLAY, SHAKESPEARE_SHA256, SHAKESPEARE_URL, check_name, read_source
 from data.tokenizer import encode_text, from_state, make_tokenizer, to_state, tokenizer_name
 from data.tokens import Tokens, check_tokenizer, read_tokens, write_tokens
+from say import say
 
 TRAIN_SHARE = 0.9  # of the characters, from the start; the rest is for validation (as nanoGPT)
 
@@ -95,7 +96,7 @@ def open_corpus(name, tokenizer_spec, input=None, *, quiet=False):
                 _notice_play(tokenizer_spec, f"prepared without it in {folder}")
             return corpus
     if not quiet:
-        print(f"preparing {name} with tokenizer {tokenizer_spec} in {folder}", file=sys.stderr)
+        say(f"preparing {name} with tokenizer {tokenizer_spec} in {folder}", sys.stderr)
     source = source or read_source(name, input)
     return read_corpus(name, _prepare(folder, source, tokenizer_spec, quiet))
 
@@ -147,9 +148,9 @@ def read_corpus(name, folder):
 
 def _notice_play(tokenizer_spec, reason):
     """The one loud line of a run that does not use the text it is named after."""
-    print(
+    say(
         f"NOTICE: this is NOT tiny Shakespeare but {PLAY}, data/play.txt ({reason}). For the real text, save "
         f"{SHAKESPEARE_URL} (sha256 {SHAKESPEARE_SHA256[:12]}..) as FILE and run: "
         f"python -m data.prepare shakespeare --input FILE --tokenizer {tokenizer_spec}",
-        file=sys.stderr,
+        sys.stderr,
     )

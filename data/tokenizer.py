@@ -21,6 +21,7 @@ import tiktoken
 from tqdm import tqdm
 
 from data.files import DownloadError, download_once
+from say import say
 
 # How GPT-4 cuts text before merging: letters with one leading character, up to three digits, punctuation.
 GPT4_PATTERN = (
@@ -186,7 +187,7 @@ def _train_bpe(name, size, text):
     # Two different merges may spell the same bytes; a token is its bytes, so it is kept once.
     tokens = list(dict.fromkeys(bytes(token) for token, _ in trainer.get_mergeable_ranks()))
     if len(tokens) < size:
-        print(f"{name}: the training text has pairs for only {len(tokens):,} tokens", file=sys.stderr)
+        say(f"{name}: the training text has pairs for only {len(tokens):,} tokens", sys.stderr)
     return _encoding(name, GPT4_PATTERN, tokens)
 
 

@@ -262,6 +262,20 @@ def test_records_wait_for_a_full_disk(tmp_path, file_limit, capsys):
     assert capsys.readouterr().out.count("warning") == 1
 
 
+@pytest.mark.parametrize("how", ["full disk", "closed pipe"])
+def test_output_that_cannot_be_written(folder, how):
+    """Both streams: a full disk behind them, or a pipe whose reader has gone. The run ends with its checkpoint."""
+    flags = [part for name, value in TINY.items() for part in (f"--{name}", str(value))]
+    end = os.open("/dev/full", os.O_WRONLY)
+    if how == "closed pipe":
+        reader, end = os.pipe()
+        os.close(reader)
+    command = [sys.executable, str(ROOT / "train.py"), *flags]
+    result = subprocess.run(command, cwd=folder, env=environment(folder), stdout=end, stderr=end, timeout=120)
+    assert result.returncode == 0
+    assert contents("runs/run/checkpoint.pt")["step"] == 40 and len(losses(folder)) == 40
+
+
 def test_read_only_folder(folder):
     launch(folder, steps=4, eval_every=2)
     run = folder / "runs" / "run"
