@@ -10,6 +10,7 @@ later, the newest good one takes its place. All are zip files (torch.save) of te
 
 import errno
 import json
+import os
 import sys
 import tempfile
 import zipfile
@@ -100,6 +101,7 @@ def save_checkpoint(path, before_rename=lambda: None, **contents):
     with atomic_file(path) as file:
         torch.save({"format": FORMAT, **contents}, file)
         file.flush()
+        os.fsync(file.fileno())  # before older checkpoints change their names
         check_file(file.name)
         before_rename()
 
@@ -124,9 +126,13 @@ class Saver:
     def __init__(self, folder, keep):
         self.folder, self.keep, self.step = folder, keep, None
         self.pool, self.writing, self.error = ThreadPoolExecutor(1), None, None
+        self.unsaved_best = None  # weights that the next save writes to best.pt, because the last one could not
         self.lock = filelock.FileLock(folder / ".lock", timeout=0)
         try:
             self.lock.acquire()
+        except NotImplementedError:
+            message = f"the file system of {folder} has no locks (flock); train on one that has them"
+            raise OSError(message) from None
         except filelock.Timeout:
             message = f"another process is training {folder}; stop it first, or name another run with --resume"
             raise ValueError(message) from None
@@ -144,6 +150,16 @@ class Saver:
             bad.rename(f"{bad}.damaged")
         return path
 
+    def begin_again(self):
+        """Make room for a run from the start: what an earlier one left here gets a name that ends in .old."""
+        say(f"no checkpoint in {self.folder}: it begins again")
+        for path in [path for name in ("metrics.jsonl", "best.pt") if (path := self.folder / name).exists()]:
+            number, old = 1, Path(f"{path}.old")
+            while old.exists():
+                number += 1
+                old = Path(f"{path}-{number}.old")
+            path.rename(old)
+
     def save(self, weights, parts, is_best):
         """Copy two dicts to the host and begin to write them: checkpoint.pt has both, best.pt only the weights'."""
         self._wait()  # one at a time, so that memory holds one copy
@@ -158,16 +174,22 @@ class Saver:
 
     def close(self):
         """Wait until all is on disk; OSError if the last checkpoint could not be written."""
-        self.pool.shutdown()
-        if self.error is not None:
-            raise OSError(self.error)
+        try:
+            self.pool.shutdown()
+            if self.error is not None:
+                raise OSError(self.error)
+        finally:
+            self.lock.release()
 
     def _write(self, weights, parts, is_best, copied):
         if copied:
             copied.synchronize()
+        if is_best:
+            self.unsaved_best = weights
         try:
-            if is_best:
-                save_checkpoint(self.folder / "best.pt", **weights)
+            if self.unsaved_best:
+                save_checkpoint(self.folder / "best.pt", **self.unsaved_best)
+                self.unsaved_best = None
             save_checkpoint(self.folder / "checkpoint.pt", self._make_room, **weights, **parts)
             self.step, self.error = weights["step"], None
             for path in checkpoints(self.folder)[self.keep :]:
@@ -179,6 +201,7 @@ class Saver:
             self.error = (
                 f"the checkpoint of step {weights['step']} cannot be written to {self.folder} ({reason}); make room or "
                 f"make it writable; the last good one is {self._last_good()}"
+                + ("; best.pt is not the best one yet" if self.unsaved_best else "")
             )
             say(f"warning: {self.error}", sys.stderr)
 

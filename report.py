@@ -79,8 +79,8 @@ class Report:
         self.waiting, self.mirror = b"", None
         if not enabled:
             return
-        # what was recorded past the checkpoint is about to happen again, and without a checkpoint everything
-        kept = [record for record in read_metrics(folder) if 0 < start >= record["step"]]
+        # what was recorded past the checkpoint is about to happen again
+        kept = [record for record in read_metrics(folder) if record["step"] <= start]
         with atomic_file(folder / "metrics.jsonl") as file:
             file.write("".join(json.dumps(record) + "\n" for record in kept).encode())
         if config.wandb != "off":  # a session of its own, so that Ctrl-C is not its end too

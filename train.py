@@ -155,7 +155,10 @@ def train(config):
                 f"run {folder} is finished at step {start}; give more --steps and --allow_changes True to go on"
             )
     if is_main:
-        saver.step = start if path else None
+        if path:
+            saver.step = start
+        elif config.resume:
+            saver.begin_again()
         write_config(folder, config)
 
     if kind == "cuda":

@@ -12,6 +12,7 @@ import sys
 import time
 from pathlib import Path
 
+import filelock
 import pytest
 import torch
 from test_train import ROOT, environment, launch, losses, metrics
@@ -21,7 +22,7 @@ from torture_resume import equal
 import report
 import sample
 import train
-from checkpoint import check_file, load_checkpoint, save_checkpoint
+from checkpoint import Saver, check_file, load_checkpoint, save_checkpoint
 from guard import WINDOW, StepGuard
 from model import GPT, GPTConfig
 
@@ -196,6 +197,40 @@ def test_no_good_checkpoint_left(folder, run):
     code, err = run("--resume")
     assert code == 1 and path.stat().st_size == 1000
     one_sentence(err, "no good checkpoint is left in runs/run")
+
+
+def test_no_checkpoint_left(folder, run):
+    """The run begins again, and what is left of the old one stays, under other names."""
+    run(steps=20)
+    for old in (".old", "-2.old"):
+        for path in folder.glob("runs/run/checkpoint*"):
+            path.unlink()
+        before = {name: (folder / "runs/run" / name).read_bytes() for name in ("metrics.jsonl", "best.pt")}
+        assert run("--resume")[0] == 0
+        assert {name: (folder / "runs/run" / (name + old)).read_bytes() for name in before} == before
+        assert len(losses(folder)) == 20 and contents("runs/run/checkpoint.pt")["step"] == 20
+
+
+def test_a_best_that_could_not_be_written_is_written_later(tmp_path, file_limit, capsys):
+    saver = Saver(tmp_path, 2)
+    weights = lambda step: {"step": step, "model": torch.full((1000,), float(step))}  # noqa: E731
+    saver.save(weights(1), {}, True)
+    saver.last_good()
+    file_limit(2000)
+    saver.save(weights(2), {}, True)
+    saver.last_good()
+    assert "best.pt is not the best one yet" in capsys.readouterr().err
+    file_limit(resource.RLIM_INFINITY)
+    assert contents(tmp_path / "best.pt")["step"] == 1
+    saver.save(weights(3), {}, False)
+    saver.close()
+    assert contents(tmp_path / "best.pt")["step"] == 2 and contents(tmp_path / "checkpoint.pt")["step"] == 3
+
+
+def test_a_file_system_without_locks(tmp_path, monkeypatch):
+    monkeypatch.setattr(filelock.FileLock, "_acquire", lambda _: (_ for _ in ()).throw(NotImplementedError))
+    with pytest.raises(OSError, match="has no locks"):
+        Saver(tmp_path, 2)
 
 
 def test_any_flipped_bit_is_noticed_or_harmless(tmp_path):
