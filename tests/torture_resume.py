@@ -23,7 +23,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 import torch
 
 import train
-from checkpoint import check_file
+from checkpoint import check_file, checkpoints
 
 OPTIONS = dict(
     data="text", input="corpus.txt", tokenizer="bytes", device="cpu", n_layer=2, n_head=2, n_embd=32, block_size=32,
@@ -83,6 +83,26 @@ def check(run, seen):
     seen["came before the first checkpoint"] += not any(run.glob("checkpoint*.pt"))
 
 
+def resumable(run):
+    """(step of the newest checkpoint, lines of metrics.jsonl up to it): what a resumption must leave as it is."""
+    paths = checkpoints(run)
+    step = torch.load(paths[0], weights_only=True)["step"] if paths else 0
+    return step, lines_up_to(run, step) if paths else []
+
+
+def lines_up_to(run, step):
+    """Byte for byte: they have the speed, which training over again would change."""
+    lines = (run / "metrics.jsonl").read_bytes().splitlines(keepends=True)
+    return [line for line in lines if json.loads(line)["step"] <= step]
+
+
+def check_resumed(run, before, seen):
+    step, lines = before
+    if step:
+        assert lines_up_to(run, step) == lines, f"{run} was not resumed at step {step}: its records up to it changed"
+        seen["restarts went on from a checkpoint"] += 1
+
+
 def compare(whole, killed):
     for name in ("checkpoint.pt", "checkpoint-75.pt", "checkpoint-60.pt", "best.pt"):
         a, b = (torch.load(run / name, weights_only=True) for run in (whole, killed))
@@ -122,12 +142,17 @@ def torture(kills, seed):
     runs = 0
     while seen["kills"] < kills:
         run = Path(f"runs/killed{runs}")
-        while seen["kills"] < kills and die(
-            live(resume(run)), moments.uniform(0, lasted / 2), run if moments.random() < 0.25 else None
-        ):
-            check(run, seen)
+        killed = True
+        while killed and seen["kills"] < kills:
+            before = resumable(run)
+            killed = die(live(resume(run)), moments.uniform(0, lasted / 2), run if moments.random() < 0.25 else None)
+            check_resumed(run, before, seen)
+            if killed:
+                check(run, seen)
         if not finished(run):
+            before = resumable(run)
             finish(resume(run))
+            check_resumed(run, before, seen)
         compare(whole, run)
         runs += 1
     print(f"{kills} kills in {runs} runs, all equal to the run that was never killed")
