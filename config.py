@@ -44,7 +44,7 @@ class Config(GPTConfig):
     resume: str = ""
     """Folder of a run to go on with; --resume alone takes the newest."""
     allow_changes: bool = False
-    """With --resume: allow other options, or data, than the run began with; it then equals no run in one piece."""
+    """With --resume: allow other options, or data, than the run has; it then equals no run in one piece."""
     keep: int = 2
     """Checkpoints to keep, besides best.pt."""
     seed: int = 1337
@@ -64,7 +64,8 @@ class Config(GPTConfig):
     batch_size: int = 64
     """Sequences per step, over all GPUs and micro-batches."""
     micro_batch: int = 0
-    """Sequences per forward pass of one GPU; 0 takes all of its share at once."""
+    """Sequences per forward pass of one GPU; 0 takes all of its share at once, or with --resume and dropout as many as
+    before."""
 
     # optimizer
     steps: int = 5000
@@ -82,7 +83,8 @@ class Config(GPTConfig):
     skip_zscore: float = 0.0
     """Skip steps whose loss or gradient norm is so many standard deviations above the mean of 128 steps; 0 = none."""
     max_bad_steps: int = 20
-    """Stop after so many steps in a row without a finite loss and gradient; each is skipped."""
+    """Stop after so many steps in a row without a finite loss and gradient, at the next log or evaluation; each is
+    skipped."""
 
     # reports
     eval_every: int = 250
@@ -170,7 +172,7 @@ def load_config(argv):
             before = settings.get(name, defaults[name])
             if value != before and name not in FREE_ON_RESUME:
                 raise ValueError(
-                    f"--{name} {value} would make {flags['resume']} another run: it began with {before}; "
+                    f"--{name} {value} would make {flags['resume']} another run: it now has {before}; "
                     "leave the flag out, or add --allow_changes True"
                 )
     device = flags.get("device", settings.get("device", "auto"))

@@ -115,7 +115,7 @@ def test_resuming_another_run_needs_a_flag(tmp_path):
     resume = ["--resume", str(tmp_path)]
     assert load_config([*resume, "--steps", "100", "--keep", "5", "--wandb", "offline"]).keep == 5
     for flag, value, before in (("steps", 200, 100), ("dropout", 0.2, 0.1), ("micro_batch", 4, 0)):
-        with pytest.raises(ValueError, match=f"--{flag} {value} would make .* another run: it began with {before}; "):
+        with pytest.raises(ValueError, match=f"--{flag} {value} would make .* another run: it now has {before}; "):
             load_config([*resume, f"--{flag}", str(value)])
         assert getattr(load_config([*resume, f"--{flag}", str(value), "--allow_changes", "True"]), flag) == value
     (tmp_path / "config.json").write_text('{"steps": 100, "allow_changes": true}')

@@ -86,7 +86,7 @@ def test_a_new_run_overwrites_nothing(folder):
 
 
 def test_killed_and_resumed_run_equals_the_uninterrupted_one(folder):
-    """Bit for bit: weights, optimizer and the logged losses; dropout included, since the random state comes back."""
+    """Bit for bit: weights, optimizer and the logged losses; dropout included, since it follows from the step."""
     options = dict(dropout=0.1, schedule="wsd", steps=120, eval_every=30)
     launch(folder, name="whole", **options)
     command = [sys.executable, str(ROOT / "train.py"), "--input", "corpus.txt", "--name", "killed"]
@@ -174,7 +174,7 @@ def test_resume_keeps_the_flags_it_was_given(folder):
     launch(folder, steps=20)
     changes = ("--steps", "60", "--weight_decay", "0.5")
     result = launch(folder, "--resume=runs/run", *changes)
-    assert result.returncode == 1 and "--steps 60 would make runs/run another run: it began with 20" in result.stderr
+    assert result.returncode == 1 and "--steps 60 would make runs/run another run: it now has 20" in result.stderr
     result = launch(folder, "--resume=runs/run", *changes, "--allow_changes", "True")
     assert result.returncode == 0, result.stderr
     config = json.loads((folder / "runs/run/config.json").read_text())
