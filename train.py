@@ -19,7 +19,6 @@ from pathlib import Path
 import numpy as np
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import clip_grad_norm_
 
@@ -55,12 +54,9 @@ def evaluate(model, batches, autocast, distributed):
     model.eval()
     for index in range(distributed.rank, len(batches), distributed.world):
         tokens, targets = batches[index]
-        count, missing = targets.numel(), batches.batch_size - len(tokens)
-        if missing:  # the last batch: rows that do not count keep the shape, which the model is compiled for
-            tokens, targets = F.pad(tokens, (0, 0, 0, missing)), F.pad(targets, (0, 0, 0, missing), value=-100)
         with autocast:
             loss = model(tokens.to(distributed.device), targets.to(distributed.device))
-        total, tokens_seen = total + loss.item() * count, tokens_seen + count
+        total, tokens_seen = total + loss.item() * targets.numel(), tokens_seen + targets.numel()
     model.train()
     if distributed.world > 1:
         sums = torch.tensor([total, tokens_seen], dtype=torch.float64, device=distributed.device)
@@ -104,6 +100,8 @@ def train(config):
     rank, world, device, _ = distributed
     is_main = distributed.is_main
     kind = torch.device(device).type
+
+    check_agreement(config, distributed)
 
     # The share of one rank, in micro-batches. The global batch depends on neither.
     share = config.batch_size // world
@@ -149,6 +147,14 @@ def train(config):
         check_data(contents, config, corpus, tokens_sha256, path)
         load_weights(model, contents, path)
         load_parts(parts, contents)
+        if config.dropout > 0 and not config.micro_batch:  # the rows of a micro-batch share a seed
+            micro_batch = contents.get("micro_batch", micro_batch)
+            if share % micro_batch:
+                raise ValueError(
+                    f"{path} was trained in micro-batches of {micro_batch}, which {share} sequences for each of "
+                    f"{world} processes are no multiple of; take another number of processes, or another dropout by "
+                    f"--micro_batch {share} --allow_changes True"
+                )
         start, best = contents["step"], contents["best"]
         if start >= config.steps:
             raise ValueError(
@@ -199,10 +205,28 @@ def train(config):
             "tokenizer": to_state(corpus.tokenizer),
             "tokenizer_hash": fingerprint(corpus.tokenizer),
             "tokens_sha256": tokens_sha256,
+            "micro_batch": micro_batch,
             "step": step,
             "best": best,
         }
         saver.save(weights, {name: part.state_dict() for name, part in parts.items()}, is_best)
+
+    def check_row(step, row):
+        """End the run if the last `row` steps before `step`, too many, were not finite."""
+        if row < config.max_bad_steps:
+            return
+        try:
+            if is_main:
+                bad = step - int(row)  # the first of the row
+                fail(
+                    f"no step from {bad + 1} to {step} was taken, because their loss or gradient norm was not "
+                    f"finite; the first had {batches.describe(bad)}; the last good checkpoint is "
+                    f"{saver.last_good()}; look at that batch, or go on with a lower rate: --resume {folder} "
+                    f"--learning_rate {config.learning_rate / 2:g} --allow_changes True"
+                )
+        finally:
+            distributed.share(None)  # else torchrun might end the first rank before it has said so
+        sys.exit(1)
 
     def load(step, first):
         """Tokens and targets of a micro-batch, on the device."""
@@ -246,6 +270,8 @@ def train(config):
                     torch.cuda.synchronize()  # the steps still queued are not the evaluation's
                 since = time.perf_counter()
                 is_best = False
+                if due and step > start:
+                    check_row(step, guard.row.item())
                 if due and (step > start or step == 0):
                     best, is_best = evaluate_and_record(step)
                 if is_main and step > start:
@@ -272,16 +298,7 @@ def train(config):
                 # .tolist() waits for the device: the only time the host does so in a plain step
                 numbers = torch.stack((loss, grad_norm, guard.skipped, guard.row)).tolist()
                 report.step(step + 1, rate, *numbers[:3])
-                if numbers[3] >= config.max_bad_steps:
-                    if not is_main:
-                        sys.exit(1)  # the first rank says why
-                    bad = step + 1 - int(numbers[3])  # the first of the row
-                    raise ValueError(
-                        f"no step from {bad + 1} to {step + 1} was taken, because their loss or gradient norm was not "
-                        f"finite; the first had {batches.describe(bad)}; the last good checkpoint is "
-                        f"{saver.last_good()}; look at that batch, or go on with a lower rate: --resume {folder} "
-                        f"--learning_rate {config.learning_rate / 2:g} --allow_changes True"
-                    )
+                check_row(step + 1, numbers[3])
 
         if is_main:
             saver.close()
@@ -294,6 +311,14 @@ def train(config):
         say(f"best val loss {best:.4f} nats/token = {best * bits_per_nat:.4f} bits/byte; run in {folder}")
         say("sample from it: python sample.py")
     return best
+
+
+def check_agreement(config, distributed):
+    """ValueError unless all ranks have the first one's configuration; each may have found another newest run."""
+    mine, first = asdict(config), distributed.share(asdict(config))
+    if mine != first:
+        name = next(name for name in mine if mine[name] != first[name])
+        raise ValueError(f"{name} is {mine[name]!r} here and {first[name]!r} on the first rank; name it by --{name}")
 
 
 def check_data(contents, config, corpus, tokens_sha256, path):

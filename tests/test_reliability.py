@@ -10,7 +10,10 @@ import socket
 import subprocess
 import sys
 import time
+from dataclasses import asdict
+from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 
 import filelock
 import pytest
@@ -162,6 +165,29 @@ def test_a_signal_to_one_rank_stops_all_and_fewer_ranks_go_on(folder, run):
     assert "stopped at step" in out and contents("runs/run/checkpoint.pt")["step"] < 200
     assert run("--resume")[0] == 0
     assert losses(folder, "run") == pytest.approx(losses(folder, "whole"), rel=1e-3)
+
+
+def test_a_run_with_dropout_keeps_its_micro_batches(folder, run):
+    """One rank goes on with what two began; four, whose share is less than a micro-batch, are refused."""
+    options = dict(micro_batch=0, batch_size=8, steps=20, eval_every=10)
+    assert run(name="whole", **options | dict(micro_batch=4))[0] == 0
+    process = start(folder, ranks=2, **TINY | options)
+    assert process.wait(timeout=120) == 0
+    (folder / "runs/run/checkpoint.pt").unlink()
+    assert contents("runs/run/checkpoint-10.pt")["micro_batch"] == 4
+    assert run("--resume", "runs/run")[0] == 0
+    assert losses(folder, "run") == pytest.approx(losses(folder, "whole"), rel=1e-3)
+    (folder / "runs/run/checkpoint.pt").unlink()
+    process = start(folder, "--resume", "runs/run", ranks=4)
+    assert process.wait(timeout=120) != 0 and "--micro_batch 2" in process.stderr.read()
+
+
+def test_ranks_that_differ_in_what_they_resume():
+    first = train.load_config(["--seed", "1"])
+    other = SimpleNamespace(share=lambda value: asdict(first))
+    train.check_agreement(first, other)
+    with pytest.raises(ValueError, match=r"seed is 2 here and 1 on the first rank; name it by --seed"):
+        train.check_agreement(train.load_config(["--seed", "2"]), other)
 
 
 def test_a_rank_that_dies_takes_the_job_down(folder):
@@ -361,6 +387,13 @@ def test_a_loss_that_is_not_finite_stops_the_run(folder, run):
     assert equal(contents("runs/run/checkpoint.pt"), before)
 
 
+def test_bad_steps_between_logs_are_noticed_at_an_evaluation(folder, run):
+    changes = dict(learning_rate=1e30, min_learning_rate=0.0, log_every=1000, max_bad_steps=5, steps=60, eval_every=30)
+    code, err = run(**changes)
+    assert code == 1
+    one_sentence(err, "to 30 was taken", "last good checkpoint is none")
+
+
 @pytest.mark.parametrize("poison", ["gradient", "loss", None])
 def test_a_skipped_step_changes_nothing(poison):
     """Weights, moments and step count, by the optimizer of train.py itself."""
@@ -398,15 +431,18 @@ def test_outliers_are_skipped_once_there_is_something_to_compare_with():
     assert sum(guard(torch.tensor(6.0), torch.tensor(3.0)) for _ in range(WINDOW)) < WINDOW / 4  # a new level is learnt
 
 
-def test_float16_and_its_scaler_resume(folder, run):
-    """Its overflows are steps that the guard skips."""
+def test_float16_and_its_scaler_resume(folder, run, monkeypatch):
+    """Its overflows, of which a huge scale makes some, are steps that the guard skips."""
+    huge = 2.0**28
+    monkeypatch.setattr(torch.amp, "GradScaler", partial(torch.amp.GradScaler, init_scale=huge))
     options = dict(dtype="float16", dropout=0.1)
     assert run(**options)[0] == 0
     whole, before = contents("runs/run/checkpoint.pt"), losses(folder)
     (folder / "runs/run/checkpoint.pt").unlink()
     assert run("--resume")[0] == 0
     assert same(contents("runs/run/checkpoint.pt"), whole)
-    assert losses(folder) == before and whole["scaler"]["scale"] > 0
+    assert losses(folder) == before and 0 < whole["scaler"]["scale"] < huge
+    assert 0 < metrics(folder)[-2]["skipped_steps"] == whole["guard"]["skipped"] < TINY["steps"] / 2
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
