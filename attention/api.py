@@ -74,21 +74,21 @@ def attention(
     Forgetting Transformer (2025), for decay.
     """
     q, k, v = _cast_for_autocast(q, k, v)
-    options = (causal, window, scale, softcap, dropout, seed, impl)
-    check_call(q, k, v, options, (bias, decay, sink), (lengths, cu_seqlens, max_seqlen))
+    options, terms = (causal, window, scale, softcap, dropout, seed, impl), (bias, decay, sink)
+    impl, _ = _decide(q, k, v, options, terms, (lengths, cu_seqlens, max_seqlen), return_lse)
     scale = q.shape[-1] ** -0.5 if scale is None else float(scale)
     if bias is not None:
         bias = bias.reshape((1,) * (4 - bias.dim()) + bias.shape)
-    rule = dict(causal=causal, window=window, scale=scale, softcap=softcap, dropout=dropout)
-    extra = dict(bias=bias, decay=decay, sink=sink, lengths=lengths, cu_seqlens=cu_seqlens, max_seqlen=max_seqlen)
-
-    impl, _ = _choose(impl, q, k, v, rule, extra, seed, return_lse)
     if impl == "sdpa":
         return _sdpa(q, k, v, causal, window, scale, dropout, bias)
     if dropout > 0:
         seed = _seed_tensor(seed, q.device)
     if impl == "reference":
-        return reference_attention(q, k, v, seed=seed, return_lse=return_lse, **rule, **extra)
+        return reference_attention(
+            q, k, v, causal=causal, window=window, scale=scale, softcap=softcap, dropout=dropout, seed=seed, bias=bias,
+            decay=decay, sink=sink, lengths=lengths, cu_seqlens=cu_seqlens, max_seqlen=max_seqlen,
+            return_lse=return_lse,
+        )  # fmt: skip
     (q_starts, k_starts), (max_q_len, max_k_len) = pair(cu_seqlens), pair(max_seqlen)
     options = ops.Options(
         bias=bias,
@@ -107,6 +107,7 @@ def attention(
         scale=scale,
         hopper=impl == "hopper",
     )
+    # in eager mode what the op does, since the way through PyTorch's dispatcher takes as long as a kernel
     op = ops.forward if torch.compiler.is_compiling() else ops.forward_with_gradient
     out, lse2 = op(q, k, v, *options)
     return (out, lse2 * math.log(2)) if return_lse else out
@@ -116,18 +117,45 @@ def explain(q, k, v, **arguments):
     """Which implementation serves attention(q, k, v, **arguments), and why: a line of text. Raises as attention()."""
     call = inspect.signature(attention).bind(q, k, v, **arguments)
     call.apply_defaults()
-    (q, k, v), given = _cast_for_autocast(q, k, v), call.arguments
     options, terms, ragged = (
-        tuple(given[name] for name in names.split())
+        tuple(call.arguments[name] for name in names.split())
         for names in (
             "causal window scale softcap dropout seed impl", "bias decay sink", "lengths cu_seqlens max_seqlen"
         )
     )  # fmt: skip
-    check_call(q, k, v, options, terms, ragged)
-    rule = {name: given[name] for name in ("causal", "window", "softcap", "dropout")}
-    extra = {name: given[name] for name in ("bias", "decay", "sink", "lengths", "cu_seqlens")}
-    impl, reason = _choose(given["impl"], q, k, v, rule, extra, given["seed"], given["return_lse"])
+    impl, reason = _decide(*_cast_for_autocast(q, k, v), options, terms, ragged, call.arguments["return_lse"])
     return f"{impl}: {reason}"
+
+
+_SIMPLE = frozenset({bool, int, float, str, type(None)})
+_DECIDED = {}
+
+
+def _decide(q, k, v, options, terms, ragged, return_lse):
+    """The implementation that serves a call, and why, in words; ValueError if a rule is broken.
+
+    options: causal, window, scale, softcap, dropout, seed, impl; terms: bias, decay, sink; ragged: lengths, cu_seqlens,
+    max_seqlen. Remembered for calls without further tensors: checking takes as long as launching.
+    """
+    call, types = None, tuple(map(type, options))  # the types too, since True == 1
+    others = terms + ragged
+    if all(x is None for x in others) and _SIMPLE.issuperset(types) and not torch.compiler.is_compiling():
+        call = (*((x.shape, x.stride(), x.dtype, x.device) for x in (q, k, v)), options, types, return_lse)
+        try:
+            if call in _DECIDED:
+                return _DECIDED[call]
+        except TypeError:  # symbolic shapes have no hash
+            call = None
+    check_call(q, k, v, options, terms, ragged)
+    causal, window, _, softcap, dropout, seed, asked = options
+    rule = dict(causal=causal, window=window, softcap=softcap, dropout=dropout)
+    names = ("bias", "decay", "sink", "lengths", "cu_seqlens")
+    found = _choose(asked, q, k, v, rule, dict(zip(names, others, strict=False)), seed, return_lse)
+    if call is not None:
+        if len(_DECIDED) >= 4096:  # lengths that never repeat
+            _DECIDED.clear()
+        _DECIDED[call] = found
+    return found
 
 
 def _choose(asked, q, k, v, rule, extra, seed, return_lse):

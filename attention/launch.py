@@ -252,6 +252,8 @@ def output(problem, like, *shape, fill=0.0, dtype=None):
     """An empty tensor; filled where the kernels may leave out rows that belong to no sequence."""
     if problem.ragged.lengths is not None or problem.ragged.q_starts is not None:
         return like.new_full(shape, fill, dtype=dtype or like.dtype)
+    if shape == like.shape:  # sooner than by its sizes
+        return torch.empty_like(like, dtype=dtype, memory_format=torch.contiguous_format)
     return like.new_empty(shape, dtype=dtype or like.dtype)
 
 
@@ -312,8 +314,8 @@ def backward(q, k, v, out, lse2, dout, dlse, bias_grad, options):
 
 def sink_gradient(sink, lse2, delta):
     """Of sink [H], from lse2 and delta [B, H, Tq]: its weight has no value, so dS = -weight * delta."""
-    weight = torch.exp(sink.float()[:, None] - lse2 / LOG2E.value)
-    return -torch.where(lse2 == float("-inf"), 0.0, weight * delta).sum((0, 2), dtype=torch.float64).to(sink.dtype)
+    weight = torch.exp2(sink.double()[:, None] * LOG2E.value - lse2)
+    return -torch.where(lse2 == float("-inf"), 0.0, weight * delta).sum((0, 2)).to(sink.dtype)
 
 
 def launch_dq(problem, inputs, dq, q_gate):

@@ -35,6 +35,11 @@ class Options(NamedTuple):
         return self[:TENSOR_OPTIONS]
 
     @property
+    def learned(self):
+        """Those that have gradients."""
+        return self[:3]
+
+    @property
     def numbers(self):
         return self[TENSOR_OPTIONS:]
 
@@ -98,15 +103,39 @@ def _(q, k, v, out, lse2, dout, dlse, bias_grad, *options):
     return [torch.empty_like(x, memory_format=torch.contiguous_format) for x in inputs if x is not None]
 
 
+def _plain(*tensors):
+    """Whether nothing but the device is to see the operators: no tensor subclass, tracing, counting mode or vmap."""
+    return (
+        all(type(x) in (Tensor, torch.nn.Parameter) for x in tensors)
+        and torch._C._len_torch_dispatch_stack() == 0
+        and torch._C._functorch.maybe_current_level() is None
+    )
+
+
+def _run_forward(q, k, v, options):
+    """The op below autograd; called directly where that is the same, since the dispatcher takes as long as a kernel."""
+    if _plain(q, k, v):
+        return host(options.hopper).forward(q, k, v, options)
+    with torch._C._AutoDispatchBelowAutograd():
+        return forward(q, k, v, *options)
+
+
+def _run_backward(q, k, v, out, lse2, dout, dlse, bias_grad, options):
+    """As _run_forward(); returns all six gradients, None for those that are not asked for."""
+    if _plain(q, k, v, dout):
+        return host(options.hopper).backward(q, k, v, out, lse2, dout, dlse, bias_grad, options)
+    with torch._C._AutoDispatchBelowAutograd():
+        found = backward(q, k, v, out, lse2, dout, dlse, bias_grad, *options)
+    wanted = (q, k, v, options.bias if bias_grad else None, options.gate, options.sink)
+    return [None if x is None else found.pop(0) for x in wanted]
+
+
 class Attention(torch.autograd.Function):
-    """The gradient of forward by backward."""
+    """The gradient of forward by backward. bias, gate and sink, which have one too, are also given by themselves."""
 
     @staticmethod
-    def forward(ctx, *inputs):
-        q, k, v, *options = inputs
-        options = Options(*options)
-        with torch._C._AutoDispatchBelowAutograd():
-            out, lse2 = forward(*inputs)
+    def forward(ctx, q, k, v, bias, gate, sink, options):
+        out, lse2 = _run_forward(q, k, v, options)
         ctx.save_for_backward(q, k, v, out, lse2, *options.tensors)
         ctx.numbers = options.numbers
         ctx.set_materialize_grads(False)
@@ -119,11 +148,7 @@ class Attention(torch.autograd.Function):
         if dout is None:
             dout = torch.zeros_like(out)
         dlse = None if dlse2 is None else dlse2 / math.log(2)  # lse2 = lse / ln 2
-        bias_grad = ctx.needs_input_grad[3]
-        dq, dk, dv, *rest = backward_with_error(q, k, v, out, lse2, dout, dlse, bias_grad, *options)
-        learned = (options.bias if bias_grad else None, options.gate, options.sink)
-        rest = [None if x is None else rest.pop(0) for x in learned]
-        return dq, dk, dv, *rest, *[None] * (len(options) - len(learned))
+        return *_backward_or_error(q, k, v, out, lse2, dout, dlse, ctx.needs_input_grad[3], options), None
 
 
 class Backward(torch.autograd.Function):
@@ -131,28 +156,33 @@ class Backward(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, *inputs):
-        with torch._C._AutoDispatchBelowAutograd():
-            return tuple(backward(*inputs))
+        return tuple(_run_backward(*inputs[TENSOR_OPTIONS:]))  # autograd does not look for tensors in options
 
     @staticmethod
     def backward(ctx, *gradients):
         raise RuntimeError("attention() has no second derivative; for one, use impl='reference'")
 
 
-def _with_autograd(op, function):
-    """op, or the autograd function around it where a gradient may be asked for."""
-
-    def call(*inputs):
-        if torch.is_grad_enabled() and any(isinstance(x, Tensor) and x.requires_grad for x in inputs):
-            return function.apply(*inputs)
-        with torch._C._AutoDispatchBelowAutograd():
-            return op(*inputs)
-
-    return call
+def _backward_or_error(*inputs):
+    """_run_backward(), or with an error in place of its own gradient where one may be asked for."""
+    if torch.is_grad_enabled():
+        return Backward.apply(*inputs[-1].tensors, *inputs)
+    return _run_backward(*inputs)
 
 
-# What the ops do under autograd. In eager mode called directly: each way through the dispatcher costs 10 us.
-forward_with_gradient = _with_autograd(forward, Attention)
-backward_with_error = _with_autograd(backward, Backward)
+def forward_with_gradient(q, k, v, *options):
+    """What the forward op does under autograd, and attention() in eager mode."""
+    options = Options(*options)
+    if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in (q, k, v, *options.learned)):
+        return Attention.apply(q, k, v, *options.learned, options)
+    return _run_forward(q, k, v, options)
+
+
+def backward_with_error(q, k, v, out, lse2, dout, dlse, bias_grad, *options):
+    """What the backward op does under autograd."""
+    found = _backward_or_error(q, k, v, out, lse2, dout, dlse, bias_grad, Options(*options))
+    return [x for x in found if x is not None]
+
+
 LIBRARY.impl("forward", torch.compiler.disable(forward_with_gradient), "Autograd")
 LIBRARY.impl("backward", torch.compiler.disable(backward_with_error), "Autograd")

@@ -151,9 +151,9 @@ def reference(**arguments):
 def check(draw, dtype, impls=("triton",), yardstick=None):
     """Fail if a result errs more than twice as much as eager PyTorch or by_rounding(), whichever is more.
 
-    draw() makes a problem. Errors are norms over a whole result. Where that of up to a thousand numbers, zeros aside,
-    is too large, 8 draws decide, or 32: the errors of all are added in square. Returns the worst error as a multiple of
-    what it is held to twice of, and as a multiple of eager PyTorch's.
+    draw() makes a problem. Errors are norms over a whole result. Often a row or two with the fewest keys make most of
+    one, so where it is too large, 8 draws decide, or 32: the errors of all are added in square. Returns the worst error
+    as a multiple of what it is held to twice of, and as a multiple of eager PyTorch's.
 
     Eager PyTorch computes in dtype, or in the dtype `yardstick`, of which the error counts twice: it rounds numbers
     where tensor cores cut float32 off to tf32.
@@ -181,8 +181,6 @@ def check(draw, dtype, impls=("triton",), yardstick=None):
         worst = [max(column) for column in zip(*ratios.values(), strict=True)]
         if worst[0] <= 2:
             return worst
-        if any(ratio > 2 and exact[name].count_nonzero() > 1000 for (_, name), (ratio, _) in ratios.items()):
-            break
     (impl, name), ratio = max(ratios.items(), key=lambda item: item[1])
     raise AssertionError(
         f"{name} of {impl}: over {count} draws {ratio[1]:.3g} times eager's error, {ratio[0]:.3g} times that or "
@@ -199,7 +197,8 @@ def by_rounding(problem, exact):
     - scores, summed over the head dim, and with softcap a tanh by 2^x: an error acts as a bias does;
     - delta = dO.O - dlse, from the output as rounded to its dtype: an error acts as one of dlse does; dP = dO.V errs as
       much for each key, which is counted as one more error of delta;
-    - the slope of the tanh, a difference from 1; dK and dV, summed over all queries; and the LSE, kept in base 2.
+    - the LSE, kept in base 2, and 2^x: an error, here of two unit roundoffs, scales all that a row adds to gradients;
+    - the slope of the tanh, a difference from 1; dK and dV, summed over all queries.
     """
     arguments, dout, dlse = problem
     half, single = (torch.finfo(dtype).eps / 2 for dtype in (dout.dtype, torch.float32))
@@ -221,8 +220,11 @@ def by_rounding(problem, exact):
 
     relative = ((0.4 * half) ** 2 + 2 * (0.3 * single) ** 2 * dout.shape[-1]) ** 0.5
     delta = relative * (dout.double() * exact["out"]).norm(dim=-1).transpose(1, 2)
-    moved = results(reference, (arguments, torch.zeros_like(dout), delta * torch.randn_like(delta)), torch.float64)
-    for name in squares.keys() - {"out", "lse", "dv"}:
+    delta, of_row = delta * torch.randn_like(delta), 2 * single * torch.randn_like(delta)
+    if dlse is not None:
+        delta = delta + of_row * dlse
+    moved = results(reference, (arguments, of_row.transpose(1, 2)[..., None] * dout, delta), torch.float64)
+    for name in squares.keys() - {"out", "lse"}:
         squares[name] += moved[name].square().sum()
 
     slopes = (2 * of_tanh * scale * dscores) ** 2
