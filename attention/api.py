@@ -282,8 +282,8 @@ def hopper_lacks(q, k, v, rule, extra):
     """What of a call the Hopper kernels do not serve, in words; None if they serve all."""
     if q.dtype not in (torch.float16, torch.bfloat16):
         return str(q.dtype)
-    for name, value in extra.items():
-        if name != "sink" and value is not None:
+    for name in ("bias", "decay"):
+        if extra[name] is not None:
             return name
     if rule["dropout"] > 0:
         return "dropout"
@@ -295,7 +295,8 @@ def hopper_lacks(q, k, v, rule, extra):
         return "an empty tensor"
     if max(q.shape[1], k.shape[1]) > MAX_HOPPER_LENGTH:
         return f"more than {MAX_HOPPER_LENGTH:,} positions"
-    if rule["window"] is not None and k.shape[1] - q.shape[1] >= rule["window"]:
+    ragged = extra["lengths"] is not None or extra["cu_seqlens"] is not None
+    if rule["window"] is not None and not ragged and k.shape[1] - q.shape[1] >= rule["window"]:
         return "a window that leaves keys unseen by all queries (they may hold NaN, and tiles are read whole)"
     return None
 

@@ -13,6 +13,7 @@ from . import launch
 from .gluon import TensorDescriptor, gl
 from .hopper_backward import WIDTH, Plan, backward_kernel, finish_kernel, prepare_kernel
 from .hopper_forward import ROWS, Pipeline, hopper_forward_kernel
+from .hopper_ragged import end_shape, end_strides, list_kernel, slots
 from .launch import Launch, describe, output, processors, start
 from .tiles import aligned, rows_view, view
 
@@ -50,9 +51,13 @@ def padded(dim):
     return max(64, triton.next_power_of_2(dim))
 
 
-def reachable(x):
-    """[B, T, H, D] tensor as TMA can read it: copied if it is not aligned, or if it is broadcast."""
-    return x.clone(memory_format=torch.contiguous_format) if 0 in x.stride() else aligned(x)
+def reachable(x, ragged):
+    """[B, T, H, D] tensor as TMA can read it: copied if it is not aligned, or if it is broadcast.
+
+    Also if sequences are ragged and the rows of the batch do not follow each other: see end_strides().
+    """
+    apart = ragged and x.shape[0] > 1 and x.stride(0) != x.shape[1] * x.stride(1)
+    return x.clone(memory_format=torch.contiguous_format) if 0 in x.stride() or apart else aligned(x)
 
 
 @lru_cache(None)
@@ -64,36 +69,58 @@ def shared_layout(block, dtype):
     return gl.NVMMASharedLayout.get_default_for(list(block), names[dtype])
 
 
-def descriptor(x, block):
+def descriptor(x, block, shape=None, strides=None):
     """TMA descriptor of a tensor in blocks; past its end they hold zeros, and are not written."""
-    return TensorDescriptor(x, list(x.shape), list(x.stride()), list(block), shared_layout(block, x.dtype))
+    shape, strides = shape or x.shape, strides or x.stride()
+    return TensorDescriptor(x, list(shape), list(strides), list(block), shared_layout(block, x.dtype))
 
 
-def tiles_of(x, rows):
-    """Descriptor of a [B, T, H, D] tensor in tiles of `rows` positions of one head."""
-    return descriptor(x, (1, rows, 1, padded(x.shape[-1])))
+def tiles_of(x, rows, ragged):
+    """Descriptor of a [B, T, H, D] tensor in tiles of `rows` positions of one head, at corner()."""
+    block = (1, rows, 1, padded(x.shape[-1]))
+    return descriptor(x, (1, *block), end_shape(x), end_strides(x)) if ragged else descriptor(x, block)
+
+
+def bounded(options):
+    """Whether sequences are ragged: have lengths, or bounds in packed rows."""
+    return options.lengths is not None or options.q_starts is not None
+
+
+def list_tiles(problem, q, k, block_q, block_k=None):
+    """Lists of the tiles of queries and, if block_k, of keys, and how many tiles each can hold."""
+    sizes = [slots(x, block, problem.sequences) for x, block in ((q, block_q), (k, block_k)) if block]
+    lists = [q.new_empty(2 + 2 * size, dtype=torch.int32) for size in sizes]
+    args = (*lists, *[None] * (2 - len(lists)), problem.sequences, q.shape[1], k.shape[1], problem.ragged)
+    start(list_kernel, len(lists), problem, launch.ROWS, args, (problem.rule, block_q, block_k))
+    return lists, sizes
 
 
 def forward(q, k, v, options):
     """As launch.forward()."""
-    q, k, v = map(reachable, (q, k, v))
+    ragged = bounded(options)
+    q, k, v = (reachable(x, ragged) for x in (q, k, v))
     problem = describe(q, k, v, options)
     (batch, q_len, heads, dim), k_len = q.shape, k.shape[1]
-    out, lse2 = output(problem, q, *q.shape), output(problem, q, batch, heads, q_len, dtype=torch.float32)
+    out = output(problem, q, *q.shape)
+    lse2 = output(problem, q, batch, heads, q_len, fill=float("-inf"), dtype=torch.float32)
     block_k, pipe, registers = FORWARD[padded(dim)]
-    pipe = pipe._replace(flip=options.scale < 0)
+    pipe = pipe._replace(flip=options.scale < 0, ragged=ragged)
     rows = ROWS.value
     tile = problem.tile._replace(block_q=rows * pipe.consumers, block_k=block_k, dim=padded(dim), value_dim=padded(dim))
     n_tiles = -(-q_len // tile.block_q)
-    args = (
-        tiles_of(q, rows), tiles_of(k, block_k), tiles_of(v, block_k), tiles_of(out, rows), lse2,
-        None if options.sink is None else options.sink.contiguous(),
-        q.new_zeros(1, dtype=torch.int32), q_len, k_len, n_tiles, heads * batch,
-        max(abs(options.scale), 1e-30),  # 0 would turn the -inf of a hidden key into NaN
-    )  # fmt: skip
-    programs = min(n_tiles * heads * batch, processors(q.device))
     settings = Launch(tile.block_q, block_k, 4, 1)
     with torch.cuda.device_of(q):
+        if ragged:
+            (tiles,), (count,) = list_tiles(problem, q, k, tile.block_q)
+        else:
+            tiles, count = q.new_zeros(1, dtype=torch.int32), n_tiles * batch
+        args = (
+            tiles_of(q, rows, ragged), tiles_of(k, block_k, ragged), tiles_of(v, block_k, ragged),
+            tiles_of(out, rows, ragged), lse2, None if options.sink is None else options.sink.contiguous(),
+            tiles, problem.ragged, q_len, k_len, n_tiles, heads * batch,
+            max(abs(options.scale), 1e-30),  # 0 would turn the -inf of a hidden key into NaN
+        )  # fmt: skip
+        programs = min(count * heads, processors(q.device))
         start(hopper_forward_kernel, programs, problem, settings, args, (problem.rule, tile, pipe), maxnreg=registers)
     return out, lse2
 
@@ -103,44 +130,48 @@ def backward(q, k, v, out, lse2, dout, dlse, bias_grad, options):
     if torch.are_deterministic_algorithms_enabled():
         options = options._replace(hopper=False)  # what is compiled for it is not for the kernels here
         return launch.backward(q, k, v, out, lse2, dout, dlse, bias_grad, options)
-    q, k, v, out, dout = map(reachable, (q, k, v, out, dout))
+    ragged = bounded(options)
+    q, k, v, out, dout = (reachable(x, ragged) for x in (q, k, v, out, dout))
     problem = describe(q, k, v, options, out, lse2, dout, dlse)
     (batch, q_len, heads, dim), (_, k_len, kv_heads, _) = q.shape, k.shape
     group = heads // kv_heads
     plan, registers = BACKWARD[padded(dim)]
+    plan = plan._replace(ragged=ragged)
     block_q, block_k = plan.block_q, plan.block_k
-    q_programs = -(-q_len // block_q) * heads * batch
-    k_programs = -(-k_len // block_k) * kv_heads * batch
+    q_tiles = k_tiles = None
+    q_slots, k_slots = -(-q_len // block_q) * batch, -(-k_len // block_k) * batch
     # the group in one program if that leaves two programs per multiprocessor, else each query head in its own
-    span = group if k_programs >= 2 * processors(q.device) else 1
-    k_programs *= group // span
+    span = group if k_slots * kv_heads >= 2 * processors(q.device) else 1
 
     dq, dk, dv = (output(problem, x, *x.shape) for x in (q, k, v))
+    delta = None if options.sink is None else output(problem, lse2, *lse2.shape)
     parts = [None, None]
     if span < group:
         parts = [output(problem, k, batch, k_len, heads, plan.dim, dtype=torch.float32) for _ in parts]
-    size = block_q * plan.dim // WIDTH.value  # rows of the sum that a tile of dQ takes
-    rows = output(problem, q, q_programs * 2 * block_q, dtype=torch.float32)
-    dq_sum = output(problem, q, q_programs * size, WIDTH.value, dtype=torch.float32)
-    sums = descriptor(dq_sum, (size, WIDTH.value)) if plan.dq_stages > 0 else dq_sum
     tile = problem.tile._replace(block_q=block_q, block_k=block_q)
     settings = Launch(block_q, block_k, plan.warps, 1)
     with torch.cuda.device_of(q):
-        args = (view(out), view(dout), rows_view(lse2), rows_view(dlse), rows, dq_sum, q_len)
-        start(prepare_kernel, q_programs, problem, launch.ROWS, args, (tile,))
+        if ragged:
+            (q_tiles, k_tiles), (q_slots, k_slots) = list_tiles(problem, q, k, block_q, block_k)
+        size = block_q * plan.dim // WIDTH.value  # rows of the sum that a tile of dQ takes
+        rows = q.new_empty(q_slots * heads * 2 * block_q, dtype=torch.float32)
+        dq_sum = q.new_empty(q_slots * heads * size, WIDTH.value, dtype=torch.float32)
+        sums = descriptor(dq_sum, (size, WIDTH.value)) if plan.dq_stages > 0 else dq_sum
+        where = (q_tiles, problem.ragged, q_slots, q_len, k_len)
+        args = (view(out), view(dout), rows_view(lse2), rows_view(dlse), rows, dq_sum, rows_view(delta), *where)
+        start(prepare_kernel, q_slots * heads, problem, launch.ROWS, args, (tile,))
         args = (
-            tiles_of(q, block_q), tiles_of(k, block_k), tiles_of(v, block_k), tiles_of(dout, block_q),
-            descriptor(rows, (block_q,)), sums, tiles_of(dk, block_k), tiles_of(dv, block_k), *parts,
-            q_len, k_len, batch, heads, group, span, options.scale,
+            tiles_of(q, block_q, ragged), tiles_of(k, block_k, ragged), tiles_of(v, block_k, ragged),
+            tiles_of(dout, block_q, ragged), descriptor(rows, (block_q,)), sums, tiles_of(dk, block_k, ragged),
+            tiles_of(dv, block_k, ragged), *parts, q_len, k_len, batch, heads, group, span, options.scale,
+            k_tiles, problem.ragged, q_slots,
         )  # fmt: skip
-        constants = (problem.rule, plan, k_len % block_k != 0)
-        start(backward_kernel, k_programs, problem, settings, args, constants, maxnreg=registers)
-        start(finish_kernel, q_programs, problem, launch.ROWS, (dq_sum, view(dq), q_len, options.scale), (tile,))
+        constants = (problem.rule, plan, ragged or k_len % block_k != 0)
+        start(backward_kernel, k_slots * heads // span, problem, settings, args, constants, maxnreg=registers)
+        args = (dq_sum, view(dq), *where, options.scale)
+        start(finish_kernel, q_slots * heads, problem, launch.ROWS, args, (tile,))
         if span < group:
             for partial, total in zip(parts, (dk, dv), strict=True):
                 launch.launch_group_sum(problem, partial[..., :dim], total)
-    dsink = None
-    if options.sink is not None:
-        delta = rows.view(batch, heads, -1, 2, block_q)[:, :, :, 1].reshape(batch, heads, -1)[:, :, :q_len]
-        dsink = launch.sink_gradient(options.sink, lse2, delta)
+    dsink = None if options.sink is None else launch.sink_gradient(options.sink, lse2, delta)
     return dq, dk, dv, None, None, dsink

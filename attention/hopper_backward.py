@@ -13,6 +13,7 @@ from typing import NamedTuple
 import triton
 import triton.language as tl
 
+from . import hopper_tiles
 from .gluon import (
     fence_async_shared,
     gl,
@@ -26,15 +27,19 @@ from .gluon import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
-from .hopper_tiles import barriers, keep_columns, meeting_range, tanh
+from .hopper_ragged import Rows, corner, first_slot, listed
+from .hopper_tiles import barriers, bounds, keep_columns, meeting_range, tanh
 from .score import LOG2E, ahead, behind
 from .tiles import (
     FAR,
+    Sequence,
     load_rows,
     load_tile,
     locate,
     padded,
     row_lane,
+    sequence,
+    store_rows,
     store_tile,
     tile_lane,
 )
@@ -56,6 +61,7 @@ class Plan(NamedTuple):
     dq_stages: int  # tiles of dQ on their way to the sum; 0 = added from registers
     branch: bool  # mask only where something may be hidden, not everywhere
     ahead: bool  # begin the next step's scores before dQ leaves the registers, so that something multiplies meanwhile
+    ragged: bool = False  # whether sequences have lengths of their own, and tiles come from lists
 
 
 class Shared(NamedTuple):
@@ -86,16 +92,16 @@ class Signals(NamedTuple):
 class Work(NamedTuple):
     """What a program does: its keys, its query heads, and the tiles of queries that meet the keys."""
 
-    batch: gl.tensor
+    queries: Rows  # of the sequence
+    keys: Rows
     kv_head: gl.tensor
     head: gl.tensor  # first of `span` query heads
     span: gl.tensor
     heads: gl.tensor  # query heads of the call
     k_start: gl.tensor
-    k_len: gl.tensor
     shift: gl.tensor  # query i stands at key i + shift
-    first_tile: gl.tensor  # number of the first tile of `head`, counted over all heads
-    q_tiles: gl.tensor  # per head
+    first_tile: gl.tensor  # number of the first tile of `head`, counted over all heads and sequences
+    q_tiles: gl.tensor  # from one head to the next
     lo: gl.tensor  # tiles lo..hi-1 meet the keys, full_lo..full_hi-1 all of them
     full_lo: gl.tensor
     full_hi: gl.tensor
@@ -179,25 +185,24 @@ def advance(tile, member, work):
 @gluon.jit
 def load(q, k, v, dout, rows, shared, signals, work, PLAN: gl.constexpr):
     """The loading warp: keys and values once, then queries with their lse2, and dO with delta."""
-    keys: gl.constexpr = [1, PLAN.block_k, 1, PLAN.dim]
-    queries: gl.constexpr = [1, PLAN.block_q, 1, PLAN.dim]
     mbarrier.expect(signals.keys_full, k.block_type.nbytes + v.block_type.nbytes)
-    tma_load(k, [work.batch, work.k_start, work.kv_head, 0], signals.keys_full, shared.k.reshape(keys))
-    tma_load(v, [work.batch, work.k_start, work.kv_head, 0], signals.keys_full, shared.v.reshape(keys))
+    at = corner(work.keys, work.k_start, work.kv_head, PLAN.ragged)
+    tma_load(k, at, signals.keys_full, shared.k.reshape(k.block_shape))
+    tma_load(v, at, signals.keys_full, shared.v.reshape(v.block_shape))
     tile = work.start
     member = 0
     for step in range(work.steps):
-        at = [work.batch, tile * PLAN.block_q, work.head + member, 0]
+        at = corner(work.queries, tile * PLAN.block_q, work.head + member, PLAN.ragged)
         row = (work.first_tile + member * work.q_tiles + tile) * (2 * PLAN.block_q)
         slot, phase = ring(step, PLAN.stages)
         full = signals.q_full.index(slot)
         mbarrier.wait(signals.empty.index(slot), phase ^ 1)
         mbarrier.expect(full, q.block_type.nbytes + PLAN.block_q * 4)
-        tma_load(q, at, full, shared.q.index(slot).reshape(queries))
+        tma_load(q, at, full, shared.q.index(slot).reshape(q.block_shape))
         tma_load(rows, [row], full, shared.lse2.index(slot))
         full = signals.dout_full.index(slot)
         mbarrier.expect(full, dout.block_type.nbytes + PLAN.block_q * 4)
-        tma_load(dout, at, full, shared.dout.index(slot).reshape(queries))
+        tma_load(dout, at, full, shared.dout.index(slot).reshape(dout.block_shape))
         tma_load(rows, [row + PLAN.block_q], full, shared.delta.index(slot))
         tile, member = advance(tile, member, work)
 
@@ -246,14 +251,14 @@ def begin_scores(shared, signals, step, exists, PLAN: gl.constexpr):
 
 
 @gluon.jit
-def weigh(scores, lse2, place, work, scale, RULE: gl.constexpr, PLAN: gl.constexpr, RAGGED: gl.constexpr):
+def weigh(scores, lse2, place, work, scale, RULE: gl.constexpr, PLAN: gl.constexpr, TAIL: gl.constexpr):
     """Raw scores [keys, queries] -> weights, and weights times d score / d (scale q.k)."""
     if RULE.softcap > 0:
         cap = tanh(scores * (scale / RULE.softcap))
         weights = gl.exp2(cap * (RULE.softcap * LOG2E) - lse2[None, :])
     else:
         weights = gl.exp2(scores * (scale * LOG2E) - lse2[None, :])
-    if hides(RULE) or RAGGED:
+    if hides(RULE) or TAIL:
         edge = True
         if PLAN.branch:
             edge = place.edge
@@ -261,8 +266,8 @@ def weigh(scores, lse2, place, work, scale, RULE: gl.constexpr, PLAN: gl.constex
             key = work.k_start + gl.arange(0, PLAN.block_k, gl.SliceLayout(1, scores_layout(PLAN)))
             own = key - work.shift - place.tile * PLAN.block_q  # the query of this tile that stands at this key
             first = own - ahead(RULE)
-            if RAGGED:
-                first = gl.where(key < work.k_len, first, FAR)
+            if TAIL:
+                first = gl.where(key < work.keys.length, first, FAR)
             if RULE.window > 0:
                 weights = keep_columns(weights, first, own + behind(RULE) + 1, 0.0)
             else:
@@ -275,7 +280,7 @@ def weigh(scores, lse2, place, work, scale, RULE: gl.constexpr, PLAN: gl.constex
 
 @gluon.jit
 def meet(
-    state, place, dq_sum, shared, signals, work, scale, RULE: gl.constexpr, PLAN: gl.constexpr, RAGGED: gl.constexpr
+    state, place, dq_sum, shared, signals, work, scale, RULE: gl.constexpr, PLAN: gl.constexpr, TAIL: gl.constexpr
 ):
     """One step: what a tile of queries adds to dK and dV, and its dQ. state: scores (if ahead), dk, dv."""
     scores, dk, dv = state
@@ -293,7 +298,7 @@ def meet(
     lse2 = shared.lse2.index(slot).load(columns)
     if not PLAN.ahead:
         scores = warpgroup_mma_wait(1, deps=(scores,))
-    weights, sloped = weigh(scores, lse2, place, work, scale, RULE, PLAN, RAGGED)
+    weights, sloped = weigh(scores, lse2, place, work, scale, RULE, PLAN, TAIL)
     no_dq = zeros(PLAN.block_q, PLAN.dim, PLAN)
     # dscores may be written: since the last dQ all warps have met, at a barrier or (staged) at the one of weights
     if staged(PLAN):
@@ -336,7 +341,7 @@ def meet(
 @gluon.jit
 def multiply(
     dk_out, dv_out, dk_part, dv_part, dq_sum, shared, signals, work, scale,
-    RULE: gl.constexpr, PLAN: gl.constexpr, RAGGED: gl.constexpr,
+    RULE: gl.constexpr, PLAN: gl.constexpr, TAIL: gl.constexpr,
 ):  # fmt: skip
     """The multiplying warps: all steps of a program, then dK and dV."""
     dtype: gl.constexpr = shared.q.dtype
@@ -351,7 +356,7 @@ def multiply(
         edge = (tile < work.full_lo) | (tile >= work.full_hi)
         number = work.first_tile + member * work.q_tiles + tile
         place = Place(step, tile, number, step + 1 < work.steps, edge)
-        state = meet(state, place, dq_sum, shared, signals, work, scale, RULE, PLAN, RAGGED)
+        state = meet(state, place, dq_sum, shared, signals, work, scale, RULE, PLAN, TAIL)
         tile, member = advance(tile, member, work)
 
     _, dk, dv = state
@@ -359,18 +364,19 @@ def multiply(
     if dk_part is not None:
         key = work.k_start + gl.arange(0, PLAN.block_k, gl.SliceLayout(1, keys_layout(PLAN)))[:, None]
         column = gl.arange(0, PLAN.dim, gl.SliceLayout(0, keys_layout(PLAN)))[None, :]
-        at = ((tl.cast(work.batch, tl.int64) * work.k_len + key) * work.heads + work.head) * PLAN.dim + column
-        gl.store(dk_part + at, dk, key < work.k_len)
-        gl.store(dv_part + at, dv, key < work.k_len)
+        first = tl.cast(work.keys.end - work.keys.length, tl.int64)  # key of the sequence
+        at = ((first + key) * work.heads + work.head) * PLAN.dim + column
+        gl.store(dk_part + at, dk, key < work.keys.length)
+        gl.store(dv_part + at, dv, key < work.keys.length)
     else:
-        shape: gl.constexpr = [1, PLAN.block_k, 1, PLAN.dim]
         partition_barrier()  # all warps are through with k and v
         shared.k.store(dk.to(dtype))
         shared.v.store(dv.to(dtype))
         fence_async_shared()
         partition_barrier()
-        tma_store(dk_out, [work.batch, work.k_start, work.kv_head, 0], shared.k.reshape(shape))
-        tma_store(dv_out, [work.batch, work.k_start, work.kv_head, 0], shared.v.reshape(shape))
+        at = corner(work.keys, work.k_start, work.kv_head, PLAN.ragged)
+        tma_store(dk_out, at, shared.k.reshape(dk_out.block_shape))
+        tma_store(dv_out, at, shared.v.reshape(dv_out.block_shape))
         tma_wait(0)
 
 
@@ -402,9 +408,27 @@ def locate_keys(q_len, k_len, batches, slots, RULE: gl.constexpr, PLAN: gl.const
 
 
 @gluon.jit
-def plan_work(q_len, k_len, batches, heads, group, span, RULE: gl.constexpr, PLAN: gl.constexpr):
-    """The Work of this program."""
-    tile, slot, batch = locate_keys(q_len, k_len, batches, heads // span, RULE, PLAN)
+def plan_work(
+    q_rows, k_rows, batches, heads, group, span, k_tiles, ragged, q_slots, RULE: gl.constexpr, PLAN: gl.constexpr
+):
+    """The Work of this program, of tensors with so many rows of queries and of keys."""
+    slots = heads // span
+    if PLAN.ragged:  # all heads of a tile, then the next one
+        tile, index, exists = hopper_tiles.listed(k_tiles, gl.program_id(0) // slots)
+        seq = bounds(index, q_rows, k_rows, ragged, RULE)
+        q_len = gl.where(exists, seq.q_len, 0)
+        k_len = gl.where(exists, seq.k_len, 0)
+        slot = gl.program_id(0) % slots
+        head = slot * span
+        q_tiles = q_slots
+        first_tile = head * q_slots + first_slot(seq, q_rows, PLAN.block_q)
+    else:
+        tile, slot, batch = locate_keys(q_rows, k_rows, batches, slots, RULE, PLAN)
+        seq = Sequence(batch, batch, 0, q_rows, 0, k_rows)
+        q_len, k_len = q_rows, k_rows
+        head = slot * span
+        q_tiles = gl.cdiv(q_rows, PLAN.block_q)
+        first_tile = (batch * heads + head) * q_tiles
     k_start = tile * PLAN.block_k
     shift = k_len - q_len
     last = gl.minimum(k_start + PLAN.block_k, k_len) - 1
@@ -417,31 +441,32 @@ def plan_work(q_len, k_len, batches, heads, group, span, RULE: gl.constexpr, PLA
     if RULE.window > 0:
         full_hi = meets.full_hi // PLAN.block_q
     full_lo = gl.where(k_start + PLAN.block_k > k_len, hi, full_lo)
-    head = slot * span
-    q_tiles = gl.cdiv(q_len, PLAN.block_q)
-    first_tile = (batch * heads + head) * q_tiles
     # Programs of one head add to dQ at the same time: let them begin apart. Masks have them do so anyway.
     start = lo
     if not hides(RULE):
-        start = lo + tile * (hi - lo) // gl.cdiv(k_len, PLAN.block_k)
+        start = lo + tile * (hi - lo) // gl.maximum(gl.cdiv(k_len, PLAN.block_k), 1)
+    queries = Rows(seq.row, seq.row * q_rows + seq.q_start + q_len, q_len)
+    keys = Rows(seq.row, seq.row * k_rows + seq.k_start + k_len, k_len)
     return Work(
-        batch, head // group, head, span, heads, k_start, k_len, shift, first_tile, q_tiles, lo, full_lo, full_hi, hi,
+        queries, keys, head // group, head, span, heads, k_start, shift, first_tile, q_tiles, lo, full_lo, full_hi, hi,
         start, (hi - lo) * span,
     )  # fmt: skip
 
 
-@gluon.jit(do_not_specialize=["q_len", "k_len", "batches", "heads", "group", "span"])
+@gluon.jit(do_not_specialize=["q_len", "k_len", "batches", "heads", "group", "span", "q_slots"])
 def backward_kernel(
     q, k, v, dout, rows, dq_sum, dk, dv, dk_part, dv_part, q_len, k_len, batches, heads, group, span, scale,
-    RULE: gl.constexpr, PLAN: gl.constexpr, RAGGED: gl.constexpr,
+    k_tiles, ragged, q_slots,
+    RULE: gl.constexpr, PLAN: gl.constexpr, TAIL: gl.constexpr,
 ):  # fmt: skip
     """dK and dV of one tile of keys, and what it adds to dQ, for `span` query heads of one key head.
 
     Tensors are descriptors, but for the parts, and for dq_sum if it is added to from registers; rows and dq_sum are as
     prepare_kernel leaves them. With dk_part and dv_part [B, Tk, H, D], float32 and D padded, span is 1 and each query
-    head writes its own. RAGGED: Tk is not a multiple of block_k.
+    head writes its own. TAIL: a tile of keys may reach past the last one. k_tiles, of ragged sequences: as list_kernel
+    lists them; q_slots: tiles of queries of a head in rows and dq_sum.
     """
-    work = plan_work(q_len, k_len, batches, heads, group, span, RULE, PLAN)
+    work = plan_work(q_len, k_len, batches, heads, group, span, k_tiles, ragged, q_slots, RULE, PLAN)
     dtype: gl.constexpr = q.dtype
     keys: gl.constexpr = [PLAN.block_k, PLAN.dim]
     queries: gl.constexpr = [PLAN.block_q, PLAN.dim]
@@ -472,7 +497,7 @@ def backward_kernel(
     )  # fmt: skip
     gl.warp_specialize(
         [
-            (multiply, (dk, dv, dk_part, dv_part, dq_sum, shared, signals, work, scale, RULE, PLAN, RAGGED)),
+            (multiply, (dk, dv, dk_part, dv_part, dq_sum, shared, signals, work, scale, RULE, PLAN, TAIL)),
             (load, (q, k, v, dout, rows, shared, signals, work, PLAN)),
             (add, (dq_sum, shared, signals, work, PLAN)),
         ],
@@ -481,37 +506,63 @@ def backward_kernel(
     )
 
 
-@triton.jit(do_not_specialize=["q_len"])
-def prepare_kernel(out, dout, lse2, dlse, rows, dq_sum, q_len, TILE: tl.constexpr):
+@triton.jit
+def locate_queries(q_tiles, ragged, q_slots, q_len, k_len, TILE: tl.constexpr):
+    """Program id -> (first query, how many from there on, head, Sequence, number of the tile in rows and dq_sum)."""
+    program = tl.program_id(0)
+    if q_tiles is None:
+        tile, head, batch = locate(tl.cdiv(q_len, TILE.block_q), TILE.heads)
+        start = tile * TILE.block_q
+        return start, q_len - start, head, Sequence(batch, batch, 0, q_len, 0, k_len), program
+    else:
+        tile, index, exists = listed(q_tiles, program // TILE.heads)
+        head = program % TILE.heads
+        start = tile * TILE.block_q
+        seq = sequence(index, q_len, k_len, ragged)
+        number = head * q_slots + first_slot(seq, q_len, TILE.block_q) + tile
+        return start, tl.where(exists, seq.q_len - start, 0), head, seq, number
+
+
+@triton.jit(do_not_specialize=["q_slots", "q_len", "k_len"])
+def prepare_kernel(
+    out, dout, lse2, dlse, rows, dq_sum, delta, q_tiles, ragged, q_slots, q_len, k_len, TILE: tl.constexpr
+):
     """Before backward_kernel, for one tile of queries of one head: rows = [lse2, delta], and a dQ sum of zeros.
 
     delta_i = sum_d dO_id O_id - dlse_i; dlse may be None. lse2 is +inf, which makes all weights 0, for rows that see no
-    key or do not exist; delta of these is 0.
+    key or do not exist; delta of these is 0. With delta [B, H, Tq] not None that is filled too.
     """
-    tile, head, batch = locate(tl.cdiv(q_len, TILE.block_q), TILE.heads)
-    start = tile * TILE.block_q
-    out_tile = load_tile(tile_lane(out, batch, head, 0), start, 0, q_len, TILE.block_q, TILE.dim, True)
-    dout_tile = load_tile(tile_lane(dout, batch, head, 0), start, 0, q_len, TILE.block_q, TILE.dim, True)
-    lse = load_rows(row_lane(lse2, batch, head, 0), start, q_len, float("inf"), TILE.block_q, True)
+    start, count, head, seq, number = locate_queries(q_tiles, ragged, q_slots, q_len, k_len, TILE)
+    if q_tiles is not None and count <= 0:
+        return
+    first = seq.q_start
+    out_tile = load_tile(tile_lane(out, seq.row, head, first), start, 0, seq.q_len, TILE.block_q, TILE.dim, True)
+    dout_tile = load_tile(tile_lane(dout, seq.row, head, first), start, 0, seq.q_len, TILE.block_q, TILE.dim, True)
+    lse = load_rows(row_lane(lse2, seq.row, head, first), start, seq.q_len, float("inf"), TILE.block_q, True)
     lse = tl.where(lse == float("-inf"), float("inf"), lse)
-    delta = tl.sum(out_tile.to(tl.float32) * dout_tile.to(tl.float32), 1)
+    sums = tl.sum(out_tile.to(tl.float32) * dout_tile.to(tl.float32), 1)
     if dlse is not None:
-        delta -= load_rows(row_lane(dlse, batch, head, 0), start, q_len, 0.0, TILE.block_q, True)
-    number = tl.program_id(0).to(tl.int64)
+        sums -= load_rows(row_lane(dlse, seq.row, head, first), start, seq.q_len, 0.0, TILE.block_q, True)
+    if delta is not None:
+        store_rows(delta, sums, seq.row, head, first + start, 0, count, TILE.block_q)
     row = tl.arange(0, TILE.block_q)
-    rows += number * (2 * TILE.block_q)
+    rows += tl.cast(number, tl.int64) * (2 * TILE.block_q)
     tl.store(rows + row, lse)
-    tl.store(rows + TILE.block_q + row, tl.where(lse == float("inf"), 0.0, delta))
-    place = tl.arange(0, TILE.block_q * padded(TILE.dim))
-    tl.store(dq_sum + number * (TILE.block_q * padded(TILE.dim)) + place, place.to(tl.float32) * 0.0)
-
-
-@triton.jit(do_not_specialize=["q_len"])
-def finish_kernel(dq_sum, dq, q_len, scale, TILE: tl.constexpr):
-    """After backward_kernel: dq = scale times the sum for one tile of queries of one head, in the order of dq again."""
-    tile, head, batch = locate(tl.cdiv(q_len, TILE.block_q), TILE.heads)
+    tl.store(rows + TILE.block_q + row, tl.where(lse == float("inf"), 0.0, sums))
     SIZE: tl.constexpr = TILE.block_q * padded(TILE.dim)
-    total = tl.load(dq_sum + tl.program_id(0).to(tl.int64) * SIZE + tl.arange(0, SIZE))
+    place = tl.arange(0, SIZE)
+    tl.store(dq_sum + tl.cast(number, tl.int64) * SIZE + place, place.to(tl.float32) * 0.0)
+
+
+@triton.jit(do_not_specialize=["q_slots", "q_len", "k_len"])
+def finish_kernel(dq_sum, dq, q_tiles, ragged, q_slots, q_len, k_len, scale, TILE: tl.constexpr):
+    """After backward_kernel: dq = scale times the sum for one tile of queries of one head, in the order of dq again."""
+    start, count, head, seq, number = locate_queries(q_tiles, ragged, q_slots, q_len, k_len, TILE)
+    if q_tiles is not None and count <= 0:
+        return
+    SIZE: tl.constexpr = TILE.block_q * padded(TILE.dim)
+    total = tl.load(dq_sum + tl.cast(number, tl.int64) * SIZE + tl.arange(0, SIZE))
     total = total.reshape(TILE.block_q // 16, padded(TILE.dim) // 8, 8, 4, 2, 2).permute(0, 4, 2, 1, 3, 5)
     total = total.reshape(TILE.block_q, padded(TILE.dim))
-    store_tile(tile_lane(dq, batch, head, 0), total * scale, tile * TILE.block_q, q_len, TILE.block_q, TILE.dim)
+    lane = tile_lane(dq, seq.row, head, seq.q_start)
+    store_tile(lane, total * scale, start, seq.q_len, TILE.block_q, TILE.dim)

@@ -20,8 +20,10 @@ from .gluon import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
-from .hopper_tiles import barriers, keep_columns, meeting_range, query_tile, tanh
+from .hopper_ragged import Rows, corner
+from .hopper_tiles import barriers, bounds, keep_columns, listed, meeting_range, query_tile, tanh
 from .score import LOG2E, ahead, behind
+from .tiles import Sequence
 
 ROWS = gl.constexpr(64)  # queries of a consumer: what one warpgroup multiplies at a time
 MAILBOX = gl.constexpr(2)  # tiles on their way from the loader to the consumers
@@ -35,6 +37,7 @@ class Pipeline(NamedTuple):
     turns: bool  # whether consumers issue their products in turn, so that softmax and products alternate
     reuse: bool  # whether the output passes through the memory of the queries; else it has its own
     flip: bool  # whether the scale is negative
+    ragged: bool = False  # whether sequences have lengths of their own, and tiles come from a list
 
 
 class Channel(NamedTuple):
@@ -53,11 +56,11 @@ class Shared(NamedTuple):
     v: Channel
     out: gl.shared_memory_descriptor
     turn: gl.shared_memory_descriptor  # barriers [consumers, 1]
-    mail: Channel  # which tiles are to come
+    mail: Channel  # which tiles are to come, a few words of each
 
 
 class Problem(NamedTuple):
-    """What the tiles of a launch have in common."""
+    """What the tiles of a launch have in common, or those of a sequence."""
 
     q_len: gl.tensor
     k_len: gl.tensor
@@ -92,13 +95,13 @@ def place(channel, count):
 
 
 @gluon.jit
-def fill(channel, count, desc, row, head, start):
-    """Load a tile once its slot is empty."""
+def fill(channel, count, desc, at):
+    """Load the tile at such coordinates once its slot is empty."""
     slot, phase = place(channel, count)
     mbarrier.wait(channel.empty.index(slot), phase ^ 1)
     mbarrier.expect(channel.full.index(slot), desc.block_type.nbytes)
     tile = channel.tiles.index(slot).reshape(desc.block_shape)
-    tma_load(desc, [row, start, head, 0], channel.full.index(slot), tile)
+    tma_load(desc, at, channel.full.index(slot), tile)
 
 
 @gluon.jit
@@ -117,57 +120,82 @@ def release(channel, count):
 
 
 @gluon.jit
-def send(mail, visit, start, lane):
-    """Tell the consumers of a tile: its first query, or -1 when there are no more, and its head of all sequences."""
+def send(mail, visit, message):
+    """Tell the consumers of a tile: its first query, or -1 when there are no more, and what else read() says."""
     layout: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
+    WORDS: gl.constexpr = mail.tiles.shape[0] // MAILBOX
     slot, phase = place(mail, visit)
     mbarrier.wait(mail.empty.index(slot), phase ^ 1)
-    mail.tiles.index(2 * slot).store(gl.full([1], start, gl.int32, layout))
-    mail.tiles.index(2 * slot + 1).store(gl.full([1], lane, gl.int32, layout))
+    for word in gl.static_range(WORDS):
+        mail.tiles.index(WORDS * slot + word).store(gl.full([1], message[word], gl.int32, layout))
     mbarrier.arrive(mail.full.index(slot))
 
 
 @gluon.jit
-def receive(mail, visit):
-    """What was sent."""
+def read(mail, visit, WORD: gl.constexpr):
+    """A word of a message that has come."""
     layout: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
+    WORDS: gl.constexpr = mail.tiles.shape[0] // MAILBOX
+    slot, _ = place(mail, visit)
+    return gl.max(mail.tiles.index(WORDS * slot + WORD).load(layout), 0)
+
+
+@gluon.jit
+def receive(mail, visit):
+    """The first word of a message, once it is there."""
     slot, phase = place(mail, visit)
     mbarrier.wait(mail.full.index(slot), phase)
-    start = gl.max(mail.tiles.index(2 * slot).load(layout), 0)
-    lane = gl.max(mail.tiles.index(2 * slot + 1).load(layout), 0)
-    release(mail, visit)
-    return start, lane
+    return read(mail, visit, 0)
+
+
+@gluon.jit
+def choose(number, total, n_tiles, tiles, ragged, problem, RULE: gl.constexpr, TILE: gl.constexpr, PIPE: gl.constexpr):
+    """Number of `total` tiles -> (tile, head, Sequence), in the order in which they should start."""
+    if PIPE.ragged:  # all heads of a tile, then the next one: the keys of neighbours are in the cache
+        tile, index, _ = listed(tiles, number // TILE.heads)
+        return tile, number % TILE.heads, bounds(index, problem.q_len, problem.k_len, ragged, RULE)
+    else:
+        tile, head, row = query_tile(number, total, n_tiles, problem.k_len, RULE, TILE)
+        return tile, head, Sequence(row, row, 0, problem.q_len, 0, problem.k_len)
 
 
 @gluon.jit
 def loader(
-    shared, q, k, v, problem, n_tiles, lanes, counter, RULE: gl.constexpr, TILE: gl.constexpr, PIPE: gl.constexpr
-):
+    shared, q, k, v, problem, n_tiles, lanes, tiles, ragged,
+    RULE: gl.constexpr, TILE: gl.constexpr, PIPE: gl.constexpr,
+):  # fmt: skip
     """Choose tiles, and load what the consumers will need in the order in which they will."""
     CONSUMERS: gl.constexpr = PIPE.consumers
     count = 0  # of blocks
     visit = 0  # of tiles
     number = gl.program_id(0)
-    while number < n_tiles * lanes:
-        tile, head, row = query_tile(number, n_tiles * lanes, n_tiles, problem.k_len, RULE, TILE)
+    total = n_tiles * lanes
+    if PIPE.ragged:
+        total = gl.load(tiles + 1) * TILE.heads
+    while number < total:
+        tile, head, seq = choose(number, total, n_tiles, tiles, ragged, problem, RULE, TILE, PIPE)
         q_start = tile * TILE.block_q
-        send(shared.mail, visit, q_start, row * TILE.heads + head)
+        send(shared.mail, visit, (q_start, seq.row * TILE.heads + head, seq.q_start, seq.q_len, seq.k_len))
+        queries = Rows(seq.row, seq.row * problem.q_len + seq.q_start + seq.q_len, seq.q_len)
         for index in gl.static_range(CONSUMERS):
-            fill(shared.q, visit * CONSUMERS + index, q, row, head, q_start + index * ROWS)
+            at = corner(queries, q_start + index * ROWS, head, PIPE.ragged)
+            fill(shared.q, visit * CONSUMERS + index, q, at)
+        keys = Rows(seq.row, seq.row * problem.k_len + seq.k_start + seq.k_len, seq.k_len)
         kv_head = head // TILE.group
-        begin, _, _, end = blocks(q_start, TILE.block_q, problem, RULE, TILE)
+        own = Problem(seq.q_len, seq.k_len, problem.scale)
+        begin, _, _, end = blocks(q_start, TILE.block_q, own, RULE, TILE)
         start = (end - 1) * TILE.block_k
-        fill(shared.k, count, k, row, kv_head, start)
+        fill(shared.k, count, k, corner(keys, start, kv_head, PIPE.ragged))
         for _ in range(end - 1 - begin):
-            fill(shared.k, count + 1, k, row, kv_head, start - TILE.block_k)
-            fill(shared.v, count, v, row, kv_head, start)
+            fill(shared.k, count + 1, k, corner(keys, start - TILE.block_k, kv_head, PIPE.ragged))
+            fill(shared.v, count, v, corner(keys, start, kv_head, PIPE.ragged))
             count += 1
             start -= TILE.block_k
-        fill(shared.v, count, v, row, kv_head, start)
+        fill(shared.v, count, v, corner(keys, start, kv_head, PIPE.ragged))
         count += 1
         visit += 1
-        number = gl.atomic_add(counter, 1, sem="relaxed") + gl.num_programs(0)  # whoever is free takes the next
-    send(shared.mail, visit, -1, 0)
+        number = gl.atomic_add(tiles, 1, sem="relaxed") + gl.num_programs(0)  # whoever is free takes the next
+    send(shared.mail, visit, (-1, 0, 0, 0, 0))
 
 
 @gluon.jit
@@ -306,21 +334,28 @@ def consumer(
     q = shared.q.tiles.index(INDEX)
     count = 0  # of blocks
     visit = 0
-    tile_start, lane = receive(shared.mail, visit)
+    tile_start = receive(shared.mail, visit)
     while tile_start >= 0:
+        lane = read(shared.mail, visit, 1)  # head of all sequences
+        first = 0  # query of the sequence in its row
+        own = problem
+        if PIPE.ragged:
+            first = read(shared.mail, visit, 2)
+            own = Problem(read(shared.mail, visit, 3), read(shared.mail, visit, 4), problem.scale)
+        release(shared.mail, visit)
         # which blocks are this consumer's; where it has no queries one, so that the code below holds
         q_start = tile_start + INDEX * ROWS
-        tile_begin, _, _, tile_end = blocks(tile_start, TILE.block_q, problem, RULE, TILE)
-        begin, full_begin, full_end, end = blocks(q_start, ROWS, problem, RULE, TILE)
+        tile_begin, _, _, tile_end = blocks(tile_start, TILE.block_q, own, RULE, TILE)
+        begin, full_begin, full_end, end = blocks(q_start, ROWS, own, RULE, TILE)
         end = gl.minimum(end, tile_end)
-        begin = gl.where(q_start < problem.q_len, gl.minimum(begin, end - 1), end - 1)
+        begin = gl.where(q_start < own.q_len, gl.minimum(begin, end - 1), end - 1)
         full_end = gl.maximum(gl.minimum(full_end, end - 1), begin)
         if RULE.window > 0:
             full_begin = gl.maximum(gl.minimum(full_begin, full_end), begin)
         else:
             full_begin = begin
         next_tile = count + tile_end - tile_begin
-        edge = q_start + problem.k_len - problem.q_len  # where its first query stands
+        edge = q_start + own.k_len - own.q_len  # where its first query stands
 
         mbarrier.wait(shared.q.full.index(INDEX), visit & 1)
         count = skip(shared, count, tile_end - end, INDEX, PIPE)
@@ -332,17 +367,17 @@ def consumer(
             gl.full([ROWS], 0.0, gl.float32, row_layout),
         )
         state, count, start = attend(
-            state, q, shared, count, 1, edge, start, problem, INDEX, RULE, TILE, PIPE, MASKED=True, FIRST=True
+            state, q, shared, count, 1, edge, start, own, INDEX, RULE, TILE, PIPE, MASKED=True, FIRST=True
         )
         state, count, start = attend(
-            state, q, shared, count, end - 1 - full_end, edge, start, problem, INDEX, RULE, TILE, PIPE, MASKED=True
+            state, q, shared, count, end - 1 - full_end, edge, start, own, INDEX, RULE, TILE, PIPE, MASKED=True
         )
         state, count, start = attend(
-            state, q, shared, count, full_end - full_begin, edge, start, problem, INDEX, RULE, TILE, PIPE, MASKED=False
+            state, q, shared, count, full_end - full_begin, edge, start, own, INDEX, RULE, TILE, PIPE, MASKED=False
         )
         if RULE.window > 0:
             state, count, start = attend(
-                state, q, shared, count, full_begin - begin, edge, start, problem, INDEX, RULE, TILE, PIPE, MASKED=True
+                state, q, shared, count, full_begin - begin, edge, start, own, INDEX, RULE, TILE, PIPE, MASKED=True
             )
         if not PIPE.reuse:
             mbarrier.arrive(shared.q.empty.index(INDEX))
@@ -360,8 +395,8 @@ def consumer(
             top = gl.where(dead, top, pivot)
         total = gl.where(dead, 1.0, total)
         offset = q_start + gl.arange(0, ROWS, row_layout)
-        rows = lse2 + lane.to(gl.int64) * problem.q_len
-        gl.store(rows + offset, top + gl.log2(total), offset < problem.q_len)
+        rows = lse2 + (lane.to(gl.int64) * problem.q_len + first)
+        gl.store(rows + offset, top + gl.log2(total), offset < own.q_len)
 
         acc = warpgroup_mma_wait(0, deps=(acc,))
         release(shared.v, count - 1)
@@ -372,12 +407,14 @@ def consumer(
         shared.out.index(INDEX).store(acc.to(dtype))
         fence_async_shared()
         out_tile = shared.out.index(INDEX).reshape(out.block_shape)
-        tma_store(out, [lane // TILE.heads, q_start, lane % TILE.heads, 0], out_tile)
+        row = lane // TILE.heads
+        queries = Rows(row, row * problem.q_len + first + own.q_len, own.q_len)
+        tma_store(out, corner(queries, q_start, lane % TILE.heads, PIPE.ragged), out_tile)
         if PIPE.reuse:
             tma_wait(0)
             mbarrier.arrive(shared.q.empty.index(INDEX))
         visit += 1
-        tile_start, lane = receive(shared.mail, visit)
+        tile_start = receive(shared.mail, visit)
     tma_wait(0)
 
 
@@ -391,13 +428,17 @@ def channel(SLOTS: gl.constexpr, ROWS: gl.constexpr, DIM: gl.constexpr, DTYPE: g
 
 @gluon.jit(do_not_specialize=["q_len", "k_len", "n_tiles", "lanes"])
 def hopper_forward_kernel(
-    q, k, v, out, lse2, sink, counter, q_len, k_len, n_tiles, lanes, scale,
+    q, k, v, out, lse2, sink, tiles, ragged, q_len, k_len, n_tiles, lanes, scale,
     RULE: gl.constexpr, TILE: gl.constexpr, PIPE: gl.constexpr,
 ):  # fmt: skip
-    """out = softmax(rule(q k^T)) v and lse2 = log2 sum 2^score, for tiles of queries as long as there are any."""
+    """out = softmax(rule(q k^T)) v and lse2 = log2 sum 2^score, for tiles of queries as long as there are any.
+
+    tiles: those of ragged sequences as list_kernel lists them; else n_tiles of each lane, and a 0 to count them.
+    """
     problem = Problem(q_len, k_len, scale)
     q_channel = channel(PIPE.consumers, ROWS, TILE.dim, q.dtype, 1)
     mail_layout: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
+    WORDS: gl.constexpr = 5 if PIPE.ragged else 2
     shared = Shared(
         q_channel,
         channel(PIPE.stages, TILE.block_k, TILE.dim, q.dtype, PIPE.consumers),
@@ -407,7 +448,7 @@ def hopper_forward_kernel(
         ),
         barriers(PIPE.consumers, 1),
         Channel(
-            gl.allocate_shared_memory(gl.int32, [2 * MAILBOX, 1], mail_layout),
+            gl.allocate_shared_memory(gl.int32, [WORDS * MAILBOX, 1], mail_layout),
             barriers(MAILBOX, 1),
             barriers(MAILBOX, PIPE.consumers),
         ),
@@ -419,7 +460,7 @@ def hopper_forward_kernel(
             [
                 (consumer, (0, shared, out, lse2, sink, problem, RULE, TILE, PIPE)),
                 (consumer, (1, shared, out, lse2, sink, problem, RULE, TILE, PIPE)),
-                (loader, (shared, q, k, v, problem, n_tiles, lanes, counter, RULE, TILE, PIPE)),
+                (loader, (shared, q, k, v, problem, n_tiles, lanes, tiles, ragged, RULE, TILE, PIPE)),
             ],
             [4, 1],
             [240, 24],
@@ -430,7 +471,7 @@ def hopper_forward_kernel(
                 (consumer, (0, shared, out, lse2, sink, problem, RULE, TILE, PIPE)),
                 (consumer, (1, shared, out, lse2, sink, problem, RULE, TILE, PIPE)),
                 (consumer, (2, shared, out, lse2, sink, problem, RULE, TILE, PIPE)),
-                (loader, (shared, q, k, v, problem, n_tiles, lanes, counter, RULE, TILE, PIPE)),
+                (loader, (shared, q, k, v, problem, n_tiles, lanes, tiles, ragged, RULE, TILE, PIPE)),
             ],
             [4, 4, 1],
             [160, 160, 32],

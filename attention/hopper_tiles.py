@@ -1,8 +1,10 @@
 """What the Hopper kernels share: barriers, masks, and functions of the portable kernels compiled as Gluon."""
 
-from . import score, tiles
+from . import hopper_ragged, score, tiles
 from .gluon import gl, gluon, mbarrier
 
+bounds = gluon.jit(hopper_ragged.bounds.fn)
+listed = gluon.jit(hopper_ragged.listed.fn)
 meeting_range = gluon.jit(tiles.meeting_range.fn)
 query_tile = gluon.jit(tiles.query_tile.fn)
 tanh = gluon.jit(score.tanh.fn)

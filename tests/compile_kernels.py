@@ -1,7 +1,7 @@
 """Compile the attention kernels for a chip that need not be here; print what ptxas says of each, one JSON per line.
 
     python tests/compile_kernels.py 90 --dims 64 128 --masks causal
-    python tests/compile_kernels.py 90 --hopper --dtypes bfloat16 --features
+    python tests/compile_kernels.py 90 --hopper --dtypes bfloat16 --features --bounds packed
 
 The host functions of attention/launch.py run on meta tensors under a driver that compiles for the chip and launches
 nothing, so every kernel gets the arguments, the tile sizes and the specialisations of a real call.
@@ -13,6 +13,7 @@ import io
 import json
 import re
 import sys
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -90,17 +91,26 @@ def launch_kernels(dtype, dim, causal, group, features=False, length=4096):
         launch.backward(q, k, k, out, lse2, out, None, features, options)
 
 
-RAGGED = 4095  # a length that no tile divides
+UNEVEN = 4095  # a length that no tile divides
 
 
-def launch_hopper_kernels(dtype, dim, causal, group, features=False, length=4096):
-    """Forward and backward of one problem, with the group in one program and with parts."""
+def launch_hopper_kernels(dtype, dim, causal, group, features=False, length=4096, bounds=None):
+    """Forward and backward of one problem, with the group in one program and with parts.
+
+    bounds: "lengths" or "packed"; a packed row is as long as all rows of the batch together.
+    """
     from attention import hopper
 
     launch.processors = hopper.processors = lambda device: 132
     for batch in (1, 8) if group > 1 else (8,):
-        q, k = (torch.empty(batch, length, heads, dim, dtype=dtype, device="meta") for heads in (2 * group, 2))
+        rows, length_of_row = (1, batch * length) if bounds == "packed" else (batch, length)
+        q, k = (torch.empty(rows, length_of_row, n, dim, dtype=dtype, device="meta") for n in (2 * group, 2))
         options = Options(*[None] * TENSOR_OPTIONS, 0, 0, causal, window=0, softcap=0.0, dropout=0.0, scale=dim**-0.5)
+        if bounds == "lengths":
+            options = options._replace(lengths=q.new_empty(rows, dtype=torch.int32))
+        elif bounds == "packed":
+            starts = q.new_empty(batch + 1, dtype=torch.int32)
+            options = options._replace(q_starts=starts, k_starts=starts, max_q_len=length, max_k_len=length)
         if features:
             options = options._replace(sink=q.new_empty(2 * group), window=1000, softcap=30.0)
         out, lse2 = hopper.forward(q, k, k, options)
@@ -116,20 +126,24 @@ def main():
     parser.add_argument("--groups", nargs="+", default=[1, 2], type=int, help="query heads per key/value head")
     parser.add_argument("--features", action="store_true", help="with all of them, not none")
     parser.add_argument("--hopper", action="store_true", help="the kernels of attention/hopper.py")
+    parser.add_argument("--bounds", choices=["lengths", "packed"], help="of sequences, in those kernels; else none")
     args = parser.parse_args()
 
     triton.knobs.nvidia.dump_ptxas_log = True  # to stdout
     triton.knobs.compilation.always_compile = True  # a kernel from the cache comes without a log
     torch.cuda.get_device_capability = lambda device: divmod(args.chip, 10)
     stdout, ptxas_log = sys.stdout, io.StringIO()
-    launch_all = launch_hopper_kernels if args.hopper else launch_kernels
+    launch_all, lengths = launch_kernels, LENGTHS
+    if args.hopper:
+        launch_all = partial(launch_hopper_kernels, bounds=args.bounds)
+        lengths = (LENGTHS[-1],) if args.bounds else (LENGTHS[-1], UNEVEN)
     for name in args.dtypes:
         dtype, precision = DTYPES[name]
         torch.set_float32_matmul_precision(precision)
         for dim in args.dims:
             for mask in args.masks:
                 for group in args.groups:
-                    for length in (LENGTHS[-1], RAGGED) if args.hopper else LENGTHS:
+                    for length in lengths:
                         case = dict(chip=args.chip, dtype=name, dim=dim, mask=mask, group=group, length=length)
 
                         def report(case=case, **found):

@@ -1,0 +1,120 @@
+"""Ragged sequences on Hopper: lists of the tiles that there are, and tensors that end for TMA where a sequence ends.
+
+A list costs one small kernel, and nothing is read back to the host: which tiles there are may change from one replay of
+a CUDA graph to the next. The kernels see no tile past the end of a sequence, whatever the longest one could be.
+"""
+
+from typing import NamedTuple
+
+import triton
+import triton.language as tl
+
+from .gluon import gl, gluon
+from .score import behind
+from .tiles import Sequence, sequence
+
+# Where every sequence ends on the axis of positions, as TMA sees it: see end_strides().
+END = tl.constexpr(2**30)
+# Sequences that list_kernel looks at together.
+CHUNK = tl.constexpr(256)
+
+
+class Rows(NamedTuple):
+    """Where the positions of a sequence lie in [B, T, H, D] tensors."""
+
+    row: tl.tensor  # of the batch
+    end: tl.tensor  # one past its last position, all rows of the batch counted through
+    length: tl.tensor
+
+
+def end_shape(x):
+    """Shape of a [B, T, H, D] tensor as corner() takes it."""
+    far = 2**31 - 2**16
+    return far, far, END.value, *x.shape[2:]
+
+
+def end_strides(x):
+    """Strides of a [B, T, H, D] tensor, whose rows follow each other, as corner() takes it.
+
+    On the axis of positions all sequences end at END, so that what is past the end of one is past the end of the
+    tensor: TMA reads zeros there and writes nothing. The two axes before it lead from there to the sequence: the second
+    by `end` steps to its end, the first by END steps back. These are END strides of 2^34 - step elements, since
+    addresses have 64 bits, and 2^64 elements lead nowhere. Source: triton/tools/ragged_tma.py.
+    """
+    step = x.stride(1)
+    return 2**34 - step, step, step, *x.stride()[2:]
+
+
+@gluon.jit
+def corner(rows, position, head, RAGGED: gl.constexpr):
+    """TMA coordinates of a tile that begins at a position of a sequence."""
+    if RAGGED:
+        return END, rows.end, END - rows.length + position, head, 0
+    else:
+        return rows.row, position, head, 0
+
+
+def slots(x, block, sequences):
+    """How many tiles a list can hold of a [B, T, H, D] tensor: of each sequence at most one is not full."""
+    return x.shape[0] * x.shape[1] // block + sequences
+
+
+@triton.jit
+def first_slot(seq, q_len, BLOCK: tl.constexpr):
+    """Where the tiles of a sequence's queries begin in a buffer of slots(): those of two sequences never meet."""
+    return (seq.row * q_len + seq.q_start) // BLOCK + seq.index
+
+
+@triton.jit
+def bounds(index, q_len, k_len, ragged, RULE: tl.constexpr):
+    """sequence() without the keys that lie before every window: they may hold NaN, and tiles are read whole."""
+    seq = sequence(index, q_len, k_len, ragged)
+    unseen = 0
+    if RULE.window > 0:
+        unseen = tl.maximum(seq.k_len - seq.q_len - behind(RULE), 0)
+    return Sequence(seq.index, seq.row, seq.q_start, seq.q_len, seq.k_start + unseen, seq.k_len - unseen)
+
+
+@triton.jit
+def listed(tiles, entry):
+    """Entry of a list -> (tile, sequence index, whether there is such an entry)."""
+    exists = entry < tl.load(tiles + 1)
+    return tl.load(tiles + 3 + 2 * entry, exists, 0), tl.load(tiles + 2 + 2 * entry, exists, 0), exists
+
+
+@triton.jit
+def enlist(tiles, sequences, q_len, k_len, ragged, RULE: tl.constexpr, BLOCK: tl.constexpr, KEYS: tl.constexpr):
+    """Write a list: see list_kernel."""
+    total = 0
+    for first in range(0, sequences, CHUNK):
+        index = first + tl.arange(0, CHUNK)
+        seq = bounds(tl.minimum(index, sequences - 1), q_len, k_len, ragged, RULE)
+        length = seq.q_len
+        if KEYS:
+            length = seq.k_len
+        count = tl.where(index < sequences, tl.cdiv(length, BLOCK), 0)
+        place = tiles + 2 + 2 * (total + tl.cumsum(count, 0) - count)
+        for step in range(tl.max(count, 0)):
+            tile = step
+            if not KEYS:
+                tile = count - 1 - step
+            tl.store(place + 2 * step, index, step < count)
+            tl.store(place + 2 * step + 1, tile, step < count)
+        total += tl.sum(count, 0)
+    tl.store(tiles, 0)
+    tl.store(tiles + 1, total)
+
+
+@triton.jit(do_not_specialize=["sequences", "q_len", "k_len"])
+def list_kernel(
+    q_tiles, k_tiles, sequences, q_len, k_len, ragged, RULE: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr
+):
+    """q_tiles = [0, n, and of each of n tiles of queries the sequence and the tile], k_tiles likewise; either in int32.
+
+    The 0 is for programs to count what they have taken. A sequence's tiles stand together, those first that take
+    longest under a causal mask. The first program lists the queries, the second, if there is one, the keys.
+    """
+    if tl.program_id(0) == 0:
+        enlist(q_tiles, sequences, q_len, k_len, ragged, RULE, BLOCK_Q, KEYS=False)
+    elif k_tiles is not None:
+        enlist(k_tiles, sequences, q_len, k_len, ragged, RULE, BLOCK_K, KEYS=True)
