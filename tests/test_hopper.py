@@ -1,5 +1,6 @@
 """The Hopper kernels against the reference in float64, on their chip; and which calls they serve, anywhere."""
 
+import itertools
 import random
 from functools import partial
 
@@ -39,7 +40,33 @@ CASES = {
     "no_scale": dict(q_len=300, scale=0.0),
     "sink": dict(q_len=333, k_len=200, sink=True),
     "all": dict(q_len=200, k_len=300, heads=4, kv_heads=2, window=120, softcap=3.0, sink=True),
-}
+    "packed": dict(packed=[0, 200, 200, 463, 590, 700], q_len=700),
+    "packed_full_with_rest": dict(packed=[0, 129, 330, 500], q_len=600, causal=False),
+    "packed_of_one": dict(packed=[0, 333], q_len=333),
+    "packed_of_nothing": dict(packed=[0, 0, 0], q_len=100, sink=True),
+    "packed_without_longest": dict(packed=[0, 64, 320, 384], q_len=400, longest=False),
+    "packed_many": dict(packed=[0, *itertools.accumulate(i * 5 % 7 for i in range(300))], q_len=1000),
+    "packed_many_tiles": dict(packed=[0, 100, 1800, 1801, 2048], q_len=2048, heads=34, kv_heads=17),
+    "packed_pair": dict(packed=([0, 150, 150, 400, 450, 500], [0, 64, 200, 300, 620, 620]), q_len=500, k_len=640),
+    "packed_pair_full": dict(packed=([0, 150, 150, 400], [0, 64, 200, 300]), q_len=500, k_len=340, causal=False),
+    "packed_grouped": dict(packed=[0, 128, 400, 650], q_len=700, heads=8, kv_heads=2),
+    "packed_window": dict(packed=[0, 300, 650], q_len=700, window=100, softcap=5.0),
+    "packed_window_full": dict(packed=[0, 300, 650], q_len=700, window=100, causal=False),
+    "packed_pair_window": dict(packed=([0, 60, 60, 300], [0, 260, 400, 700]), q_len=300, k_len=700, window=70),
+    "packed_all": dict(
+        packed=([0, 90, 200], [0, 250, 300]), q_len=230, k_len=300, heads=4, kv_heads=2, window=120, softcap=3.0,
+        sink=True,
+    ),
+    "lengths": dict(lengths=[333, 0, 64, 201], batch=4, q_len=333),
+    "lengths_full": dict(lengths=[129, 5, 300], batch=3, q_len=300, causal=False),
+    "lengths_more_keys": dict(lengths=[300, 250, 100, 17], batch=4, q_len=200, k_len=300),
+    "lengths_more_queries": dict(lengths=[200, 10, 0], batch=3, q_len=300, k_len=200),
+    "lengths_window": dict(lengths=[300, 290, 210, 30], batch=4, q_len=100, k_len=300, window=50),
+    "lengths_grouped": dict(lengths=[200, 100], q_len=200, heads=8, kv_heads=2, scale=-0.2),
+    "lengths_all": dict(
+        lengths=[300, 150], batch=2, q_len=200, k_len=300, heads=4, kv_heads=2, window=120, softcap=3.0, sink=True,
+    ),
+}  # fmt: skip
 
 
 def hopper(**arguments):
@@ -52,6 +79,57 @@ def hopper(**arguments):
 def test_output_and_gradients(case, dim, poisoned):
     for dtype in (torch.bfloat16, torch.float16):
         check(partial(make_problem, "cuda", dtype, dim=dim, **case), dtype, impls=["hopper"])
+
+
+@on_hopper
+@pytest.mark.parametrize("dim", [64, 96, 128, 256])
+@pytest.mark.parametrize("bounds", ["packed", "packed_pair", "lengths"])
+@pytest.mark.parametrize("options", [{}, dict(causal=False), dict(window=70), dict(softcap=5.0)], ids=str)
+def test_nan_stays_in_its_sequence(options, bounds, dim, poisoned):
+    """What a tile would take in past its sequence: a neighbour, rows of no sequence, keys before every window."""
+
+    def mask(count, *ranges):
+        x = torch.zeros(count, dtype=torch.bool, device="cuda")
+        for first, end in ranges:
+            x[first:end] = True
+        return x
+
+    batch, q_len, k_len = (2, 400, 400) if bounds == "lengths" else (1, 400, 600 if bounds == "packed_pair" else 400)
+    if bounds == "lengths":
+        ragged = dict(lengths=torch.tensor([100, 230], dtype=torch.int32, device="cuda"))
+        queries = keys = mask(800, (0, 100), (400, 630))
+        q_rest = k_rest = ~queries
+    else:  # the second sequence is NaN
+        starts = [0, 100, 230, 330], [0, 220, 300, 530] if bounds == "packed_pair" else [0, 100, 230, 330]
+        q_starts, k_starts = (torch.tensor(x, dtype=torch.int32, device="cuda") for x in starts)
+        ragged = dict(cu_seqlens=(q_starts, k_starts) if bounds == "packed_pair" else q_starts)
+        queries, keys = (mask(n, (x[0], x[1]), (x[2], x[3])) for n, x in zip((q_len, k_len), starts, strict=True))
+        q_rest, k_rest = mask(q_len, (330, q_len)), mask(k_len, (starts[1][-1], k_len))
+    seen = keys.clone()
+    if bounds == "packed_pair" and "window" in options:  # 100 queries with a window of 70 see the last 169 keys
+        seen[: 220 - 169] = seen[300 : 530 - 169] = False
+
+    def run(dirty):
+        torch.manual_seed(0)
+        shapes = [(batch, n, 2, dim) for n in (q_len, k_len, k_len, q_len)]
+        inputs = [torch.randn(*shape, device="cuda", dtype=torch.bfloat16) for shape in shapes]
+        if dirty:
+            for x, alive in zip(inputs, (queries, seen, seen, queries), strict=True):
+                x.flatten(0, 1)[~alive] = float("nan")
+        *leaves, dout = inputs
+        leaves = [x.requires_grad_() for x in leaves]
+        out, lse = attention(*leaves, impl="hopper", return_lse=True, **ragged, **options)
+        found = [x.detach().flatten(0, 1) for x in (out, lse.transpose(1, 2), *torch.autograd.grad(out, leaves, dout))]
+        for index, x in enumerate(found):
+            assert (x[k_rest if index > 2 else q_rest] == (float("-inf") if index == 1 else 0)).all()
+        return [x[keys if index > 2 else queries] for index, x in enumerate(found)]
+
+    for name, ours, expected in zip(("out", "lse", "dq", "dk", "dv"), run(True), run(False), strict=True):
+        assert expected.isfinite().all(), name
+        if name == "dq":  # added in any order
+            torch.testing.assert_close(ours, expected, rtol=2e-2, atol=1e-2)
+        else:
+            assert torch.equal(ours, expected), name
 
 
 @on_hopper
@@ -133,6 +211,57 @@ def test_cuda_graph_and_another_stream():
 
 
 @on_hopper
+@pytest.mark.parametrize("dim", [64, 128])
+def test_cuda_graph_with_other_sequences(dim):
+    """Replays read the starts of the day: other tiles, as many programs, nothing compiled."""
+    q, k, v, dout = (torch.randn(1, 2000, 4, dim, device="cuda", dtype=torch.bfloat16) for _ in range(4))
+    leaves = [x.requires_grad_() for x in (q, k, v)]
+    starts = torch.tensor([0, 700, 700, 1500, 2000, 2000], dtype=torch.int32, device="cuda")
+
+    def run(impl):
+        out = attention(*leaves, cu_seqlens=starts, impl=impl)
+        return [out.detach(), *torch.autograd.grad(out, leaves, dout)]
+
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        run("hopper")
+    stream.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        found = run("hopper")
+    for other in (
+        [0, 700, 700, 1500, 2000, 2000],
+        [0, 2000, 2000, 2000, 2000, 2000],
+        [0, 1, 64, 65, 193, 300],
+        [0] * 6,
+    ):
+        starts.copy_(torch.tensor(other, dtype=torch.int32))
+        graph.replay()
+        for ours, portable in zip(found, run("triton"), strict=True):
+            assert (ours - portable).float().norm() <= 0.02 * portable.float().norm()
+
+
+@on_hopper
+def test_ragged_launches_back_to_back():
+    """As test_launches_back_to_back(), with sequences of any lengths."""
+    generator, totals = random.Random(1), []
+    for _ in range(200):
+        heads, dim, count = generator.choice((1, 2, 6)), generator.choice((64, 128, 256)), generator.choice((1, 3, 40))
+        lengths = [[generator.choice((0, 1, 63, 64, 65, 300)) for _ in range(count)] for _ in range(2)]
+        starts = [torch.tensor([0, *itertools.accumulate(x)], dtype=torch.int32, device="cuda") for x in lengths]
+        rows = [sum(x) + generator.choice((1, 100)) for x in lengths]
+        q, k, v = (
+            torch.randn(1, n, heads, dim, device="cuda", dtype=torch.bfloat16) for n in (rows[0], rows[1], rows[1])
+        )
+        leaves = [x.requires_grad_() for x in (q, k, v)]
+        causal, window = generator.random() < 0.5, generator.choice((None, 50))
+        out = attention(*leaves, causal=causal, window=window, cu_seqlens=tuple(starts), impl="hopper")
+        totals += [x.float().norm() for x in torch.autograd.grad(out.square().sum(), leaves)]
+    assert torch.stack(totals).isfinite().all()
+
+
+@on_hopper
 def test_compiles_in_one_graph():
     q, k, v = (torch.randn(2, 300, 2, 64, device="cuda", dtype=torch.bfloat16, requires_grad=True) for _ in range(3))
     compiled = torch.compile(lambda *x: attention(*x, impl="hopper").square().mean(), fullgraph=True)
@@ -170,14 +299,21 @@ def test_explains_what_serves(device):
         ("an empty tensor", dict(batch=0)),
         ("dropout", dict(dropout=0.1)),
         ("decay", dict(decay=True)),
-        ("lengths", dict(lengths=[3, 4])),
         ("a window that leaves keys unseen", dict(q_len=8, k_len=18, window=10)),
     ],
 )
 def test_calls_left_to_the_portable_kernels(lack, change):
-    change = dict(change)
-    dtype = change.pop("dtype", torch.bfloat16)
-    arguments, _, _ = make_problem("cpu", dtype, **dict(q_len=8, dim=64) | change)
+    assert lacks(**dict(q_len=8) | change).startswith(lack)
+
+
+@pytest.mark.parametrize("case", CASES.values(), ids=CASES)
+def test_calls_that_they_serve(case):
+    assert lacks(**case) is None
+
+
+def lacks(dtype=torch.bfloat16, dim=64, **problem):
+    """hopper_lacks() of a problem."""
+    arguments, _, _ = make_problem("cpu", dtype, dim=dim, **problem)
     rule = dict(dropout=arguments.get("dropout", 0.0), window=arguments.get("window"))
     extra = {name: arguments.get(name) for name in ("bias", "decay", "sink", "lengths", "cu_seqlens")}
-    assert hopper_lacks(arguments["q"], arguments["k"], arguments["v"], rule, extra).startswith(lack)
+    return hopper_lacks(arguments["q"], arguments["k"], arguments["v"], rule, extra)
