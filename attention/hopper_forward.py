@@ -121,7 +121,10 @@ def release(channel, count):
 
 @gluon.jit
 def send(mail, visit, message):
-    """Tell the consumers of a tile: its first query, or -1 when there are no more, and what else read() says."""
+    """Tell the consumers of a tile: its first query, or -1 when there are no more, its head of all sequences.
+
+    If sequences are ragged also where its own begins in its row, and how many queries and keys that has.
+    """
     layout: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
     WORDS: gl.constexpr = mail.tiles.shape[0] // MAILBOX
     slot, phase = place(mail, visit)
@@ -132,20 +135,24 @@ def send(mail, visit, message):
 
 
 @gluon.jit
-def read(mail, visit, WORD: gl.constexpr):
-    """A word of a message that has come."""
+def read(mail, number):
+    """A word of the messages."""
     layout: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
-    WORDS: gl.constexpr = mail.tiles.shape[0] // MAILBOX
-    slot, _ = place(mail, visit)
-    return gl.max(mail.tiles.index(WORDS * slot + WORD).load(layout), 0)
+    return gl.max(mail.tiles.index(number).load(layout), 0)
 
 
 @gluon.jit
 def receive(mail, visit):
-    """The first word of a message, once it is there."""
+    """What was sent."""
+    WORDS: gl.constexpr = mail.tiles.shape[0] // MAILBOX
     slot, phase = place(mail, visit)
     mbarrier.wait(mail.full.index(slot), phase)
-    return read(mail, visit, 0)
+    first = WORDS * slot
+    message = read(mail, first), read(mail, first + 1)
+    if WORDS > 2:
+        message += read(mail, first + 2), read(mail, first + 3), read(mail, first + 4)
+    release(mail, visit)
+    return message
 
 
 @gluon.jit
@@ -334,15 +341,14 @@ def consumer(
     q = shared.q.tiles.index(INDEX)
     count = 0  # of blocks
     visit = 0
-    tile_start = receive(shared.mail, visit)
-    while tile_start >= 0:
-        lane = read(shared.mail, visit, 1)  # head of all sequences
+    message = receive(shared.mail, visit)
+    while message[0] >= 0:
+        tile_start, lane = message[0], message[1]
         first = 0  # query of the sequence in its row
         own = problem
         if PIPE.ragged:
-            first = read(shared.mail, visit, 2)
-            own = Problem(read(shared.mail, visit, 3), read(shared.mail, visit, 4), problem.scale)
-        release(shared.mail, visit)
+            first = message[2]
+            own = Problem(message[3], message[4], problem.scale)
         # which blocks are this consumer's; where it has no queries one, so that the code below holds
         q_start = tile_start + INDEX * ROWS
         tile_begin, _, _, tile_end = blocks(tile_start, TILE.block_q, own, RULE, TILE)
@@ -414,7 +420,7 @@ def consumer(
             tma_wait(0)
             mbarrier.arrive(shared.q.empty.index(INDEX))
         visit += 1
-        tile_start = receive(shared.mail, visit)
+        message = receive(shared.mail, visit)
     tma_wait(0)
 
 
