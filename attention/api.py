@@ -59,10 +59,11 @@ def attention(
         return_lse: also return the logarithm of the softmax denominator (with the sink), natural log, differentiable.
         impl: "auto" takes, where they passed a self-check, the Hopper kernels on their chip for the calls they serve,
             else Triton on a CUDA GPU; SDPA elsewhere where it can express the call, else the reference. The first call
-            on a device in a dtype prints which and why, once more where Hopper kernels could not serve; explain() says
-            it of a call. "hopper", "triton", "sdpa" and "reference" never fall back. float32 matmuls
-            follow torch.set_float32_matmul_precision. Two runs give the same bits, but for dq from the Hopper kernels:
-            torch.use_deterministic_algorithms(True) has the backward of "triton" serve there.
+            on a device in a dtype prints which and why, once more where Hopper kernels could not serve, and for their
+            first lengths or packed sequences; explain() says it of a call. "hopper", "triton", "sdpa" and "reference"
+            never fall back. float32 matmuls follow torch.set_float32_matmul_precision. Two runs give the same bits,
+            but for dq from the Hopper kernels: torch.use_deterministic_algorithms(True) has the backward of "triton"
+            serve there.
 
     Returns:
         [B, Tq, H, Dv] in the dtype of q; with return_lse also [B, H, Tq] float32, -inf where a row sees no key.
@@ -168,7 +169,7 @@ def _choose(asked, q, k, v, rule, extra, seed, return_lse):
     if asked == "hopper" and lack:
         raise ValueError(f"the Hopper kernels do not serve {lack}; use impl='auto'")
     if asked == "auto" and q.dtype in DTYPES:
-        choice = implementation(q.device, q.dtype, hopper=not lack)
+        choice = implementation(q.device, q.dtype, not lack, not lack and bounded(extra))
         impl, reason = choice.name, choice.reason  # by name: Dynamo of PyTorch 2.11 cannot unpack a Choice
         if impl == "triton" and lack and not misses:
             reason = f"the Hopper kernels do not serve {lack}"
@@ -194,15 +195,16 @@ _CHOICES = {}
 
 
 @torch.compiler.assume_constant_result  # Dynamo calls it while tracing and keeps the answer
-def implementation(device, dtype, hopper):
+def implementation(device, dtype, hopper, ragged):
     """The Choice of impl="auto" on a torch.device for a dtype; decided once and said by the first call that asks.
 
-    hopper: whether the Hopper kernels could serve. On a CUDA GPU the kernels first compute a tiny case, which is
-    compared with the reference: seconds, since they are compiled for it.
+    hopper: whether the Hopper kernels could serve, ragged: and would be those for lengths and packed sequences. On a
+    CUDA GPU the kernels first compute a tiny case, which is compared with the reference: seconds, since they are
+    compiled for it.
     """
     if device.type == "cuda" and device.index is None:
         device = torch.device("cuda", torch.cuda.current_device())
-    key = device, dtype, hopper
+    key = device, dtype, hopper, ragged
     if key not in _CHOICES:
         if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
             raise RuntimeError(
@@ -216,26 +218,26 @@ def implementation(device, dtype, hopper):
     return _CHOICES[key]
 
 
-def _choose_for(device, dtype, hopper):
+def _choose_for(device, dtype, hopper, ragged=False):
     if device.type != "cuda":
         return Choice("sdpa", f"the Triton kernels need a CUDA GPU, this is {device.type}")
     failures = []
     for impl in ("hopper", "triton") if hopper else ("triton",):
-        passed, reason = _passes(device, dtype, impl)
+        passed, reason = _passes(device, dtype, ragged, impl)
         if passed:
             return Choice(impl, "; ".join([reason, *failures]))
         failures.append(reason)
     return Choice("sdpa", "; ".join(failures))
 
 
-def _passes(device, dtype, impl):
+def _passes(device, dtype, ragged, impl):
     """Whether the kernels of an implementation compute a tiny case right, and how well or why not, in words."""
     deterministic = torch.get_deterministic_debug_mode()
     torch.set_deterministic_debug_mode(0)  # in which the Hopper backward would not run
     try:
         # whatever the caller's context is, which may be autocast or inference
         with torch.inference_mode(False), torch.autocast(device.type, enabled=False):
-            worst = _self_check(device, dtype, impl)
+            worst = _self_check(device, dtype, ragged, impl)
     except Exception as error:  # what breaks here would break training later: a missing package, driver or compiler
         return False, f"the {impl} kernels failed their self-check: {type(error).__name__}: {error}"
     finally:
@@ -245,15 +247,16 @@ def _passes(device, dtype, impl):
     return True, f"self-check passed, relative error {worst:.1e}"
 
 
-def _self_check(device, dtype, impl):
-    """Largest relative error of output and gradients on a tiny grouped, causal, ragged case."""
+def _self_check(device, dtype, ragged, impl):
+    """Largest relative error of output and gradients on a tiny grouped, causal case of odd lengths."""
     generator = torch.Generator().manual_seed(0)
     q, k, v, dout = (torch.randn(1, 70, heads, 64, generator=generator, device="cpu") for heads in (2, 1, 1, 2))
 
     def run(impl, device, dtype):
         leaves = [x.to(device, dtype).requires_grad_() for x in (q, k, v)]
+        starts = torch.tensor([0, 33, 69], dtype=torch.int32, device=device) if ragged else None
         with torch.enable_grad():
-            out = attention(*leaves, impl=impl)
+            out = attention(*leaves, cu_seqlens=starts, impl=impl)
         return [x.double().cpu() for x in (out.detach(), *torch.autograd.grad(out, leaves, dout.to(device, dtype)))]
 
     pairs = zip(run(impl, device, dtype), run("reference", "cpu", torch.float32), strict=True)
@@ -295,10 +298,14 @@ def hopper_lacks(q, k, v, rule, extra):
         return "an empty tensor"
     if max(q.shape[1], k.shape[1]) > MAX_HOPPER_LENGTH:
         return f"more than {MAX_HOPPER_LENGTH:,} positions"
-    ragged = extra["lengths"] is not None or extra["cu_seqlens"] is not None
-    if rule["window"] is not None and not ragged and k.shape[1] - q.shape[1] >= rule["window"]:
+    if rule["window"] is not None and not bounded(extra) and k.shape[1] - q.shape[1] >= rule["window"]:
         return "a window that leaves keys unseen by all queries (they may hold NaN, and tiles are read whole)"
     return None
+
+
+def bounded(extra):
+    """Whether sequences of a call are ragged: have lengths, or bounds in packed rows."""
+    return extra["lengths"] is not None or extra["cu_seqlens"] is not None
 
 
 def sdpa_lacks(q, k, rule, extra, seed, return_lse):

@@ -1,6 +1,7 @@
 """Hopper kernels (sm_90): their settings, TMA descriptors and launches. The same results as launch.py, sooner.
 
-What they do not serve goes to the portable kernels: see hopper_lacks() in api.py.
+Dense batches take their tiles by number, ragged ones (lengths, packed sequences) from lists that a kernel makes of what
+is there: hopper_ragged.py. What they do not serve goes to the portable kernels: see hopper_lacks() in api.py.
 """
 
 from functools import lru_cache

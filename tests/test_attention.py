@@ -489,7 +489,7 @@ def test_auto_says_once_what_it_took(device, capsys):
 def test_auto_survives_a_broken_kernel(device, monkeypatch):
     from attention import api
 
-    def broken(device, dtype, impl):
+    def broken(device, dtype, ragged, impl):
         raise RuntimeError("no compiler")
 
     def choose(hopper=True):
