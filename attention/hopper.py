@@ -4,7 +4,7 @@ Dense batches take their tiles by number, ragged ones (lengths, packed sequences
 is there: hopper_ragged.py. What they do not serve goes to the portable kernels: see hopper_lacks() in api.py.
 """
 
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import NamedTuple
 
 import torch
@@ -14,7 +14,7 @@ from . import launch
 from .gluon import TensorDescriptor, gl
 from .hopper_backward import WIDTH, Plan, backward_kernel, finish_kernel, prepare_kernel
 from .hopper_forward import ROWS, Pipeline, hopper_forward_kernel
-from .hopper_ragged import end_shape, end_strides, list_kernel, slots
+from .hopper_ragged import POSITIONS, blank_kernel, end_shape, end_strides, list_kernel, slots
 from .launch import Launch, describe, output, processors, start
 from .tiles import aligned, rows_view, view
 
@@ -96,13 +96,21 @@ def list_tiles(problem, q, k, block_q, block_k=None):
     return lists, sizes
 
 
+def blank(problem, x, q, k, keys=False):
+    """Zero those positions of an output or a gradient that the other kernels leave out: of no sequence."""
+    batch, length, heads, dim = x.shape
+    args = (x, problem.ragged, problem.sequences - batch, q.shape[1], k.shape[1])
+    programs = -(-length // POSITIONS.value) * batch
+    start(blank_kernel, programs, problem, launch.ROWS, args, (heads * dim, keys))
+
+
 def forward(q, k, v, options):
     """As launch.forward()."""
     ragged = bounded(options)
     q, k, v = (reachable(x, ragged) for x in (q, k, v))
     problem = describe(q, k, v, options)
     (batch, q_len, heads, dim), k_len = q.shape, k.shape[1]
-    out = output(problem, q, *q.shape)
+    out = q.new_empty(q.shape)
     lse2 = output(problem, q, batch, heads, q_len, fill=float("-inf"), dtype=torch.float32)
     block_k, pipe, registers = FORWARD[padded(dim)]
     pipe = pipe._replace(flip=options.scale < 0, ragged=ragged)
@@ -113,6 +121,7 @@ def forward(q, k, v, options):
     with torch.cuda.device_of(q):
         if ragged:
             (tiles,), (count,) = list_tiles(problem, q, k, tile.block_q)
+            blank(problem, out, q, k)
         else:
             tiles, count = q.new_zeros(1, dtype=torch.int32), n_tiles * batch
         args = (
@@ -144,11 +153,13 @@ def backward(q, k, v, out, lse2, dout, dlse, bias_grad, options):
     # the group in one program if that leaves two programs per multiprocessor, else each query head in its own
     span = group if k_slots * kv_heads >= 2 * processors(q.device) else 1
 
-    dq, dk, dv = (output(problem, x, *x.shape) for x in (q, k, v))
+    # keys before every window are left out too (bounds() in hopper_ragged.py): only then is all filled with zeros
+    empty = partial(output, problem) if options.window else torch.Tensor.new_empty
+    dq, dk, dv = q.new_empty(q.shape), empty(k, *k.shape), empty(v, *v.shape)
     delta = None if options.sink is None else output(problem, lse2, *lse2.shape)
     parts = [None, None]
     if span < group:
-        parts = [output(problem, k, batch, k_len, heads, plan.dim, dtype=torch.float32) for _ in parts]
+        parts = [empty(k, batch, k_len, heads, plan.dim, dtype=torch.float32) for _ in parts]
     tile = problem.tile._replace(block_q=block_q, block_k=block_q)
     settings = Launch(block_q, block_k, plan.warps, 1)
     with torch.cuda.device_of(q):
@@ -172,7 +183,12 @@ def backward(q, k, v, out, lse2, dout, dlse, bias_grad, options):
         args = (dq_sum, view(dq), *where, options.scale)
         start(finish_kernel, q_slots * heads, problem, launch.ROWS, args, (tile,))
         if span < group:
-            for partial, total in zip(parts, (dk, dv), strict=True):
-                launch.launch_group_sum(problem, partial[..., :dim], total)
+            for part, total in zip(parts, (dk, dv), strict=True):
+                launch.launch_group_sum(problem, part[..., :dim], total)
+        if ragged:
+            blank(problem, dq, q, k)
+        if ragged and not options.window:
+            blank(problem, dk, q, k, keys=True)
+            blank(problem, dv, q, k, keys=True)
     dsink = None if options.sink is None else launch.sink_gradient(options.sink, lse2, delta)
     return dq, dk, dv, None, None, dsink

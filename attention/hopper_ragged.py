@@ -17,6 +17,9 @@ from .tiles import Sequence, sequence
 END = tl.constexpr(2**30)
 # Sequences that list_kernel looks at together.
 CHUNK = tl.constexpr(256)
+# Positions that a program of blank_kernel looks at, and elements that it writes at once.
+POSITIONS = tl.constexpr(32)
+SPAN = tl.constexpr(1024)
 
 
 class Rows(NamedTuple):
@@ -118,3 +121,28 @@ def list_kernel(
         enlist(q_tiles, sequences, q_len, k_len, ragged, RULE, BLOCK_Q, KEYS=False)
     elif k_tiles is not None:
         enlist(k_tiles, sequences, q_len, k_len, ragged, RULE, BLOCK_K, KEYS=True)
+
+
+@triton.jit(do_not_specialize=["offset", "q_len", "k_len"])
+def blank_kernel(x, ragged, offset, q_len, k_len, SIZE: tl.constexpr, KEYS: tl.constexpr):
+    """Zeros at those positions of a contiguous [B, T, ...] tensor, of queries or of keys, that belong to no sequence.
+
+    They lie behind a row's last sequence, whose number is that of the row + offset. SIZE: elements of a position.
+    Filling all of x first would cost as much as short documents take.
+    """
+    length = q_len
+    if KEYS:
+        length = k_len
+    blocks = tl.cdiv(length, POSITIONS)
+    row = tl.program_id(0) // blocks
+    start = tl.program_id(0) % blocks * POSITIONS
+    seq = sequence(row + offset, q_len, k_len, ragged)
+    end = seq.q_start + seq.q_len
+    if KEYS:
+        end = seq.k_start + seq.k_len
+    first = x + tl.cast(row, tl.int64) * length * SIZE
+    column = tl.arange(0, SPAN)
+    for position in range(tl.maximum(start, end), tl.minimum(start + POSITIONS, length)):
+        for step in range(0, SIZE, SPAN):
+            at = first + tl.cast(position, tl.int64) * SIZE + (step + column)
+            tl.store(at, (column * 0).to(x.dtype.element_ty), step + column < SIZE)
