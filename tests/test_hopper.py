@@ -143,6 +143,24 @@ def test_strided_inputs_are_not_copied():
 
 
 @on_hopper
+def test_ragged_inputs_of_any_strides():
+    """Slices of a fused projection, and rows of a batch that do not follow each other."""
+    for x in (torch.randn(2, 300, 8, 64), torch.randn(300, 2, 8, 64).transpose(0, 1), torch.randn(2, 8, 300, 64)):
+        x = x.transpose(1, 2) if x.shape[1] == 8 else x
+        inputs = x.to("cuda", torch.bfloat16).split((4, 2, 2), 2)
+        for row, ragged in ((slice(None), dict(lengths=[300, 120])), (slice(1), dict(cu_seqlens=[0, 100, 300]))):
+            ragged = {name: torch.tensor(x, dtype=torch.int32, device="cuda") for name, x in ragged.items()}
+            strided = [x[row].requires_grad_() for x in inputs]
+            plain = [x.detach().contiguous().requires_grad_() for x in strided]
+            out, expected = (attention(*x, impl="hopper", **ragged) for x in (strided, plain))
+            assert torch.equal(out, expected)
+            for ours, theirs in zip(
+                torch.autograd.grad(out.sum(), strided), torch.autograd.grad(expected.sum(), plain), strict=True
+            ):
+                torch.testing.assert_close(ours, theirs, rtol=2e-2, atol=1e-2)
+
+
+@on_hopper
 def test_forward_repeats_and_deterministic_backward_too():
     problem = make_problem("cuda", torch.bfloat16, batch=4, q_len=1000, dim=64)
     torch.use_deterministic_algorithms(True)
