@@ -444,7 +444,10 @@ def plan_work(
     # Programs of one head add to dQ at the same time: let them begin apart. Masks have them do so anyway.
     start = lo
     if not hides(RULE):
-        start = lo + tile * (hi - lo) // gl.maximum(gl.cdiv(k_len, PLAN.block_k), 1)
+        tiles = gl.cdiv(k_len, PLAN.block_k)
+        if PLAN.ragged:  # a program past the end of the list has none
+            tiles = gl.maximum(tiles, 1)
+        start = lo + tile * (hi - lo) // tiles
     queries = Rows(seq.row, seq.row * q_rows + seq.q_start + q_len, q_len)
     keys = Rows(seq.row, seq.row * k_rows + seq.k_start + k_len, k_len)
     return Work(
