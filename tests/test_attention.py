@@ -7,12 +7,13 @@ is more, and never NaN.
 import itertools
 import math
 from functools import partial
+from typing import NamedTuple
 
 import pytest
 import torch
 import torch.nn.functional as F
 
-from attention import attention, launch, ops
+from attention import attention, explain, launch, ops
 from attention.reference import keep_mask, reference_attention
 
 ON_GPU = torch.cuda.is_available()
@@ -148,12 +149,29 @@ def reference(**arguments):
     return attention(**arguments, impl="reference")
 
 
-def check(draw, dtype, impls=("triton",), yardstick=None):
+def our_kernels(arguments):
+    """The implementations that serve a call on this machine: the portable kernels, those for Hopper where they do."""
+    try:
+        explain(**arguments, impl="hopper")
+    except ValueError:
+        return ("triton",)
+    return "triton", "hopper"
+
+
+class Errors(NamedTuple):
+    """What check() found, and of which implementations."""
+
+    allowed: float  # the largest error as a multiple of what it is held to twice of
+    eager: float  # and as a multiple of eager PyTorch's
+    impls: tuple[str, ...]
+
+
+def check(draw, dtype, impls=None, yardstick=None):
     """Fail if a result errs more than twice as much as eager PyTorch or by_rounding(), whichever is more.
 
     draw() makes a problem. Errors are norms over a whole result. Often a row or two with the fewest keys make most of
-    one, so where it is too large, 8 draws decide, or 32: the errors of all are added in square. Returns the worst error
-    as a multiple of what it is held to twice of, and as a multiple of eager PyTorch's.
+    one, so where it is too large, 8 draws decide, or 32: the errors of all are added in square. impls: None for all of
+    our_kernels(). Returns Errors.
 
     Eager PyTorch computes in dtype, or in the dtype `yardstick`, of which the error counts twice: it rounds numbers
     where tensor cores cut float32 off to tf32.
@@ -161,6 +179,7 @@ def check(draw, dtype, impls=("triton",), yardstick=None):
     squares = {}  # (implementation, result) -> sums over draws of squared errors: ours, eager's, by rounding
     for count in range(1, 33):
         problem = draw()
+        impls = impls or our_kernels(problem[0])
         exact = results(reference, problem, torch.float64)
         eager = results(reference, problem, yardstick or dtype)
         rounding = by_rounding(problem, exact)
@@ -180,7 +199,7 @@ def check(draw, dtype, impls=("triton",), yardstick=None):
             ratios[key] = [error / x if error else 0.0 for x in (allowed or 1e-30, of_eager or 1e-30)]
         worst = [max(column) for column in zip(*ratios.values(), strict=True)]
         if worst[0] <= 2:
-            return worst
+            return Errors(*worst, impls)
     (impl, name), ratio = max(ratios.items(), key=lambda item: item[1])
     raise AssertionError(
         f"{name} of {impl}: over {count} draws {ratio[1]:.3g} times eager's error, {ratio[0]:.3g} times that or "
