@@ -88,7 +88,7 @@ class Config(GPTConfig):
 
     # reports
     eval_every: int = 250
-    """Steps between evaluations, each of which saves a checkpoint and draws loss.png."""
+    """Steps between evaluations, each of which saves a checkpoint; loss.png is drawn now and then, and at the end."""
     eval_batches: int = 50
     """Most batches of batch_size per evaluation, spread evenly over the validation text; 0 takes all of it."""
     log_every: int = 10

@@ -11,14 +11,10 @@ import sys
 import time
 from pathlib import Path
 
-import matplotlib
 import torch
 
 from data import atomic_file
 from say import say
-
-matplotlib.use("Agg")
-import matplotlib.pyplot as plt
 
 # Dense bf16/fp16 tensor-core peaks from the vendors' data sheets, in TFLOP/s, by a part of the device's name.
 PEAK_TFLOPS = {
@@ -28,6 +24,7 @@ PEAK_TFLOPS = {
     "RTX 3080": 60,
 }  # fmt: skip
 
+DRAW_SECONDS = 30  # from one loss.png to the next: drawing takes as long as a hundred steps of a small network
 WANDB_SECONDS = 10  # that the end of a run waits for wandb; the metrics are on disk in any case
 
 
@@ -75,7 +72,7 @@ class Report:
         self.bits_per_nat, self.flops_per_step, self.peak = bits_per_nat, flops_per_step, peak
         self.started = self.last_time = time.perf_counter()
         self.last_step = self.first_step = start
-        self.paused = 0.0
+        self.paused, self.drawn = 0.0, self.started
         self.waiting, self.mirror = b"", None
         if not enabled:
             return
@@ -120,7 +117,7 @@ class Report:
         )
 
     def evaluation(self, step, loss, is_best, attention_lse=None):
-        """Record the validation loss (nats per token) and redraw loss.png.
+        """Record the validation loss (nats per token), and redraw loss.png if it is due.
 
         attention_lse: [n_layer] floats, the largest log-sum-exp of each layer's attention; None does without.
         """
@@ -134,20 +131,19 @@ class Report:
         self._write(record, flush=True)  # before the checkpoint that goes on from here
         mark = "  (best)" if is_best else ""
         say(f"step {step}/{self.config.steps}  val loss {loss:.4f} nats/token  {bits:.4f} bits/byte{mark}")
-        try:
-            plot_losses(self.folder, self.bits_per_nat)
-        except OSError as error:
-            say(f"warning: {self.folder / 'loss.png'} cannot be drawn ({error.strerror})")
+        if time.perf_counter() - self.drawn > DRAW_SECONDS:
+            self._draw()
 
     def pause(self, since):
         """Leave the time since `since` (perf_counter seconds), spent evaluating or saving, out of the tokens/s."""
         self.paused += time.perf_counter() - since
 
     def close(self):
-        """Give wandb some time to take the rest."""
+        """Draw the last loss.png, and give wandb some time to take the rest."""
         if not self.enabled:
             return
         say("")
+        self._draw()
         if self.waiting:
             say(f"warning: the last records of {self.folder / 'metrics.jsonl'} could not be written")
         if self.mirror is not None:
@@ -157,6 +153,13 @@ class Report:
             except subprocess.TimeoutExpired:
                 self.mirror.kill()
                 say(f"wandb has not taken everything yet; python mirror.py {self.folder} sends it again")
+
+    def _draw(self):
+        try:
+            plot_losses(self.folder, self.bits_per_nat)
+        except OSError as error:
+            say(f"warning: {self.folder / 'loss.png'} cannot be drawn ({error.strerror})")
+        self.drawn = time.perf_counter()
 
     def _write(self, record, flush=False):
         """Append whole lines or nothing: one write, taken back where the disk takes only a part."""
@@ -199,12 +202,15 @@ def read_metrics(folder):
 
 def plot_losses(folder, bits_per_nat):
     """Draw loss.png from metrics.jsonl: training and validation loss, with bits per byte on the right axis."""
+    from matplotlib.figure import Figure  # takes a second, which the start of a run need not wait for
+
     records = read_metrics(folder)
     train = [(r["step"], r["loss"]) for r in records if r.get("loss") is not None]
     val = [(r["step"], r["val_loss"]) for r in records if r.get("val_loss") is not None]
     if not val:
         return
-    figure, axis = plt.subplots(figsize=(7, 4.2), layout="constrained")
+    figure = Figure(figsize=(7, 4.2), layout="constrained")
+    axis = figure.subplots()
     if train:
         axis.plot(*zip(*train, strict=True), color="#9aa7b5", linewidth=1, label="training")
     best = min(val, key=lambda point: point[1])
@@ -221,7 +227,6 @@ def plot_losses(folder, bits_per_nat):
     axis.legend(frameon=False)
     temporary = folder / "loss.partial.png"
     figure.savefig(temporary, dpi=130)
-    plt.close(figure)
     temporary.replace(folder / "loss.png")
 
 
