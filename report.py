@@ -57,6 +57,27 @@ def describe(config, model, corpus, distributed, dtype, folder):
     say(f"step       {tokens:,} tokens, {config.steps:,} steps = {epochs:.1f} epochs")
 
 
+def age():
+    """Seconds since this process was started; 0.0 where there is no /proc to tell."""
+    try:
+        ticks = int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19])
+        return time.clock_gettime(time.CLOCK_BOOTTIME) - ticks / os.sysconf("SC_CLK_TCK")
+    except (OSError, AttributeError):
+        return 0.0
+
+
+class Laps:
+    """The parts of a start and the seconds each took: `seconds`, a dict in their order."""
+
+    def __init__(self, **seconds):
+        self.seconds, self.since = seconds, time.perf_counter()
+
+    def end(self, name):
+        """What was done since the last part ended was the part `name`."""
+        now = time.perf_counter()
+        self.seconds[name], self.since = now - self.since, now
+
+
 class Report:
     """Writes a run's records; on ranks other than the first it keeps silent.
 
@@ -73,6 +94,7 @@ class Report:
         self.started = self.last_time = time.perf_counter()
         self.last_step = self.first_step = start
         self.paused, self.drawn = 0.0, self.started
+        self.started_in = {}
         self.waiting, self.mirror = b"", None
         if not enabled:
             return
@@ -83,6 +105,13 @@ class Report:
         if config.wandb != "off":  # a session of its own, so that Ctrl-C is not its end too
             command = [sys.executable, str(Path(__file__).with_name("mirror.py")), str(folder)]
             self.mirror = subprocess.Popen(command, stdin=subprocess.PIPE, start_new_session=True)
+
+    def start(self, seconds):
+        """Say where the time until the end of the first step went, by part; the next step's record holds it too."""
+        self.started_in = {name: round(part, 3) for name, part in seconds.items()}
+        if self.enabled:
+            parts = ", ".join(f"{part:.1f} s {name}" for name, part in seconds.items())
+            say(f"start      {sum(seconds.values()):.1f} s: {parts}")
 
     def step(self, step, learning_rate, loss, grad_norm, skipped):
         """Record a training step; loss in nats per token, `skipped` counts all steps that the guard did not take.
@@ -106,6 +135,8 @@ class Report:
         }
         if self.peak:
             record["mfu"] = self.flops_per_step / seconds / self.peak
+        if self.started_in:
+            record["start_seconds"], self.started_in = self.started_in, {}
         self._write(record)
         speed = f"MFU {record['mfu']:.1%}" if self.peak else f"{record['tflops']:.3g} TFLOP/s"
         left = (config.steps - step) * (now - self.started) / max(step - self.first_step, 1)

@@ -29,8 +29,10 @@ from distributed import STOP, Signals, start_distributed
 from graphs import Recorded
 from guard import StepGuard
 from model import GPT
-from report import Report, describe, peak_flops
+from report import Laps, Report, age, describe, peak_flops
 from say import last_word, say
+
+IMPORTED = age()  # after so many seconds
 
 
 def learning_rate(step, config):
@@ -93,6 +95,7 @@ def seed_dropout(*numbers):
 
 def train(config):
     """One run; returns the best validation loss in nats per token."""
+    laps = Laps(imports=IMPORTED)
     if config.deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS asks for it
         torch.use_deterministic_algorithms(True)
@@ -119,6 +122,7 @@ def train(config):
     )  # as many tokens on any machine
     validation = validation_batches(corpus.val, config.block_size, micro_batch, eval_micro_batches)
     bits_per_nat = 1 / math.log(2) / corpus.bytes_per_token
+    laps.end("data")
 
     # Model: from its seed, or from the checkpoint of the run to go on with.
     torch.manual_seed(config.seed)
@@ -188,6 +192,7 @@ def train(config):
     )
     if is_main:
         describe(config, raw_model, corpus, distributed, dtype, folder)
+    laps.end("model")
 
     def evaluate_and_record(step):
         """The best validation loss so far, and whether it is this step's."""
@@ -277,6 +282,8 @@ def train(config):
                 if is_main and step > start:
                     save(step, is_best)
                 report.pause(since)
+                if step == start:
+                    laps.end("evaluation")
             if asked == STOP or step == config.steps:
                 break  # config.steps updates, then one last evaluation
 
@@ -293,6 +300,11 @@ def train(config):
                 loss, grad_norm = update(loss + gradients(*load(step, last)))
             else:
                 loss, grad_norm = whole_step(*load(step, last))
+            if step == start:
+                if kind == "cuda":
+                    torch.cuda.synchronize()
+                laps.end("first step")
+                report.start(laps.seconds)
 
             if (step + 1) % config.log_every == 0:
                 # .tolist() waits for the device: the only time the host does so in a plain step

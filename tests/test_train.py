@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
 import time
@@ -70,6 +71,9 @@ def test_loss_falls_and_everything_is_written(folder):
     for word in ("device", "parameters", "tokenizer bytes", "tokens/s", "bits/byte", "left"):
         assert word in result.stdout
     assert (folder / "runs" / "run" / "loss.png").read_bytes().startswith(b"\x89PNG")
+    start = next(record["start_seconds"] for record in metrics(folder) if "loss" in record)
+    assert list(start) == ["imports", "data", "model", "evaluation", "first step"] and min(start.values()) >= 0
+    assert re.search(r"^start      [\d.]+ s: [\d.]+ s imports, .* s first step$", result.stdout, re.MULTILINE)
 
 
 def test_wandb_is_imported_only_if_used():

@@ -117,9 +117,10 @@ def finished(run):
 
 
 def records(run):
-    """Of metrics.jsonl all but the speed."""
+    """Of metrics.jsonl all but the times."""
     lines = (run / "metrics.jsonl").read_text().splitlines()
-    return [{k: v for k, v in json.loads(line).items() if k not in ("tokens_per_second", "tflops")} for line in lines]
+    times = ("tokens_per_second", "tflops", "start_seconds")
+    return [{k: v for k, v in json.loads(line).items() if k not in times} for line in lines]
 
 
 def equal(a, b):
