@@ -60,10 +60,11 @@ def attention(
         impl: "auto" takes, where they passed a self-check, the Hopper kernels on their chip for the calls they serve,
             else Triton on a CUDA GPU; SDPA elsewhere where it can express the call, else the reference. The first call
             on a device in a dtype prints which and why, once more where Hopper kernels could not serve, and for their
-            first lengths or packed sequences; explain() says it of a call. "hopper", "triton", "sdpa" and "reference"
-            never fall back. float32 matmuls follow torch.set_float32_matmul_precision. Two runs give the same bits,
-            but for dq from the Hopper kernels: torch.use_deterministic_algorithms(True) has the backward of "triton"
-            serve there.
+            first lengths or packed sequences; explain() says it of a call. "portable" is auto without the Hopper
+            kernels: a program that cannot do without Triton's then compiles and checks one set. "hopper", "triton",
+            "sdpa" and "reference" never fall back. float32 matmuls follow torch.set_float32_matmul_precision. Two runs
+            give the same bits, but for dq from the Hopper kernels: torch.use_deterministic_algorithms(True) has the
+            backward of "triton" serve there.
 
     Returns:
         [B, Tq, H, Dv] in the dtype of q; with return_lse also [B, H, Tq] float32, -inf where a row sees no key.
@@ -168,12 +169,13 @@ def _choose(asked, q, k, v, rule, extra, seed, return_lse):
         lack = misses or hopper_lacks(q, k, v, rule, extra)
     if asked == "hopper" and lack:
         raise ValueError(f"the Hopper kernels do not serve {lack}; use impl='auto'")
-    if asked == "auto" and q.dtype in DTYPES:
-        choice = implementation(q.device, q.dtype, not lack, not lack and bounded(extra))
+    if asked in ("auto", "portable") and q.dtype in DTYPES:
+        serves = asked == "auto" and not lack
+        choice = implementation(q.device, q.dtype, serves, serves and bounded(extra))
         impl, reason = choice.name, choice.reason  # by name: Dynamo of PyTorch 2.11 cannot unpack a Choice
         if impl == "triton" and lack and not misses:
             reason = f"the Hopper kernels do not serve {lack}"
-    elif asked == "auto":
+    elif asked in ("auto", "portable"):
         impl, reason = "sdpa", f"the kernels do not compute in {q.dtype}"
     if impl == "triton" and not (q.is_cuda or os.environ.get("TRITON_INTERPRET") == "1"):
         raise ValueError(f"impl='triton' needs tensors on a CUDA GPU, got {q.device}; use impl='auto' or 'sdpa'")

@@ -294,12 +294,14 @@ def test_explains_what_serves(device):
     bias = torch.zeros(16, 16, device=device)
     if device == "cpu":
         assert explain(q, q, q) == "sdpa: the Triton kernels need a CUDA GPU, this is cpu"
+        assert explain(q, q, q, impl="portable") == "sdpa: the Triton kernels need a CUDA GPU, this is cpu"
         assert explain(q, q, q, sink=torch.zeros(2)).startswith("reference: ")
         with pytest.raises(ValueError, match="the Hopper kernels do not serve cpu, which is no Hopper GPU"):
             attention(q, q, q, impl="hopper")
     elif MISSES is None:
         assert explain(q, q, q, window=5).startswith("hopper: self-check passed")
         assert explain(q, q, q, bias=bias) == "triton: the Hopper kernels do not serve bias"
+        assert explain(q, q, q, impl="portable").startswith("triton: self-check passed")
         with pytest.raises(ValueError, match="the Hopper kernels do not serve bias; use impl='auto'"):
             attention(q, q, q, bias=bias, impl="hopper")
     with pytest.raises(ValueError, match="window"):
