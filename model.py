@@ -76,6 +76,12 @@ class GPTConfig:
     def kv_heads(self):
         return self.n_head if self.n_kv_head is None else self.n_kv_head
 
+    @property
+    def attention_impl(self):
+        """What attention() is asked for. With dropout only the portable kernels train: to evaluate by them too saves
+        compiling and checking others."""
+        return "portable" if self.attention == "auto" and self.dropout > 0 else self.attention
+
 
 class Cache:
     """Keys and values of the tokens seen so far, for generation: room for block_size tokens of `batch` rows."""
@@ -144,10 +150,8 @@ class Attention(nn.Module):
         if cache is not None:
             k, v = cache.append(self.layer, k, v)
         dropout = config.dropout if self.training else 0.0
-        # with dropout only the portable kernels train: to evaluate by them too saves compiling and checking others
-        impl = "portable" if config.attention == "auto" and config.dropout > 0 else config.attention
         if lse is None:
-            y = attention(q, k, v, causal=True, dropout=dropout, impl=impl)  # [B, T, H, D]
+            y = attention(q, k, v, causal=True, dropout=dropout, impl=config.attention_impl)  # [B, T, H, D]
         else:  # by whichever implementation has it: SDPA does not
             y, total = attention(q, k, v, causal=True, dropout=dropout, return_lse=True)
             lse.append(total.amax())

@@ -12,7 +12,7 @@ import math
 import os
 import sys
 import time
-from contextlib import nullcontext
+from contextlib import closing, nullcontext
 from dataclasses import asdict
 from pathlib import Path
 
@@ -22,6 +22,7 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import clip_grad_norm_
 
+from ahead import compile_attention, fetch_ahead
 from checkpoint import Saver, load_checkpoint, load_weights, new_run, write_config
 from config import fail, load_config, resolve_dtype
 from data import Batches, fingerprint, open_corpus, to_state, validation_batches
@@ -52,14 +53,15 @@ def learning_rate(step, config):
 @torch.compiler.set_stance("force_eager")  # to compile once more takes longer than most evaluations
 def evaluate(model, batches, autocast, distributed):
     """Mean validation loss in nats per token; the batches are dealt out to the ranks."""
-    total, tokens_seen = 0.0, 0
+    parts = []
     model.eval()
     for index in range(distributed.rank, len(batches), distributed.world):
         tokens, targets = batches[index]
         with autocast:
-            loss = model(tokens.to(distributed.device), targets.to(distributed.device))
-        total, tokens_seen = total + loss.item() * targets.numel(), tokens_seen + targets.numel()
+            parts.append((model(tokens.to(distributed.device), targets.to(distributed.device)), targets.numel()))
     model.train()
+    total = sum(loss.item() * count for loss, count in parts)  # only now, so that the host runs ahead of the device
+    tokens_seen = sum(count for _, count in parts)
     if distributed.world > 1:
         sums = torch.tensor([total, tokens_seen], dtype=torch.float64, device=distributed.device)
         dist.all_reduce(sums)
@@ -115,6 +117,10 @@ def train(config):
             "change either"
         )
 
+    dtype = resolve_dtype(config.dtype, device)
+    if kind == "cuda":
+        torch.set_float32_matmul_precision("high")
+        compile_attention(config, micro_batch, device, dtype)
     corpus, tokens_sha256 = open_on_all_ranks(config, distributed)
     batches = Batches(corpus.train, config.block_size, config.batch_size, config.seed)
     eval_micro_batches = (
@@ -127,7 +133,6 @@ def train(config):
     # Model: from its seed, or from the checkpoint of the run to go on with.
     torch.manual_seed(config.seed)
     model = raw_model = GPT(config.model(corpus.tokenizer.n_vocab)).to(device)
-    dtype = resolve_dtype(config.dtype, device)
     optimizer = torch.optim.AdamW(
         model.parameter_groups(config.weight_decay),
         lr=torch.tensor(config.learning_rate, device=device) if kind == "cuda" else config.learning_rate,
@@ -172,7 +177,6 @@ def train(config):
         write_config(folder, config)
 
     if kind == "cuda":
-        torch.set_float32_matmul_precision("high")
         if config.compile == "blocks":
             for block in model.blocks:
                 block.compile()
@@ -233,13 +237,20 @@ def train(config):
             distributed.share(None)  # else torchrun might end the first rank before it has said so
         sys.exit(1)
 
-    def load(step, first):
-        """Tokens and targets of a micro-batch, on the device."""
+    def fetch(step, first):
+        """Tokens and targets of the micro-batch that begins with a row of a step's batch, on the host."""
+        micro = batches.batch(step, slice(first, first + micro_batch))
+        if kind == "cuda":
+            with torch.cuda.device(device):
+                micro = [x.pin_memory() for x in micro]
+        return step, first, micro
+
+    def load():
+        """Tokens and targets of the next micro-batch, on the device."""
+        step, first, micro = next(fetched)
         if config.dropout > 0:
             seed_dropout(config.seed, step, first)
-        micro = batches.batch(step, slice(first, first + micro_batch))
-        # pinned, so that the copy overlaps with the step before
-        return [(x.pin_memory() if kind == "cuda" else x).to(device, non_blocking=True) for x in micro]
+        return [x.to(device, non_blocking=True) for x in micro]  # pinned: the copy overlaps with the step before
 
     def gradients(tokens, targets):
         """Add those of a micro-batch to the parameters'; returns its part of the loss, the mean of the global batch."""
@@ -266,7 +277,9 @@ def train(config):
     if config.cuda_graph and kind == "cuda" and world == 1 and not scaler.is_enabled():
         whole_step = Recorded(whole_step)
 
-    with Signals(distributed) as signals:
+    firsts = range(rank * share, (rank + 1) * share, micro_batch)
+    fetched = fetch_ahead(fetch, ((step, first) for step in range(start, config.steps) for first in firsts))
+    with Signals(distributed) as signals, closing(fetched):
         for step in range(start, config.steps + 1):
             asked = signals.agreed()
             due = step % config.eval_every == 0 or step == config.steps
@@ -293,13 +306,12 @@ def train(config):
                     group["lr"].fill_(rate)
                 else:
                     group["lr"] = rate
-            *firsts, last = range(rank * share, (rank + 1) * share, micro_batch)
-            if firsts:
+            if len(firsts) > 1:
                 with nullcontext() if world == 1 else model.no_sync():
-                    loss = sum(gradients(*load(step, first)) for first in firsts)
-                loss, grad_norm = update(loss + gradients(*load(step, last)))
+                    loss = sum(gradients(*load()) for _ in firsts[1:])
+                loss, grad_norm = update(loss + gradients(*load()))
             else:
-                loss, grad_norm = whole_step(*load(step, last))
+                loss, grad_norm = whole_step(*load())
             if step == start:
                 if kind == "cuda":
                     torch.cuda.synchronize()

@@ -6,6 +6,7 @@ import os
 import sys
 from contextlib import suppress
 from functools import cache
+from threading import Lock
 from typing import NamedTuple
 
 import torch
@@ -194,6 +195,7 @@ class Choice(NamedTuple):
 
 
 _CHOICES = {}
+_CHOOSING = Lock()  # threads that ask at once wait for one answer
 
 
 @torch.compiler.assume_constant_result  # Dynamo calls it while tracing and keeps the answer
@@ -207,16 +209,17 @@ def implementation(device, dtype, hopper, ragged):
     if device.type == "cuda" and device.index is None:
         device = torch.device("cuda", torch.cuda.current_device())
     key = device, dtype, hopper, ragged
-    if key not in _CHOICES:
-        if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
-            raise RuntimeError(
-                "attention() checks itself when first called; call it once before capturing a CUDA graph"
-            )
-        _CHOICES[key] = choice = _choose_for(*key)
-        if os.environ.get("RANK", "0") == "0":  # torchrun's other processes would say the same
-            name = str(dtype).removeprefix("torch.")
-            with suppress(OSError):  # a full disk behind it
-                print(f"attention  {choice.name} on {device}, {name}: {choice.reason}", file=sys.stderr, flush=True)
+    with _CHOOSING:
+        if key not in _CHOICES:
+            if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+                raise RuntimeError(
+                    "attention() checks itself when first called; call it once before capturing a CUDA graph"
+                )
+            _CHOICES[key] = choice = _choose_for(*key)
+            if os.environ.get("RANK", "0") == "0":  # torchrun's other processes would say the same
+                name = str(dtype).removeprefix("torch.")
+                with suppress(OSError):  # a full disk behind it
+                    print(f"attention  {choice.name} on {device}, {name}: {choice.reason}", file=sys.stderr, flush=True)
     return _CHOICES[key]
 
 

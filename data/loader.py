@@ -70,14 +70,15 @@ class Batches:
 
     def _epoch(self, epoch):
         """[windows] int64: where the windows of an epoch start, in their order."""
-        if epoch not in self._epochs:
-            if len(self._epochs) == 2:  # a batch across two epochs needs both for each of its micro-batches
-                del self._epochs[next(iter(self._epochs))]  # the oldest
+        order = self._epochs.get(epoch)
+        if order is None:
             # Raw bits and a stable sort: numpy may change what Generator.permutation draws, but not these.
             draws = np.random.PCG64(np.random.SeedSequence([self.seed, epoch])).random_raw(1 + self.windows)
             phase = int(draws[0] % np.uint64(self.phases))
-            self._epochs[epoch] = phase + np.argsort(draws[1:], kind="stable") * self.block_size
-        return self._epochs[epoch]
+            order = phase + np.argsort(draws[1:], kind="stable") * self.block_size
+            # Two, which a batch across two epochs needs for each of its micro-batches; a new dict, for other threads.
+            self._epochs = dict(list(self._epochs.items())[-1:]) | {epoch: order}
+        return order
 
 
 class WindowBatches(Sequence):

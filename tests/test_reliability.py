@@ -523,3 +523,19 @@ def test_every_record_is_one_line_of_json(folder, run):
     run()
     lines = (folder / "runs/run/metrics.jsonl").read_text().splitlines()
     assert [json.loads(line)["step"] for line in lines if "val_loss" not in line] == list(range(1, 41))
+
+
+def test_an_error_while_a_batch_is_fetched_is_one_sentence(folder, run, monkeypatch):
+    """In the thread that fetches ahead; the last checkpoint is that of the steps that were taken."""
+    original = train.Batches.batch
+
+    def batch(self, step, rows=slice(None)):
+        if step == 30:
+            raise OSError("the token file is gone; prepare the corpus again")
+        return original(self, step, rows)
+
+    monkeypatch.setattr(train.Batches, "batch", batch)
+    code, err = run()
+    assert code == 1
+    one_sentence(err, "the token file is gone")
+    assert contents("runs/run/checkpoint.pt")["step"] == 20 and len(losses(folder)) == 30
