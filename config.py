@@ -63,9 +63,10 @@ class Config(GPTConfig):
     # batches
     batch_size: int = 64
     """Sequences per step, over all GPUs and micro-batches."""
-    micro_batch: int = 0
-    """Sequences per forward pass of one GPU; 0 takes all of its share at once, or with --resume and dropout as many as
-    before."""
+    micro_batch: int | Literal["auto"] = 0
+    """Sequences per forward pass of one GPU. 0 takes all of its share at once, or with --resume and dropout as many as
+    before; auto the most that fit its memory and divide its share (on a CPU up to 32), with --resume as many as before.
+    """
 
     # optimizer
     steps: int = 5000
@@ -114,7 +115,7 @@ class Config(GPTConfig):
             "skip_zscore",
             "min_learning_rate",
         ):
-            if getattr(self, name) < 0:
+            if getattr(self, name) != "auto" and getattr(self, name) < 0:
                 raise ValueError(f"{name}={getattr(self, name)} must not be negative")
         if self.learning_rate <= 0 or self.min_learning_rate > self.learning_rate:
             raise ValueError(

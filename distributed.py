@@ -34,6 +34,14 @@ class Distributed(NamedTuple):
             value = shared[0]
         return value
 
+    def smallest(self, value):
+        """The smallest of the integers that the ranks have, on all ranks."""
+        if self.world > 1:
+            shared = torch.tensor(value)
+            dist.all_reduce(shared, dist.ReduceOp.MIN, group=self.control)
+            value = int(shared)
+        return value
+
 
 def start_distributed(config):
     """Join torchrun's process group, if there is one, and take this process's device."""

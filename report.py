@@ -37,7 +37,7 @@ def peak_flops(device):
     return PEAK_TFLOPS[max(known, key=len)] * 1e12 if known else None
 
 
-def describe(config, model, corpus, distributed, dtype, folder):
+def describe(config, model, corpus, distributed, dtype, folder, micro_batch):
     """The first lines of a run: what trains where, on what."""
     device, network = distributed.device, model.config
     chip = torch.cuda.get_device_name(device) if device.startswith("cuda") else f"{torch.get_num_threads()} threads"
@@ -54,7 +54,8 @@ def describe(config, model, corpus, distributed, dtype, folder):
     )
     tokens = config.batch_size * config.block_size
     epochs = config.steps * tokens / len(corpus.train)
-    say(f"step       {tokens:,} tokens, {config.steps:,} steps = {epochs:.1f} epochs")
+    sequences = f"{config.batch_size:,} sequences, {micro_batch:,} at a time"
+    say(f"step       {tokens:,} tokens ({sequences}), {config.steps:,} steps = {epochs:.1f} epochs")
 
 
 def age():

@@ -27,6 +27,7 @@ from checkpoint import Saver, load_checkpoint, load_weights, new_run, write_conf
 from config import fail, load_config, resolve_dtype
 from data import Batches, fingerprint, open_corpus, to_state, validation_batches
 from distributed import STOP, Signals, start_distributed
+from fit import choose_micro_batch, largest_micro_batch
 from graphs import Recorded
 from guard import StepGuard
 from model import GPT
@@ -110,23 +111,18 @@ def train(config):
 
     # The share of one rank, in micro-batches. The global batch depends on neither.
     share = config.batch_size // world
-    micro_batch = config.micro_batch or share
-    if share * world != config.batch_size or share % micro_batch:
+    rows = {0: share, "auto": 1}.get(config.micro_batch, config.micro_batch)
+    if share * world != config.batch_size or share % rows:
         raise ValueError(
-            f"batch_size={config.batch_size} must be a multiple of {world} GPUs x micro_batch={micro_batch}; "
-            "change either"
+            f"batch_size={config.batch_size} must be a multiple of {world} GPUs x micro_batch={rows}; change either"
         )
 
     dtype = resolve_dtype(config.dtype, device)
     if kind == "cuda":
         torch.set_float32_matmul_precision("high")
-        compile_attention(config, micro_batch, device, dtype)
+        compiling = compile_attention(config, rows, device, dtype)
     corpus, tokens_sha256 = open_on_all_ranks(config, distributed)
     batches = Batches(corpus.train, config.block_size, config.batch_size, config.seed)
-    eval_micro_batches = (
-        config.eval_batches * (config.batch_size // micro_batch) or None
-    )  # as many tokens on any machine
-    validation = validation_batches(corpus.val, config.block_size, micro_batch, eval_micro_batches)
     bits_per_nat = 1 / math.log(2) / corpus.bytes_per_token
     laps.end("data")
 
@@ -147,32 +143,36 @@ def train(config):
         model.eval()(*(x.to(device) for x in batches.batch(0, slice(1))))
     model.train()
     parts = {"optimizer": optimizer, "scaler": scaler, "guard": guard}
-    folder = Path(config.resume) if config.resume else new_run(config) if is_main else None
-    saver = Saver(folder, config.keep) if is_main else None
-    path = distributed.share(saver.newest() if is_main else None)
-    start, best = 0, math.inf
+    folder = Path(config.resume) if config.resume else None
+    saver = Saver(folder, config.keep) if is_main and folder else None
+    path = distributed.share(saver.newest() if saver else None)
+    start, best, before = 0, math.inf, None
     if path:  # none: a new run, or one that ended before its first checkpoint and begins again
         contents = load_checkpoint(path, ("tokenizer_hash", "tokens_sha256", "step", "best", *parts))
         check_data(contents, config, corpus, tokens_sha256, path)
         load_weights(model, contents, path)
         load_parts(parts, contents)
-        if config.dropout > 0 and not config.micro_batch:  # the rows of a micro-batch share a seed
-            micro_batch = contents.get("micro_batch", micro_batch)
-            if share % micro_batch:
-                raise ValueError(
-                    f"{path} was trained in micro-batches of {micro_batch}, which {share} sequences for each of "
-                    f"{world} processes are no multiple of; take another number of processes, or another dropout by "
-                    f"--micro_batch {share} --allow_changes True"
-                )
-        start, best = contents["step"], contents["best"]
+        start, best, before = contents["step"], contents["best"], contents.get("micro_batch")
         if start >= config.steps:
             raise ValueError(
                 f"run {folder} is finished at step {start}; give more --steps and --allow_changes True to go on"
             )
+
+    def search():
+        for thread in compiling if kind == "cuda" else ():
+            thread.join()  # else what it computes with counts
+        return distributed.smallest(largest_micro_batch(model, share, autocast, world))
+
+    micro_batch = choose_micro_batch(config, share, before, search)
+    eval_batches = config.eval_batches * (config.batch_size // micro_batch) or None  # as many tokens on any machine
+    validation = validation_batches(corpus.val, config.block_size, micro_batch, eval_batches)
     if is_main:
-        if path:
+        if not saver:
+            folder = new_run(config)
+            saver = Saver(folder, config.keep)
+        elif path:
             saver.step = start
-        elif config.resume:
+        else:
             saver.begin_again()
         write_config(folder, config)
 
@@ -195,7 +195,7 @@ def train(config):
         enabled=is_main,
     )
     if is_main:
-        describe(config, raw_model, corpus, distributed, dtype, folder)
+        describe(config, raw_model, corpus, distributed, dtype, folder, micro_batch)
     laps.end("model")
 
     def evaluate_and_record(step):

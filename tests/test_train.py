@@ -130,6 +130,19 @@ def test_micro_batches_and_ranks_train_the_same(folder):
     assert final[0] == pytest.approx(final[1], rel=1e-4)
 
 
+def test_micro_batch_auto(folder):
+    """Ranks agree on it, it is said and stored, and the global batch is what it was."""
+    launch(folder, name="whole", batch_size=6, steps=4, eval_every=2)
+    result = launch(folder, name="auto", batch_size=6, steps=4, eval_every=2, micro_batch="auto", ranks=2)
+    assert result.returncode == 0 and "(6 sequences, 3 at a time)" in result.stdout, result.stderr
+    path = folder / "runs" / "auto" / "checkpoint.pt"
+    assert torch.load(path, weights_only=True)["micro_batch"] == 3
+    assert losses(folder, "auto") == pytest.approx(losses(folder, "whole"), rel=1e-4)
+    path.unlink()
+    result = launch(folder, "--resume", "runs/auto")  # one process, which would take 6
+    assert result.returncode == 0 and "3 at a time" in result.stdout, result.stderr
+
+
 @pytest.mark.parametrize(
     "options, message",
     [
