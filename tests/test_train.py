@@ -6,12 +6,16 @@ import re
 import subprocess
 import sys
 import time
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
 import torch
 
+import train
 from config import Config
+from distributed import Distributed
+from model import GPT, GPTConfig
 from train import learning_rate
 
 ROOT = Path(__file__).parents[1]
@@ -206,6 +210,23 @@ def test_resume_survives_a_cut_line(folder):
         file.write('{"step": 21, "lo')
     assert launch(folder, "--resume", "--steps", "22", "--allow_changes", "True").returncode == 0
     assert [record["step"] for record in metrics(folder)][-1] == 22
+
+
+def test_evaluation_is_dealt_out_to_the_ranks(monkeypatch):
+    """Each batch to one of them; the sums of all make the loss that one process has, whatever the size of the last."""
+    sums, seen = [], []
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    monkeypatch.setattr(train.dist, "all_reduce", lambda x: sums.append(x.clone()))
+    network = GPT(GPTConfig(vocab_size=8, n_layer=1, n_head=1, n_embd=8, block_size=8, attention="sdpa"))
+    network.blocks[0].register_forward_pre_hook(lambda _, inputs: seen.append(len(inputs[0])))
+    batches = [[torch.randint(8, (rows, 8)) for _ in range(2)] for rows in (4, 4, 4, 4, 1)]
+    whole = train.evaluate(network, batches, nullcontext(), Distributed(0, 1, "cpu"))
+    seen.clear()
+    for rank in (0, 1):
+        train.evaluate(network, batches, nullcontext(), Distributed(rank, 2, "cpu"))
+    assert seen == [4, 4, 1, 4, 4]
+    total, tokens = sum(sums).tolist()
+    assert tokens == 8 * 17 and total / tokens == pytest.approx(whole, rel=1e-6)
 
 
 def test_a_rank_without_a_validation_batch(folder):
