@@ -22,8 +22,10 @@ def compile_attention(config, rows, device, dtype):
         config: GPTConfig. rows: of a micro-batch. device: a CUDA device. dtype: of the matmuls.
 
     Returns:
-        The threads; a program waits for them at its end.
+        The threads, none if other than our kernels are asked for; a program waits for them at its end.
     """
+    if config.attention in ("sdpa", "reference"):
+        return []
     heads = (config.n_head, config.kv_heads, config.kv_heads)
 
     def call(dropout, gradients):

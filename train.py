@@ -117,7 +117,7 @@ def train(config):
             f"batch_size={config.batch_size} must be a multiple of {world} GPUs x micro_batch={rows}; change either"
         )
 
-    dtype = resolve_dtype(config.dtype, device)
+    dtype, compiling = resolve_dtype(config.dtype, device), []
     if kind == "cuda":
         torch.set_float32_matmul_precision("high")
         compiling = compile_attention(config, rows, device, dtype)
@@ -159,8 +159,8 @@ def train(config):
             )
 
     def search():
-        for thread in compiling if kind == "cuda" else ():
-            thread.join()  # else what it computes with counts
+        for thread in compiling:
+            thread.join()  # else the memory that it computes in would count
         return distributed.smallest(largest_micro_batch(model, share, autocast, world))
 
     micro_batch = choose_micro_batch(config, share, before, search)
