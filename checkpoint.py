@@ -22,7 +22,7 @@ from pathlib import Path
 import filelock
 import torch
 
-from data import atomic_file, from_state
+from data import atomic_file, fingerprint, from_state
 from model import GPT, GPTConfig
 from say import say
 
@@ -302,3 +302,27 @@ def load_weights(model, contents, path):
         reason = " ".join(str(error).split())[:200]
         message = f"checkpoint {path} holds another model ({reason}); use the configuration it was trained with"
         raise ValueError(message) from None
+
+
+def check_data(contents, config, corpus, tokens_sha256, path):
+    """ValueError unless a checkpoint was trained on the tokens of `corpus`, whose digest is given."""
+    if contents["tokenizer_hash"] != fingerprint(corpus.tokenizer):
+        raise ValueError(
+            f"checkpoint {path} was trained with another tokenizer than the corpus now has; prepare it anew"
+        )
+    if contents["tokens_sha256"] != tokens_sha256 and not config.allow_changes:
+        raise ValueError(
+            f"the tokens in {corpus.folder} are not those that {path} was trained on (sha256 {tokens_sha256[:12]}.., "
+            f"not {contents['tokens_sha256'][:12]}..); prepare the same text again, or add --allow_changes True"
+        )
+
+
+def load_parts(parts, contents):
+    """Give the optimizer, the scaler and the guard the state of a checkpoint."""
+    optimizer = parts["optimizer"]
+    options = [{k: v for k, v in group.items() if k != "params"} for group in optimizer.param_groups]
+    for name, part in parts.items():
+        if contents[name]:  # a scaler has a state for float16 only
+            part.load_state_dict(contents[name])
+    for group, option in zip(optimizer.param_groups, options, strict=True):
+        group.update(option)  # the flags of this process, not the checkpoint's

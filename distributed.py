@@ -3,6 +3,7 @@
 import os
 import signal
 from contextlib import suppress
+from dataclasses import asdict
 from datetime import timedelta
 from typing import Any, NamedTuple
 
@@ -57,6 +58,14 @@ def start_distributed(config):
     # Long, because the first rank may prepare a corpus for hours; a rank that dies is noticed at once all the same.
     control = dist.new_group(backend="gloo", timeout=timedelta(days=1))
     return Distributed(dist.get_rank(), world, device, control)
+
+
+def check_agreement(config, distributed):
+    """ValueError unless all ranks have the first one's configuration; each may have found another newest run."""
+    mine, first = asdict(config), distributed.share(asdict(config))
+    if mine != first:
+        name = next(name for name in mine if mine[name] != first[name])
+        raise ValueError(f"{name} is {mine[name]!r} here and {first[name]!r} on the first rank; name it by --{name}")
 
 
 class Signals:

@@ -23,10 +23,10 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import clip_grad_norm_
 
 from ahead import compile_attention, fetch_ahead
-from checkpoint import Saver, load_checkpoint, load_weights, new_run, write_config
+from checkpoint import Saver, check_data, load_checkpoint, load_parts, load_weights, new_run, write_config
 from config import fail, load_config, resolve_dtype
 from data import Batches, fingerprint, open_corpus, to_state, validation_batches
-from distributed import STOP, Signals, start_distributed
+from distributed import STOP, Signals, check_agreement, start_distributed
 from fit import choose_micro_batch, largest_micro_batch
 from graphs import Recorded
 from guard import StepGuard
@@ -335,38 +335,6 @@ def train(config):
         say(f"best val loss {best:.4f} nats/token = {best * bits_per_nat:.4f} bits/byte; run in {folder}")
         say("sample from it: python sample.py")
     return best
-
-
-def check_agreement(config, distributed):
-    """ValueError unless all ranks have the first one's configuration; each may have found another newest run."""
-    mine, first = asdict(config), distributed.share(asdict(config))
-    if mine != first:
-        name = next(name for name in mine if mine[name] != first[name])
-        raise ValueError(f"{name} is {mine[name]!r} here and {first[name]!r} on the first rank; name it by --{name}")
-
-
-def check_data(contents, config, corpus, tokens_sha256, path):
-    """ValueError unless a checkpoint was trained on the tokens of `corpus`, whose digest is given."""
-    if contents["tokenizer_hash"] != fingerprint(corpus.tokenizer):
-        raise ValueError(
-            f"checkpoint {path} was trained with another tokenizer than the corpus now has; prepare it anew"
-        )
-    if contents["tokens_sha256"] != tokens_sha256 and not config.allow_changes:
-        raise ValueError(
-            f"the tokens in {corpus.folder} are not those that {path} was trained on (sha256 {tokens_sha256[:12]}.., "
-            f"not {contents['tokens_sha256'][:12]}..); prepare the same text again, or add --allow_changes True"
-        )
-
-
-def load_parts(parts, contents):
-    """Give the optimizer, the scaler and the guard the state of a checkpoint."""
-    optimizer = parts["optimizer"]
-    options = [{k: v for k, v in group.items() if k != "params"} for group in optimizer.param_groups]
-    for name, part in parts.items():
-        if contents[name]:  # a scaler has a state for float16 only
-            part.load_state_dict(contents[name])
-    for group, option in zip(optimizer.param_groups, options, strict=True):
-        group.update(option)  # the flags of this process, not the checkpoint's
 
 
 def main(argv):
