@@ -22,7 +22,8 @@ from say import say
 
 # What may change when a run is resumed: it then still equals a run in one piece.
 FREE_ON_RESUME = (
-    "resume", "allow_changes", "keep", "max_bad_steps", "log_every", "log_attention", "wandb", "wandb_project"
+    "resume", "allow_changes", "keep", "max_bad_steps", "log_every", "log_attention", "wandb", "wandb_project",
+    "shard_optimizer",
 )  # fmt: skip
 
 
@@ -69,6 +70,8 @@ class Config(GPTConfig):
     """
 
     # optimizer
+    shard_optimizer: bool = False
+    """Of several GPUs, let each hold its share of the optimizer's state, for models that otherwise do not fit."""
     steps: int = 5000
     learning_rate: float = 1e-3
     min_learning_rate: float = 1e-4

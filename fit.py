@@ -30,12 +30,16 @@ def choose_micro_batch(config, share, before, search):
     return search() if asked == "auto" else asked or share
 
 
-def largest_micro_batch(model, share, autocast, world):
-    """The largest divisor of `share` that fits the memory of the model's device, or on a CPU one up to ON_CPU."""
+def largest_micro_batch(model, share, autocast, world, shards):
+    """The largest divisor of `share` that fits the memory of the model's device, or on a CPU one up to ON_CPU.
+
+    world: number of ranks. shards: over how many of them the optimizer's state is spread.
+    """
     divisors = [rows for rows in range(1, share + 1) if share % rows == 0]
     if next(model.parameters()).device.type != "cuda":
         return max(rows for rows in divisors if rows <= ON_CPU)
-    return largest(divisors, lambda rows: fits(model, rows, autocast, world))
+    copies = 2 / shards + (world > 1)  # AdamW's two moments, and the buckets in which DDP sums gradients
+    return largest(divisors, lambda rows: fits(model, rows, autocast, copies))
 
 
 def largest(numbers, good):
@@ -51,10 +55,10 @@ def largest(numbers, good):
     return numbers[low - 1]
 
 
-def fits(model, rows, autocast, world):
-    """Whether a step of `rows` sequences fits; of the trial nothing stays, and the weights are as they were."""
+def fits(model, rows, autocast, copies):
+    """Whether a step of `rows` sequences fits beside so many copies of the weights; of the trial nothing stays."""
     try:
-        _try_step(model, rows, autocast, world)
+        _try_step(model, rows, autocast, copies)
         return True
     except torch.OutOfMemoryError:
         return False
@@ -64,14 +68,14 @@ def fits(model, rows, autocast, world):
             torch.cuda.empty_cache()  # blocks of this size may be of no use to the next
 
 
-def _try_step(model, rows, autocast, world):
+def _try_step(model, rows, autocast, copies):
     """Forward and backward, not compiled, which takes more memory, beside room for all else that a step holds."""
     device = next(model.parameters()).device
-    copies = 2 if world == 1 else 3  # AdamW's two moments, and the buckets in which DDP sums gradients
-    room = [torch.empty_like(p) for p in model.parameters() for _ in range(copies)]
+    size = copies * sum(p.numel() * p.element_size() for p in model.parameters())
     if device.type == "cuda":
         _, total = torch.cuda.mem_get_info(device)
-        room.append(torch.empty(int(RESERVE * total), dtype=torch.uint8, device=device))
+        size += RESERVE * total
+    room = torch.empty(int(size), dtype=torch.uint8, device=device)  # noqa: F841, held until the backward is done
     tokens = torch.zeros(rows, model.config.block_size, dtype=torch.int64, device=device)
     with autocast:
         loss = model(tokens, tokens)

@@ -14,6 +14,7 @@ import sys
 import time
 from contextlib import closing, nullcontext
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -33,6 +34,7 @@ from guard import StepGuard
 from model import GPT
 from report import Laps, Report, age, describe, peak_flops
 from say import last_word, say
+from shard import Sharded
 
 IMPORTED = age()  # after so many seconds
 
@@ -129,13 +131,15 @@ def train(config):
     # Model: from its seed, or from the checkpoint of the run to go on with.
     torch.manual_seed(config.seed)
     model = raw_model = GPT(config.model(corpus.tokenizer.n_vocab)).to(device)
-    optimizer = torch.optim.AdamW(
-        model.parameter_groups(config.weight_decay),
+    make_optimizer = partial(
+        torch.optim.AdamW,
         lr=torch.tensor(config.learning_rate, device=device) if kind == "cuda" else config.learning_rate,
         betas=(config.beta1, config.beta2),
         fused=True,  # fast, and skips a step on the device when the guard says so
         capturable=kind == "cuda",
     )
+    groups, shards = model.parameter_groups(config.weight_decay), world if config.shard_optimizer else 1
+    optimizer = make_optimizer(groups) if shards == 1 else Sharded(make_optimizer, groups, rank, world)
     guard = StepGuard(config.skip_zscore).to(device)
     scaler = torch.amp.GradScaler(kind, enabled=dtype == torch.float16)
     autocast = torch.autocast(kind, dtype) if dtype != torch.float32 else nullcontext()
@@ -161,7 +165,7 @@ def train(config):
     def search():
         for thread in compiling:
             thread.join()  # else the memory that it computes in would count
-        return distributed.smallest(largest_micro_batch(model, share, autocast, world))
+        return distributed.smallest(largest_micro_batch(model, share, autocast, world, shards))
 
     micro_batch = choose_micro_batch(config, share, before, search)
     eval_batches = config.eval_batches * (config.batch_size // micro_batch) or None  # as many tokens on any machine
@@ -218,7 +222,9 @@ def train(config):
             "step": step,
             "best": best,
         }
-        saver.save(weights, {name: part.state_dict() for name, part in parts.items()}, is_best)
+        states = {name: part.state_dict() for name, part in parts.items()}  # of all ranks, if the optimizer is sharded
+        if is_main:
+            saver.save(weights, states, is_best)
 
     def check_row(step, row):
         """End the run if the last `row` steps before `step`, too many, were not finite."""
@@ -292,7 +298,7 @@ def train(config):
                     check_row(step, guard.row.item())
                 if due and (step > start or step == 0):
                     best, is_best = evaluate_and_record(step)
-                if is_main and step > start:
+                if step > start:
                     save(step, is_best)
                 report.pause(since)
                 if step == start:

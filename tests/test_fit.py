@@ -32,7 +32,7 @@ def test_largest_that_fits_and_nothing_stays_of_the_trials(network):
 
     def good(rows):
         tried.append(rows)
-        return fits(network, rows, nullcontext(), world=2)
+        return fits(network, rows, nullcontext(), copies=3)
 
     assert largest(DIVISORS, good) == 8 and len(tried) <= 4
     assert all(parameter.grad is None for parameter in network.parameters())
@@ -49,11 +49,11 @@ def test_every_limit():
 def test_other_errors_are_not_taken_for_a_lack_of_memory(network):
     network.blocks[0].register_forward_pre_hook(lambda *_: (_ for _ in ()).throw(RuntimeError("something else")))
     with pytest.raises(RuntimeError, match="something else"):
-        fits(network, 2, nullcontext(), world=1)
+        fits(network, 2, nullcontext(), copies=2)
 
 
 def test_on_a_cpu_it_divides_the_share_without_a_trial(network):
-    assert [largest_micro_batch(network, share, nullcontext(), 1) for share in (8, 48, 60, 37)] == [8, 24, 30, 1]
+    assert [largest_micro_batch(network, share, nullcontext(), 1, 1) for share in (8, 48, 60, 37)] == [8, 24, 30, 1]
 
 
 def test_a_resumed_run_keeps_what_it_found():

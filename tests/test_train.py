@@ -134,6 +134,27 @@ def test_micro_batches_and_ranks_train_the_same(folder):
     assert final[0] == pytest.approx(final[1], rel=1e-4)
 
 
+def test_a_sharded_optimizer_trains_the_same_and_its_checkpoint_is_in_one_piece(folder):
+    """With two processes, resumed by one without shards, and by three, which have other shares."""
+    options = dict(steps=12, eval_every=4, batch_size=6, keep=3, bias=True)
+    launch(folder, name="whole", **options)
+    result = launch(folder, name="shards", ranks=2, shard_optimizer=True, **options)
+    assert result.returncode == 0, result.stderr
+    assert losses(folder, "shards") == pytest.approx(losses(folder, "whole"), rel=1e-4)
+    path = folder / "runs" / "shards" / "checkpoint.pt"
+    paths = (folder / "runs" / "whole" / "checkpoint.pt", path)
+    states = [torch.load(path, weights_only=True)["optimizer"] for path in paths]
+    numbers = [[group["params"] for group in state["param_groups"]] for state in states]
+    assert numbers[0] == numbers[1]
+    for whole, shards in zip(*(state["state"].values() for state in states), strict=True):
+        torch.testing.assert_close(whole, shards, rtol=1e-2, atol=1e-5)
+    for ranks, flag in ((1, "False"), (3, "True")):
+        path.unlink()
+        result = launch(folder, "--resume", "runs/shards", "--shard_optimizer", flag, ranks=ranks)
+        assert result.returncode == 0, result.stderr
+        assert losses(folder, "shards") == pytest.approx(losses(folder, "whole"), rel=1e-4)
+
+
 def test_micro_batch_auto(folder):
     """Ranks agree on it, it is said and stored, and the global batch is what it was."""
     launch(folder, name="whole", batch_size=6, steps=4, eval_every=2)
