@@ -101,5 +101,5 @@ def launch_cross_entropy(logits, targets, losses, vocabulary, softcap, gradients
     with torch.cuda.device_of(logits):
         cross_entropy_kernel[(rows,)](
             logits, targets, losses, logits.stride(0), vocabulary, columns, softcap,
-            CAPPED=softcap > 0, GRADIENTS=gradients, BLOCK=block, num_warps=max(block // 512, 1),
+            CAPPED=softcap > 0, GRADIENTS=gradients, BLOCK=block, num_warps=max(block // 1024, 1),
         )  # fmt: skip

@@ -122,7 +122,8 @@ def train(config):
     dtype, compiling = resolve_dtype(config.dtype, device), []
     if kind == "cuda":
         torch.set_float32_matmul_precision("high")
-        compiling = compile_attention(config, rows, device, dtype)
+        if not config.deterministic:  # which the self-check of the kernels turns off for a moment
+            compiling = compile_attention(config, rows, device, dtype)
     corpus, tokens_sha256 = open_on_all_ranks(config, distributed)
     batches = Batches(corpus.train, config.block_size, config.batch_size, config.seed)
     bits_per_nat = 1 / math.log(2) / corpus.bytes_per_token
