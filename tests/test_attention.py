@@ -170,8 +170,8 @@ def check(draw, dtype, impls=None, yardstick=None):
     """Fail if a result errs more than twice as much as eager PyTorch or by_rounding(), whichever is more.
 
     draw() makes a problem. Errors are norms over a whole result. Often a row or two with the fewest keys make most of
-    one, so where it is too large, 8 draws decide, 32 or 128: the errors of all are added in square. impls: None for all of
-    our_kernels(). Returns Errors.
+    one, so where it is too large, 8 draws decide, 32 or 128: the errors of all are added in square. Returns Errors.
+    impls: None for all of our_kernels().
 
     Eager PyTorch computes in dtype, or in the dtype `yardstick`, of which the error counts twice: it rounds numbers
     where tensor cores cut float32 off to tf32.
