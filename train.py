@@ -23,7 +23,7 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import clip_grad_norm_
 
-from ahead import compile_attention, fetch_ahead
+from ahead import fetch_ahead
 from checkpoint import Saver, check_data, load_checkpoint, load_parts, load_weights, new_run, write_config
 from config import fail, load_config, resolve_dtype
 from data import Batches, fingerprint, open_corpus, to_state, validation_batches
@@ -119,11 +119,9 @@ def train(config):
             f"batch_size={config.batch_size} must be a multiple of {world} GPUs x micro_batch={rows}; change either"
         )
 
-    dtype, compiling = resolve_dtype(config.dtype, device), []
+    dtype = resolve_dtype(config.dtype, device)
     if kind == "cuda":
         torch.set_float32_matmul_precision("high")
-        if not config.deterministic:  # which the self-check of the kernels turns off for a moment
-            compiling = compile_attention(config, rows, device, dtype)
     corpus, tokens_sha256 = open_on_all_ranks(config, distributed)
     batches = Batches(corpus.train, config.block_size, config.batch_size, config.seed)
     bits_per_nat = 1 / math.log(2) / corpus.bytes_per_token
@@ -164,8 +162,6 @@ def train(config):
             )
 
     def search():
-        for thread in compiling:
-            thread.join()  # else the memory that it computes in would count
         return distributed.smallest(largest_micro_batch(model, share, autocast, world, shards))
 
     micro_batch = choose_micro_batch(config, share, before, search)

@@ -6,7 +6,6 @@ import os
 import sys
 from contextlib import suppress
 from functools import cache
-from threading import Lock
 from typing import NamedTuple
 
 import torch
@@ -145,10 +144,11 @@ def _decide(q, k, v, options, terms, ragged, return_lse):
     if all(x is None for x in others) and _SIMPLE.issuperset(types) and not torch.compiler.is_compiling():
         call = (*((x.shape, x.stride(), x.dtype, x.device) for x in (q, k, v)), options, types, return_lse)
         try:
-            if call in _DECIDED:
-                return _DECIDED[call]
+            found = _DECIDED.get(call)
         except TypeError:  # symbolic shapes have no hash
-            call = None
+            call = found = None
+        if found is not None:
+            return found
     check_call(q, k, v, options, terms, ragged)
     causal, window, _, softcap, dropout, seed, asked = options
     rule = dict(causal=causal, window=window, softcap=softcap, dropout=dropout)
@@ -195,7 +195,6 @@ class Choice(NamedTuple):
 
 
 _CHOICES = {}
-_CHOOSING = Lock()  # threads that ask at once wait for one answer
 
 
 @torch.compiler.assume_constant_result  # Dynamo calls it while tracing and keeps the answer
@@ -209,17 +208,16 @@ def implementation(device, dtype, hopper, ragged):
     if device.type == "cuda" and device.index is None:
         device = torch.device("cuda", torch.cuda.current_device())
     key = device, dtype, hopper, ragged
-    with _CHOOSING:
-        if key not in _CHOICES:
-            if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
-                raise RuntimeError(
-                    "attention() checks itself when first called; call it once before capturing a CUDA graph"
-                )
-            _CHOICES[key] = choice = _choose_for(*key)
-            if os.environ.get("RANK", "0") == "0":  # torchrun's other processes would say the same
-                name = str(dtype).removeprefix("torch.")
-                with suppress(OSError):  # a full disk behind it
-                    print(f"attention  {choice.name} on {device}, {name}: {choice.reason}", file=sys.stderr, flush=True)
+    if key not in _CHOICES:
+        if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+            raise RuntimeError(
+                "attention() checks itself when first called; call it once before capturing a CUDA graph"
+            )
+        _CHOICES[key] = choice = _choose_for(*key)
+        if os.environ.get("RANK", "0") == "0":  # torchrun's other processes would say the same
+            name = str(dtype).removeprefix("torch.")
+            with suppress(OSError):  # a full disk behind it
+                print(f"attention  {choice.name} on {device}, {name}: {choice.reason}", file=sys.stderr, flush=True)
     return _CHOICES[key]
 
 

@@ -36,7 +36,7 @@ class Options(NamedTuple):
 
     @property
     def learned(self):
-        """Those that have gradients."""
+        """Those that have gradients: bias, gate and sink."""
         return self[:3]
 
     @property
@@ -99,7 +99,7 @@ def _backward(q, k, v, out, lse2, dout, dlse, bias_grad, *options):
 @torch.library.register_fake("attention::backward", lib=LIBRARY)
 def _(q, k, v, out, lse2, dout, dlse, bias_grad, *options):
     options = Options(*options)
-    inputs = (q, k, v, options.bias if bias_grad else None, options.gate, options.sink)
+    inputs = (q, k, v, options.bias if bias_grad else None, *options.learned[1:])
     return [torch.empty_like(x, memory_format=torch.contiguous_format) for x in inputs if x is not None]
 
 
@@ -126,15 +126,16 @@ def _run_backward(q, k, v, out, lse2, dout, dlse, bias_grad, options):
         return host(options.hopper).backward(q, k, v, out, lse2, dout, dlse, bias_grad, options)
     with torch._C._AutoDispatchBelowAutograd():
         found = backward(q, k, v, out, lse2, dout, dlse, bias_grad, *options)
-    wanted = (q, k, v, options.bias if bias_grad else None, options.gate, options.sink)
+    wanted = (q, k, v, options.bias if bias_grad else None, *options.learned[1:])
     return [None if x is None else found.pop(0) for x in wanted]
 
 
 class Attention(torch.autograd.Function):
-    """The gradient of forward by backward. bias, gate and sink, which have one too, are also given by themselves."""
+    """The gradient of forward by backward. inputs: options.learned, for autograd to see them, and options."""
 
     @staticmethod
-    def forward(ctx, q, k, v, bias, gate, sink, options):
+    def forward(ctx, q, k, v, *inputs):
+        *_, options = inputs
         out, lse2 = _run_forward(q, k, v, options)
         ctx.save_for_backward(q, k, v, out, lse2, *options.tensors)
         ctx.numbers = options.numbers

@@ -1,11 +1,11 @@
-"""What threads do ahead: batches come in order and no further ahead than they should, errors reach the main thread."""
+"""Batches fetched ahead: they come in order and no further ahead than they should, errors reach the main thread."""
 
 import threading
 import time
 
 import pytest
 
-from ahead import STEPS_AHEAD, fetch_ahead
+from ahead import AHEAD, fetch_ahead
 
 
 def test_places_come_in_order_from_another_thread():
@@ -21,9 +21,9 @@ def test_no_further_ahead_than_needed():
     for step in range(5):
         next(fetched)
         time.sleep(0.01)
-        assert len(seen) <= step + 1 + STEPS_AHEAD
+        assert len(seen) <= step + 1 + AHEAD
     fetched.close()
-    assert len(seen) <= 5 + STEPS_AHEAD
+    assert len(seen) <= 5 + AHEAD
 
 
 def test_an_error_is_raised_where_its_batch_would_have_come():

@@ -12,6 +12,7 @@ from typing import NamedTuple
 import pytest
 import torch
 import torch.nn.functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from attention import attention, explain, launch, ops
 from attention.reference import keep_mask, reference_attention
@@ -167,7 +168,7 @@ class Errors(NamedTuple):
 
 
 def check(draw, dtype, impls=None, yardstick=None):
-    """Fail if a result errs more than twice as much as eager PyTorch or by_rounding(), whichever is more.
+    """Fail if a result is found to err more than twice as much as eager PyTorch or by_rounding(), whichever is more.
 
     draw() makes a problem. Errors are norms over a whole result. Often a row or two with the fewest keys make most of
     one, so where it is too large, 8 draws decide, 32 or 128: the errors of all are added in square. Returns Errors.
@@ -416,6 +417,7 @@ def test_dropout_draws_a_seed_from_torch(device):
 @pytest.mark.parametrize("case", ["causal", "all_packed"])
 def test_custom_ops(case, device, monkeypatch):
     """torch.library.opcheck of both ops, on the arguments that attention() gives them."""
+    monkeypatch.setattr(ops, "_plain", lambda *tensors: False)  # else eager calls go past the ops
     calls = {}
     for name in ("forward", "backward"):
         op = getattr(ops, name)
@@ -426,12 +428,31 @@ def test_custom_ops(case, device, monkeypatch):
 
         monkeypatch.setattr(ops, name, record)
     results(kernels, make_problem(device, torch.float32, **CASES[case]), torch.float32)
+    assert set(calls) == {"forward", "backward"}
     for name, (op, args) in calls.items():
         tests = ["test_schema", "test_faketensor", "test_autograd_registration"]
         if name == "forward":  # the backward op has no derivative to trace
             args = [x.requires_grad_() if isinstance(x, torch.Tensor) and x.is_floating_point() else x for x in args]
             tests.append("test_aot_dispatch_dynamic")
         torch.library.opcheck(op, tuple(args), test_utils=tests)
+
+
+@pytest.mark.parametrize("case", ["causal", "all_packed"])
+def test_modes_see_the_ops(case, device):
+    """Under a dispatch mode calls go through both ops, with the same results."""
+
+    seen = set()
+
+    class Log(TorchDispatchMode):
+        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+            seen.add(function)
+            return function(*args, **kwargs or {})
+
+    problem = make_problem(device, torch.float32, **CASES[case])
+    with Log():
+        found = results(kernels, problem, torch.float32)
+    assert {ops.forward, ops.backward} <= seen
+    assert all(torch.equal(x, found[name]) for name, x in results(kernels, problem, torch.float32).items())
 
 
 @pytest.mark.parametrize(
@@ -495,6 +516,7 @@ def test_auto_says_once_what_it_took(device, capsys):
     from attention import api
 
     api._CHOICES.clear()
+    api._DECIDED.clear()
     q, k, v = (torch.randn(1, 20, 2, 64, device=device, dtype=torch.bfloat16) for _ in range(3))
     attention(q, k, v)
     attention(q, k, v)
