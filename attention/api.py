@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 
 from . import ops
-from .checks import DTYPES, check_call, check_is_tensor, pair
+from .checks import DTYPES, check_call, check_is_tensor, check_ragged, pair
 from .reference import reference_attention
 
 # asked once, here: torch.compile cannot trace the question in PyTorch 2.11
@@ -55,7 +55,8 @@ def attention(
             such tensors, for queries and for keys, where they differ. Empty sequences are allowed; tokens behind the
             last start belong to no sequence and give 0.
         max_seqlen: length of the longest sequence, or a pair (queries, keys); None = T, which is safe and starts more
-            programs than needed. What a smaller one than the longest gives is undefined.
+            programs than needed. What a smaller one than the longest gives is undefined. Triton's kernels are looked
+            up anew for each value: better round it up than pass that of every batch.
         return_lse: also return the logarithm of the softmax denominator (with the sink), natural log, differentiable.
         impl: "auto" takes, where they passed a self-check, the Hopper kernels on their chip for the calls they serve,
             else Triton on a CUDA GPU; SDPA elsewhere where it can express the call, else the reference. The first call
@@ -110,8 +111,10 @@ def attention(
         hopper=impl == "hopper",
     )
     # in eager mode what the op does, since the way through PyTorch's dispatcher takes as long as a kernel
-    op = ops.forward if torch.compiler.is_compiling() else ops.forward_with_gradient
-    out, lse2 = op(q, k, v, *options)
+    if torch.compiler.is_compiling():
+        out, lse2 = ops.forward(q, k, v, *options)
+    else:
+        out, lse2 = ops.forward_with_gradient(q, k, v, options)
     return (out, lse2 * math.log(2)) if return_lse else out
 
 
@@ -137,23 +140,26 @@ def _decide(q, k, v, options, terms, ragged, return_lse):
     """The implementation that serves a call, and why, in words; ValueError if a rule is broken.
 
     options: causal, window, scale, softcap, dropout, seed, impl; terms: bias, decay, sink; ragged: lengths, cu_seqlens,
-    max_seqlen. Remembered for calls without further tensors: checking takes as long as launching.
+    max_seqlen. Remembered for calls without further tensors but those of ragged: checking takes as long as launching.
     """
     call, types = None, tuple(map(type, options))  # the types too, since True == 1
-    others = terms + ragged
-    if all(x is None for x in others) and _SIMPLE.issuperset(types) and not torch.compiler.is_compiling():
-        call = (*((x.shape, x.stride(), x.dtype, x.device) for x in (q, k, v)), options, types, return_lse)
+    if all(x is None for x in terms) and _SIMPLE.issuperset(types) and not torch.compiler.is_compiling():
+        given = tuple(x is not None for x in ragged)
+        call = (*((x.shape, x.stride(), x.dtype, x.device) for x in (q, k, v)), options, types, return_lse, given)
         try:
             found = _DECIDED.get(call)
         except TypeError:  # symbolic shapes have no hash
             call = found = None
         if found is not None:
+            if any(given):
+                check_ragged(q, k, *ragged)
             return found
     check_call(q, k, v, options, terms, ragged)
     causal, window, _, softcap, dropout, seed, asked = options
     rule = dict(causal=causal, window=window, softcap=softcap, dropout=dropout)
-    names = ("bias", "decay", "sink", "lengths", "cu_seqlens")
-    found = _choose(asked, q, k, v, rule, dict(zip(names, others, strict=False)), seed, return_lse)
+    names = ("bias", "decay", "sink")
+    extra = dict(zip(names, terms, strict=True)) | dict(lengths=ragged[0], cu_seqlens=ragged[1])
+    found = _choose(asked, q, k, v, rule, extra, seed, return_lse)
     if call is not None:
         if len(_DECIDED) >= 4096:  # lengths that never repeat
             _DECIDED.clear()

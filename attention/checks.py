@@ -125,8 +125,11 @@ def check_ragged(q, k, lengths, cu_seqlens, max_seqlen):
     """lengths, cu_seqlens and max_seqlen against the shapes of q [B, Tq, H, D] and k [B, Tk, Hkv, D]."""
     batch, q_len, k_len = q.shape[0], q.shape[1], k.shape[1]
     starts, limits = pair(cu_seqlens), pair(max_seqlen)
-    if len(starts) != 2 or len(limits) != 2 or (cu_seqlens is not None and None in starts):
-        raise ValueError("cu_seqlens and max_seqlen must each be given once, or as a pair for queries and keys")
+    half = cu_seqlens is not None and any(x is None for x in starts)  # `None in starts` is slow: it compares tensors
+    if len(starts) != 2 or half:
+        raise ValueError(f"cu_seqlens={cu_seqlens} must be one tensor, or a pair of them for queries and keys")
+    if len(limits) != 2:
+        raise ValueError(f"max_seqlen={max_seqlen} must be one int, or a pair of them for queries and keys")
     for name, x in (("lengths", lengths), ("cu_seqlens", starts[0]), ("cu_seqlens", starts[1])):
         if x is None:
             continue

@@ -14,9 +14,9 @@ from . import launch
 from .gluon import TensorDescriptor, gl
 from .hopper_backward import WIDTH, Plan, backward_kernel, finish_kernel, prepare_kernel
 from .hopper_forward import ROWS, Pipeline, hopper_forward_kernel
-from .hopper_ragged import POSITIONS, blank_kernel, end_shape, end_strides, list_kernel, slots
-from .launch import Launch, describe, output, processors, start
-from .tiles import aligned, rows_view, view
+from .hopper_ragged import POSITIONS, blank_kernel, end_shape, end_strides, list_kernel
+from .launch import Launch, Settings, describe, empty, output, processors, start
+from .tiles import aligned
 
 
 class Forward(NamedTuple):
@@ -41,9 +41,9 @@ FORWARD = {
     256: Forward(64, Pipeline(consumers=2, stages=2, turns=False, reuse=True, flip=False), 168),
 }
 BACKWARD = {
-    64: Backward(Plan(64, 64, 64, warps=4, stages=2, dq_stages=1, branch=True, ahead=True), 128),
-    128: Backward(Plan(64, 128, 128, warps=8, stages=2, dq_stages=2, branch=True, ahead=False), 168),
-    256: Backward(Plan(64, 64, 256, warps=8, stages=2, dq_stages=0, branch=False, ahead=False), 168),
+    64: Backward(Plan(64, 64, 64, warps=4, stages=2, dq_stages=1, branch=True, hold=True, early=False), 128),
+    128: Backward(Plan(64, 128, 128, warps=8, stages=2, dq_stages=2, branch=True, hold=False, early=True), 168),
+    256: Backward(Plan(64, 64, 256, warps=8, stages=2, dq_stages=0, branch=False, hold=False, early=False), 168),
 }
 
 
@@ -70,69 +70,128 @@ def shared_layout(block, dtype):
     return gl.NVMMASharedLayout.get_default_for(list(block), names[dtype])
 
 
-def descriptor(x, block, shape=None, strides=None):
-    """TMA descriptor of a tensor in blocks; past its end they hold zeros, and are not written."""
+def described(x, block, shape=None, strides=None):
+    """Fields of the TMA descriptor of a tensor in blocks; past its end they hold zeros, and are not written."""
     shape, strides = shape or x.shape, strides or x.stride()
-    return TensorDescriptor(x, list(shape), list(strides), list(block), shared_layout(block, x.dtype))
+    fields = vars(TensorDescriptor(x, list(shape), list(strides), list(block), shared_layout(block, x.dtype)))
+    return fields | dict(base=None)
 
 
-def tiles_of(x, rows, ragged):
-    """Descriptor of a [B, T, H, D] tensor in tiles of `rows` positions of one head, at corner()."""
+def described_tiles(x, rows, ragged):
+    """The same of a [B, T, H, D] tensor in tiles of `rows` positions of one head, at corner()."""
     block = (1, rows, 1, padded(x.shape[-1]))
-    return descriptor(x, (1, *block), end_shape(x), end_strides(x)) if ragged else descriptor(x, block)
+    return described(x, (1, *block), end_shape(x), end_strides(x)) if ragged else described(x, block)
 
 
-def bounded(options):
-    """Whether sequences are ragged: have lengths, or bounds in packed rows."""
-    return options.lengths is not None or options.q_starts is not None
+def descriptor(problem, name, x, fields_of, *args):
+    """TMA descriptor of a tensor by fields_of(x, *args).
+
+    It is made and checked, which takes as long as a launch, for the first tensor of a name: the others of the problem
+    differ from that in where they begin.
+    """
+    fields = problem.made.get((name, fields_of))
+    if fields is None:
+        fields = problem.made[name, fields_of] = fields_of(x, *args)
+    found = object.__new__(TensorDescriptor)
+    vars(found).update(fields, base=x)
+    return found
 
 
-def list_tiles(problem, q, k, block_q, block_k=None):
-    """Lists of the tiles of queries and, if block_k, of keys, and how many tiles each can hold."""
-    sizes = [slots(x, block, problem.sequences) for x, block in ((q, block_q), (k, block_k)) if block]
+def tiles_of(problem, name, x, rows):
+    """TMA descriptor of a [B, T, H, D] tensor in tiles of `rows` positions of one head."""
+    return descriptor(problem, name, x, described_tiles, rows, problem.bounded)
+
+
+def slots(problem, length, block):
+    """How many tiles there can be in rows of a length: of each ragged sequence at most one is not full."""
+    if problem.bounded:
+        return problem.batch * length // block + problem.sequences
+    return -(-length // block) * problem.batch
+
+
+def list_tiles(problem, q, block_q, block_k=None):
+    """Lists of the tiles of queries and, if block_k, of keys, int32 [2 + 2 slots]: see list_kernel."""
+    sizes = [slots(problem, n, block) for n, block in ((problem.q_len, block_q), (problem.k_len, block_k)) if block]
     lists = [q.new_empty(2 + 2 * size, dtype=torch.int32) for size in sizes]
-    args = (*lists, *[None] * (2 - len(lists)), problem.sequences, q.shape[1], k.shape[1], problem.ragged)
-    start(list_kernel, len(lists), problem, launch.ROWS, args, (problem.rule, block_q, block_k))
-    return lists, sizes
+    args = (*lists, *[None] * (2 - len(lists)), problem.sequences, problem.q_len, problem.k_len, problem.ragged)
+    start(list_settings, problem, args, block_q, block_k)
+    return lists
 
 
-def blank(problem, x, q, k, keys=False):
+def list_settings(problem, block_q, block_k):
+    return Settings(list_kernel, 1 if block_k is None else 2, launch.ROWS, (problem.rule, block_q, block_k))
+
+
+def blank(problem, x, keys=False):
     """Zero those positions of an output or a gradient that the other kernels leave out: of no sequence."""
-    batch, length, heads, dim = x.shape
-    args = (x, problem.ragged, problem.sequences - batch, q.shape[1], k.shape[1])
-    programs = -(-length // POSITIONS.value) * batch
-    start(blank_kernel, programs, problem, launch.ROWS, args, (heads * dim, keys))
+    args = (x, problem.ragged, problem.sequences - problem.batch, problem.q_len, problem.k_len)
+    start(blank_settings, problem, args, x.shape, keys)
+
+
+def blank_settings(problem, shape, keys):
+    batch, length, heads, dim = shape
+    return Settings(blank_kernel, -(-length // POSITIONS.value) * batch, launch.ROWS, (heads * dim, keys))
+
+
+def of_whole_rows(options, q, k):
+    """Options without the longest packed sequence: the kernels here do not ask, and a new one is no new problem."""
+    return options if options.q_starts is None else options._replace(max_q_len=q.shape[1], max_k_len=k.shape[1])
 
 
 def forward(q, k, v, options):
     """As launch.forward()."""
-    ragged = bounded(options)
-    q, k, v = (reachable(x, ragged) for x in (q, k, v))
-    problem = describe(q, k, v, options)
-    (batch, q_len, heads, dim), k_len = q.shape, k.shape[1]
-    out = q.new_empty(q.shape)
-    lse2 = output(problem, q, batch, heads, q_len, fill=float("-inf"), dtype=torch.float32)
-    block_k, pipe, registers = FORWARD[padded(dim)]
-    pipe = pipe._replace(flip=options.scale < 0, ragged=ragged)
-    rows = ROWS.value
-    tile = problem.tile._replace(block_q=rows * pipe.consumers, block_k=block_k, dim=padded(dim), value_dim=padded(dim))
-    n_tiles = -(-q_len // tile.block_q)
-    settings = Launch(tile.block_q, block_k, 4, 1)
+    q, k, v = (reachable(x, options.bounded) for x in (q, k, v))
+    problem = describe(q, k, v, of_whole_rows(options, q, k))
+    _, tile, _ = problem.once(forward_settings).constants
+    rows, block_k, n_tiles = ROWS.value, tile.block_k, -(-problem.q_len // tile.block_q)
+    out = empty(q)
+    lse2 = output(problem, q, (problem.batch, tile.heads, problem.q_len), fill=float("-inf"), dtype=torch.float32)
     with torch.cuda.device_of(q):
-        if ragged:
-            (tiles,), (count,) = list_tiles(problem, q, k, tile.block_q)
-            blank(problem, out, q, k)
+        if problem.bounded:
+            (tiles,) = list_tiles(problem, q, tile.block_q)
+            blank(problem, out)
         else:
-            tiles, count = q.new_zeros(1, dtype=torch.int32), n_tiles * batch
+            tiles = q.new_zeros(1, dtype=torch.int32)
         args = (
-            tiles_of(q, rows, ragged), tiles_of(k, block_k, ragged), tiles_of(v, block_k, ragged),
-            tiles_of(out, rows, ragged), lse2, None if options.sink is None else options.sink.contiguous(),
-            tiles, problem.ragged, q_len, k_len, n_tiles, heads * batch,
+            tiles_of(problem, "q", q, rows), tiles_of(problem, "k", k, block_k), tiles_of(problem, "v", v, block_k),
+            tiles_of(problem, "out", out, rows), lse2, None if options.sink is None else options.sink.contiguous(),
+            tiles, problem.ragged, problem.q_len, problem.k_len, n_tiles, tile.heads * problem.batch,
             max(abs(options.scale), 1e-30),  # 0 would turn the -inf of a hidden key into NaN
         )  # fmt: skip
-        programs = min(count * heads, processors(q.device))
-        start(hopper_forward_kernel, programs, problem, settings, args, (problem.rule, tile, pipe), maxnreg=registers)
+        start(forward_settings, problem, args)
     return out, lse2
+
+
+def forward_settings(problem):
+    dim = padded(problem.tile.dim)
+    block_k, pipe, registers = FORWARD[dim]
+    pipe = pipe._replace(flip=problem.terms.scale < 0, ragged=problem.bounded)
+    block_q = ROWS.value * pipe.consumers
+    tile = problem.tile._replace(block_q=block_q, block_k=block_k, dim=dim, value_dim=dim)
+    programs = min(slots(problem, problem.q_len, block_q) * tile.heads, processors(problem.device))
+    constants = (problem.rule, tile, pipe)
+    return Settings(hopper_forward_kernel, programs, Launch(block_q, block_k, 4, 1), constants, registers)
+
+
+class Share(NamedTuple):
+    """How the backward is shared out."""
+
+    plan: Plan
+    registers: int  # of a thread
+    q_slots: int  # tiles of queries of a head, of all sequences together
+    k_slots: int
+    span: int  # query heads of a program
+
+
+def share(problem):
+    """The Share of a problem."""
+    plan, registers = BACKWARD[padded(problem.tile.dim)]
+    heads, group = problem.tile.heads, problem.tile.group
+    k_tiles = -(-problem.k_len // plan.block_k) * problem.batch
+    # the group in one program if that leaves two programs per multiprocessor, else each query head in its own
+    span = group if k_tiles * (heads // group) >= 2 * processors(problem.device) else 1
+    q_slots, k_slots = slots(problem, problem.q_len, plan.block_q), slots(problem, problem.k_len, plan.block_k)
+    return Share(plan._replace(ragged=problem.bounded), registers, q_slots, k_slots, span)
 
 
 def backward(q, k, v, out, lse2, dout, dlse, bias_grad, options):
@@ -140,55 +199,66 @@ def backward(q, k, v, out, lse2, dout, dlse, bias_grad, options):
     if torch.are_deterministic_algorithms_enabled():
         options = options._replace(hopper=False)  # what is compiled for it is not for the kernels here
         return launch.backward(q, k, v, out, lse2, dout, dlse, bias_grad, options)
-    ragged = bounded(options)
-    q, k, v, out, dout = (reachable(x, ragged) for x in (q, k, v, out, dout))
-    problem = describe(q, k, v, options, out, lse2, dout, dlse)
-    (batch, q_len, heads, dim), (_, k_len, kv_heads, _) = q.shape, k.shape
-    group = heads // kv_heads
-    plan, registers = BACKWARD[padded(dim)]
-    plan = plan._replace(ragged=ragged)
+    q, k, v, out, dout = (reachable(x, options.bounded) for x in (q, k, v, out, dout))
+    problem = describe(q, k, v, of_whole_rows(options, q, k), out, lse2, dout, dlse)
+    view, batch, q_len, k_len = problem.view, problem.batch, problem.q_len, problem.k_len
+    heads, group, dim = problem.tile.heads, problem.tile.group, problem.tile.dim
+    plan, _, q_slots, _, span = problem.once(share)
     block_q, block_k = plan.block_q, plan.block_k
     q_tiles = k_tiles = None
-    q_slots, k_slots = -(-q_len // block_q) * batch, -(-k_len // block_k) * batch
-    # the group in one program if that leaves two programs per multiprocessor, else each query head in its own
-    span = group if k_slots * kv_heads >= 2 * processors(q.device) else 1
 
     # keys before every window are left out too (bounds() in hopper_ragged.py): only then is all filled with zeros
-    empty = partial(output, problem) if options.window else torch.Tensor.new_empty
-    dq, dk, dv = q.new_empty(q.shape), empty(k, *k.shape), empty(v, *v.shape)
-    delta = None if options.sink is None else output(problem, lse2, *lse2.shape)
+    new = partial(output, problem) if options.window else empty
+    dq, dk, dv = empty(q), new(k), new(v)
+    delta = None if options.sink is None else output(problem, lse2)
     parts = [None, None]
     if span < group:
-        parts = [empty(k, batch, k_len, heads, plan.dim, dtype=torch.float32) for _ in parts]
-    tile = problem.tile._replace(block_q=block_q, block_k=block_q)
-    settings = Launch(block_q, block_k, plan.warps, 1)
+        parts = [new(k, (batch, k_len, heads, plan.dim), dtype=torch.float32) for _ in parts]
     with torch.cuda.device_of(q):
-        if ragged:
-            (q_tiles, k_tiles), (q_slots, k_slots) = list_tiles(problem, q, k, block_q, block_k)
+        if problem.bounded:
+            q_tiles, k_tiles = list_tiles(problem, q, block_q, block_k)
         size = block_q * plan.dim // WIDTH.value  # rows of the sum that a tile of dQ takes
-        rows = q.new_empty(q_slots * heads * 2 * block_q, dtype=torch.float32)
-        dq_sum = q.new_empty(q_slots * heads * size, WIDTH.value, dtype=torch.float32)
-        sums = descriptor(dq_sum, (size, WIDTH.value)) if plan.dq_stages > 0 else dq_sum
+        rows = empty(q, (q_slots * heads * 2 * block_q,), dtype=torch.float32)
+        dq_sum = empty(q, (q_slots * heads * size, WIDTH.value), dtype=torch.float32)
+        sums = descriptor(problem, "dq_sum", dq_sum, described, (size, WIDTH.value)) if plan.dq_stages > 0 else dq_sum
         where = (q_tiles, problem.ragged, q_slots, q_len, k_len)
-        args = (view(out), view(dout), rows_view(lse2), rows_view(dlse), rows, dq_sum, rows_view(delta), *where)
-        start(prepare_kernel, q_slots * heads, problem, launch.ROWS, args, (tile,))
         args = (
-            tiles_of(q, block_q, ragged), tiles_of(k, block_k, ragged), tiles_of(v, block_k, ragged),
-            tiles_of(dout, block_q, ragged), descriptor(rows, (block_q,)), sums, tiles_of(dk, block_k, ragged),
-            tiles_of(dv, block_k, ragged), *parts, q_len, k_len, batch, heads, group, span, options.scale,
-            k_tiles, problem.ragged, q_slots,
+            view("out", out), view("dout", dout), view("lse2", lse2), view("dlse", dlse), rows, dq_sum,
+            view("delta", delta), *where,
         )  # fmt: skip
-        constants = (problem.rule, plan, ragged or k_len % block_k != 0)
-        start(backward_kernel, k_slots * heads // span, problem, settings, args, constants, maxnreg=registers)
-        args = (dq_sum, view(dq), *where, options.scale)
-        start(finish_kernel, q_slots * heads, problem, launch.ROWS, args, (tile,))
+        start(prepare_settings, problem, args)
+        args = (
+            tiles_of(problem, "q", q, block_q), tiles_of(problem, "k", k, block_k), tiles_of(problem, "v", v, block_k),
+            tiles_of(problem, "dout", dout, block_q), descriptor(problem, "rows", rows, described, (block_q,)), sums,
+            tiles_of(problem, "dk", dk, block_k), tiles_of(problem, "dv", dv, block_k), *parts,
+            q_len, k_len, batch, heads, group, span, options.scale, k_tiles, problem.ragged, q_slots,
+        )  # fmt: skip
+        start(backward_settings, problem, args)
+        start(finish_settings, problem, (dq_sum, view("dq", dq), *where, options.scale))
         if span < group:
             for part, total in zip(parts, (dk, dv), strict=True):
                 launch.launch_group_sum(problem, part[..., :dim], total)
-        if ragged:
-            blank(problem, dq, q, k)
-        if ragged and not options.window:
-            blank(problem, dk, q, k, keys=True)
-            blank(problem, dv, q, k, keys=True)
+        if problem.bounded:
+            blank(problem, dq)
+        if problem.bounded and not options.window:
+            blank(problem, dk, keys=True)
+            blank(problem, dv, keys=True)
     dsink = None if options.sink is None else launch.sink_gradient(options.sink, lse2, delta)
     return dq, dk, dv, None, None, dsink
+
+
+def prepare_settings(problem):
+    plan, _, q_slots, _, _ = problem.once(share)
+    tile = problem.tile._replace(block_q=plan.block_q, block_k=plan.block_q)
+    return Settings(prepare_kernel, q_slots * tile.heads, launch.ROWS, (tile,))
+
+
+def finish_settings(problem):
+    return prepare_settings(problem)._replace(kernel=finish_kernel)
+
+
+def backward_settings(problem):
+    plan, registers, _, k_slots, span = problem.once(share)
+    constants = (problem.rule, plan, problem.bounded or problem.k_len % plan.block_k != 0)
+    tiles = Launch(plan.block_q, plan.block_k, plan.warps, 1)
+    return Settings(backward_kernel, k_slots * problem.tile.heads // span, tiles, constants, registers)

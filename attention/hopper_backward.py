@@ -60,7 +60,8 @@ class Plan(NamedTuple):
     stages: int  # tiles of queries, and of dO, in shared memory
     dq_stages: int  # tiles of dQ on their way to the sum; 0 = added from registers
     branch: bool  # mask only where something may be hidden, not everywhere
-    ahead: bool  # begin the next step's scores before dQ leaves the registers, so that something multiplies meanwhile
+    hold: bool  # K and V in registers, not shared memory, as left operands
+    early: bool  # dK before dQ, under the meeting of all warps, not after it, under the way of dQ out of the registers
     ragged: bool = False  # whether sequences have lengths of their own, and tiles come from lists
 
 
@@ -116,7 +117,6 @@ class Place(NamedTuple):
     step: gl.tensor  # number
     tile: gl.tensor  # of queries, of its head
     number: gl.tensor  # of that tile, counted over all heads
-    more: gl.tensor  # whether there is another step
     edge: gl.tensor  # whether some pair of the tiles may be hidden
 
 
@@ -224,11 +224,11 @@ def add(dq_sum, shared, signals, work, PLAN: gl.constexpr):
 
 
 @gluon.jit
-def give_dq(dq, dq_sum, shared, signals, step, number, PLAN: gl.constexpr):
+def give_dq(dq, dq_sum, shared, signals, place, PLAN: gl.constexpr):
     """Hand dQ of a step to the adding warp, or add it from registers."""
     dq = flat(dq, PLAN)
     if PLAN.dq_stages > 0:
-        slot, phase = ring(step, PLAN.dq_stages)
+        slot, phase = ring(place.step, PLAN.dq_stages)
         mbarrier.wait(signals.dq_empty.index(slot), phase ^ 1)
         shared.dq.index(slot).store(dq)
         fence_async_shared()
@@ -238,16 +238,7 @@ def give_dq(dq, dq_sum, shared, signals, step, number, PLAN: gl.constexpr):
         SIZE: gl.constexpr = PLAN.block_q * PLAN.dim
         row = gl.arange(0, SIZE // WIDTH, gl.SliceLayout(1, layout))[:, None]
         column = gl.arange(0, WIDTH, gl.SliceLayout(0, layout))[None, :]
-        gl.atomic_add(dq_sum + tl.cast(number, tl.int64) * SIZE + (row * WIDTH + column), dq, sem="relaxed")
-
-
-@gluon.jit
-def begin_scores(shared, signals, step, exists, PLAN: gl.constexpr):
-    """K Q^T of a step, not waited for. Of a step that does not exist: of whatever the tile holds, for nobody."""
-    slot, phase = ring(step, PLAN.stages)
-    mbarrier.wait(signals.q_full.index(slot), phase, pred=exists)
-    empty = zeros(PLAN.block_k, PLAN.block_q, PLAN)
-    return warpgroup_mma(shared.k, shared.q.index(slot).permute((1, 0)), empty, use_acc=False, is_async=True)
+        gl.atomic_add(dq_sum + tl.cast(place.number, tl.int64) * SIZE + (row * WIDTH + column), dq, sem="relaxed")
 
 
 @gluon.jit
@@ -280,27 +271,27 @@ def weigh(scores, lse2, place, work, scale, RULE: gl.constexpr, PLAN: gl.constex
 
 @gluon.jit
 def meet(
-    state, place, dq_sum, shared, signals, work, scale, RULE: gl.constexpr, PLAN: gl.constexpr, TAIL: gl.constexpr
-):
-    """One step: what a tile of queries adds to dK and dV, and its dQ. state: scores (if ahead), dk, dv."""
-    scores, dk, dv = state
+    dk, dv, k, v, place, dq_sum, shared, signals, work, scale,
+    RULE: gl.constexpr, PLAN: gl.constexpr, TAIL: gl.constexpr,
+):  # fmt: skip
+    """One step: what a tile of queries adds to dK and dV, and its dQ."""
     dtype: gl.constexpr = shared.q.dtype
     operand: gl.constexpr = gl.DotOperandLayout(0, keys_layout(PLAN), 2)
     columns: gl.constexpr = gl.SliceLayout(0, scores_layout(PLAN))
     slot, phase = ring(place.step, PLAN.stages)
     q, dout = shared.q.index(slot), shared.dout.index(slot)
 
-    if not PLAN.ahead:
-        scores = begin_scores(shared, signals, place.step, True, PLAN)
-    mbarrier.wait(signals.dout_full.index(slot), phase)
+    mbarrier.wait(signals.q_full.index(slot), phase)
     empty = zeros(PLAN.block_k, PLAN.block_q, PLAN)
-    dweights = warpgroup_mma(shared.v, dout.permute((1, 0)), empty, use_acc=False, is_async=True)
+    scores = warpgroup_mma(k, q.permute((1, 0)), empty, use_acc=False, is_async=True)
+    mbarrier.wait(signals.dout_full.index(slot), phase)
+    dweights = warpgroup_mma(v, dout.permute((1, 0)), empty, use_acc=False, is_async=True)
     lse2 = shared.lse2.index(slot).load(columns)
-    if not PLAN.ahead:
-        scores = warpgroup_mma_wait(1, deps=(scores,))
+    scores = warpgroup_mma_wait(1, deps=(scores,))
     weights, sloped = weigh(scores, lse2, place, work, scale, RULE, PLAN, TAIL)
     no_dq = zeros(PLAN.block_q, PLAN.dim, PLAN)
-    # dscores may be written: since the last dQ all warps have met, at a barrier or (staged) at the one of weights
+    # weights and dscores may be written: since the products of the last step all warps have met, because Triton lets
+    # them meet before each mbarrier.arrive
     if staged(PLAN):
         shared.weights.store(weights.to(dtype))
         fence_async_shared()
@@ -311,31 +302,34 @@ def meet(
         shared.dscores.store((sloped * (dweights - delta)).to(dtype))
         fence_async_shared()
         partition_barrier()
-        dk = warpgroup_mma(shared.dscores, q, dk, is_async=True)
-        dq = warpgroup_mma(shared.dscores.permute((1, 0)), shared.k, no_dq, use_acc=False, is_async=True)
-        dv = warpgroup_mma_wait(2, deps=(dv,))
+        left = shared.dscores
     else:
         left = gl.convert_layout(weights.to(dtype), operand)
         dweights = warpgroup_mma_wait(0, deps=(dweights,))
         dv = warpgroup_mma(left, dout, dv, is_async=True)
         delta = shared.delta.index(slot).load(columns)[None, :]
         dscores = (sloped * (dweights - delta)).to(dtype)
-        dk = warpgroup_mma(gl.convert_layout(dscores, operand), q, dk, is_async=True)
-        dv = warpgroup_mma_wait(1, deps=(dv,))
+        left = gl.convert_layout(dscores, operand)
+        if PLAN.early:
+            dk = warpgroup_mma(left, q, dk, is_async=True)
+            dv = warpgroup_mma_wait(1, deps=(dv,))
         shared.dscores.store(dscores)
         fence_async_shared()
         partition_barrier()
-        dq = warpgroup_mma(shared.dscores.permute((1, 0)), shared.k, no_dq, use_acc=False, is_async=True)
-    dk = warpgroup_mma_wait(1, deps=(dk,))
-    mbarrier.arrive(signals.empty.index(slot))
-    dq = warpgroup_mma_wait(0, deps=(dq,))
-    scores = 0
-    if PLAN.ahead:
-        scores = begin_scores(shared, signals, place.step + 1, place.more, PLAN)
-    give_dq(dq, dq_sum, shared, signals, place.step, place.number, PLAN)
-    if PLAN.ahead:  # waited for here: ptxas serializes all matmuls if one is under way where the loop closes
-        scores = warpgroup_mma_wait(0, deps=(scores,))
-    return scores, dk, dv
+    dq = warpgroup_mma(shared.dscores.permute((1, 0)), shared.k, no_dq, use_acc=False, is_async=True)
+    if PLAN.early:
+        dk = warpgroup_mma_wait(1, deps=(dk,))
+        mbarrier.arrive(signals.empty.index(slot))
+        dq = warpgroup_mma_wait(0, deps=(dq,))
+        give_dq(dq, dq_sum, shared, signals, place, PLAN)
+    else:
+        dk = warpgroup_mma(left, q, dk, is_async=True)
+        dv = warpgroup_mma_wait(2, deps=(dv,))
+        dq = warpgroup_mma_wait(1, deps=(dq,))
+        give_dq(dq, dq_sum, shared, signals, place, PLAN)
+        dk = warpgroup_mma_wait(0, deps=(dk,))
+        mbarrier.arrive(signals.empty.index(slot))
+    return dk, dv
 
 
 @gluon.jit
@@ -346,20 +340,21 @@ def multiply(
     """The multiplying warps: all steps of a program, then dK and dV."""
     dtype: gl.constexpr = shared.q.dtype
     mbarrier.wait(signals.keys_full, 0)
-    scores = 0
-    if PLAN.ahead:
-        scores = warpgroup_mma_wait(0, deps=(begin_scores(shared, signals, 0, work.steps > 0, PLAN),))
-    state = (scores, zeros(PLAN.block_k, PLAN.dim, PLAN), zeros(PLAN.block_k, PLAN.dim, PLAN))
+    k, v = shared.k, shared.v
+    if PLAN.hold:
+        left: gl.constexpr = gl.DotOperandLayout(0, scores_layout(PLAN), 2)
+        k, v = k.load(left), v.load(left)
+    dk = zeros(PLAN.block_k, PLAN.dim, PLAN)
+    dv = zeros(PLAN.block_k, PLAN.dim, PLAN)
     tile = work.start
     member = 0
     for step in range(work.steps):  # one loop over all heads and tiles: nested ones cost registers
         edge = (tile < work.full_lo) | (tile >= work.full_hi)
         number = work.first_tile + member * work.q_tiles + tile
-        place = Place(step, tile, number, step + 1 < work.steps, edge)
-        state = meet(state, place, dq_sum, shared, signals, work, scale, RULE, PLAN, TAIL)
+        place = Place(step, tile, number, edge)
+        dk, dv = meet(dk, dv, k, v, place, dq_sum, shared, signals, work, scale, RULE, PLAN, TAIL)
         tile, member = advance(tile, member, work)
 
-    _, dk, dv = state
     dk = dk * scale
     if dk_part is not None:
         key = work.k_start + gl.arange(0, PLAN.block_k, gl.SliceLayout(1, keys_layout(PLAN)))[:, None]

@@ -57,11 +57,6 @@ def corner(rows, position, head, RAGGED: gl.constexpr):
         return rows.row, position, head, 0
 
 
-def slots(x, block, sequences):
-    """How many tiles a list can hold of a [B, T, H, D] tensor: of each sequence at most one is not full."""
-    return x.shape[0] * x.shape[1] // block + sequences
-
-
 @triton.jit
 def first_slot(seq, q_len, BLOCK: tl.constexpr):
     """Where the tiles of a sequence's queries begin in a buffer of slots(): those of two sequences never meet."""

@@ -13,7 +13,7 @@ from triton.runtime.errors import OutOfResources
 from .backward import Spread, dbias_kernel, delta_kernel, dkdv_kernel, dq_kernel, group_sum_kernel
 from .forward import forward_kernel
 from .score import LOG2E, Rule, Terms
-from .tiles import INTERPRETED, Ragged, Tile, aligned, pair_view, rows_view, view
+from .tiles import INTERPRETED, Ragged, Tile, View, aligned, pair_view, rows_view, view
 
 ANY = 2**31  # any way
 
@@ -149,18 +149,54 @@ def float32_precision(dtype):
     return "ieee" if dtype == torch.float32 and torch.get_float32_matmul_precision() == "highest" else "tf32"
 
 
-class Problem(NamedTuple):
-    """One call: its sizes, and the arguments that all kernels share."""
+class Settings(NamedTuple):
+    """How a problem starts a kernel: what the functions named *_settings return."""
 
-    compiled: dict  # (kernel, Launch, constants) -> compiled kernel
+    kernel: triton.JITFunction
+    programs: int
+    launch: Launch
+    constants: tuple  # its last parameters
+    registers: int | None = None  # at most so many of a thread
+
+
+class Problem(NamedTuple):
+    """One call: its sizes, and the arguments that all kernels share.
+
+    What does not depend on the tensors of a call but on their shapes alone is made once, and kept in `made`.
+    """
+
+    made: dict
+    batch: int  # rows
     sequences: int  # rows of the batch, or packed sequences
     q_len: int  # longest sequence, in queries and keys
     k_len: int
-    ragged: Ragged
+    bounded: bool  # whether sequences have lengths, or bounds in packed rows
     rule: Rule
-    terms: Terms
     tile: Tile  # but for its blocks
     launches: dict  # kernel -> Launch, of launches_for
+    device: torch.device
+    ragged: Ragged | None  # None as remembered, if it holds tensors
+    terms: Terms | None
+
+    def once(self, make, *args):
+        """make(self, *args), made once for the problem."""
+        key = (make, *args)
+        found = self.made.get(key)
+        if found is None:
+            found = self.made[key] = make(self, *args)
+        return found
+
+    def view(self, name, x):
+        """View of a [B, T, H, D] or [B, H, T] tensor; None stays None.
+
+        Its strides are looked at once: the tensors of a name have the same in all calls of the problem.
+        """
+        if x is None:
+            return None
+        strides = self.made.get(name)
+        if strides is None:
+            strides = self.made[name] = (view if x.dim() == 4 else rows_view)(x)[1:]
+        return View(x, *strides)
 
     def tile_for(self, launch, **changes):
         """The Tile of a kernel."""
@@ -175,36 +211,34 @@ class Problem(NamedTuple):
 BUFFERS_LESS = True  # benchmarks/tune.py turns it off: it wants to know
 
 
-def start(kernel, programs, problem, launch, args, constants, **options):
-    """Run a kernel; from the second call on without Triton's own look-up, which takes longer than a small kernel.
+def start(make_settings, problem, args, *choices):
+    """Run a kernel by make_settings(problem, *choices); args, then the constants of these are its parameters in order.
 
-    args, then constants are its parameters in order. What Triton looks at in args must be decided by the problem.
-    options are further ones of the compiler, the same whenever launch and constants are.
+    From the second call on without Triton's own look-up, which takes longer than a small kernel: what Triton looks at
+    in args must be decided by the problem and the choices.
     """
+    key = (start, make_settings, *choices)
+    started = problem.made.get(key)
+    if started is not None:
+        run, constants = started
+        run(*args, *constants)
+        return
+    kernel, programs, launch, constants, registers = problem.once(make_settings, *choices)
     if INTERPRETED.value:
         kernel[(programs,)](*args, *constants)
         return
-    key = (kernel.__name__, launch, constants)
-    compiled = problem.compiled.get(key)
-    if compiled is not None:
-        compiled[programs, 1, 1](*args, *constants)
-        return
     for stages in range(launch.num_stages, 0, -1):
         try:
-            problem.compiled[key] = kernel[(programs,)](
+            compiled = kernel[(programs,)](
                 *args, *constants, num_warps=launch.num_warps, num_stages=stages,
                 enable_fp_fusion=True,  # Triton 3.10 will no longer do so by itself
-                **options,
+                **({} if registers is None else dict(maxnreg=registers)),  # which is NVIDIA's alone
             )  # fmt: skip
+            problem.made[key] = compiled[programs, 1, 1], constants
             return
         except OutOfResources:  # features take shared memory too: buffer less ahead
             if stages == 1 or not BUFFERS_LESS:
                 raise
-
-
-def signature(x):
-    """What of a tensor decides how a kernel is compiled."""
-    return None if x is None else (x.shape, x.stride(), x.dtype, x.data_ptr() % 16)
 
 
 PROBLEMS = {}
@@ -212,21 +246,31 @@ PROBLEMS = {}
 
 def describe(q, k, v, options, *others):
     """Problem of a call; options as in ops.forward, others: all further tensors that kernels read."""
-    tensors = map(signature, (q, k, v, *others, *options.tensors))
-    key = (q.device, float32_precision(q.dtype), *tensors, *options.numbers)
+    signatures = [  # what of a tensor decides how a kernel is compiled
+        None if x is None else (x.shape, x.stride(), x.dtype, x.data_ptr() % 16)
+        for x in (q, k, v, *others, *options.tensors)
+    ]
+    key = (q.device, float32_precision(q.dtype), *signatures, *options.numbers)
     problem = PROBLEMS.get(key)
     if problem is None:
         if len(PROBLEMS) >= 4096:  # lengths that never repeat
             PROBLEMS.clear()
         PROBLEMS[key] = problem = analyse(q, k, v, options)
-    return problem._replace(
+    if problem.terms is not None:
+        return problem
+    return problem._replace(**of_tensors(options))
+
+
+def of_tensors(options):
+    """The fields of a Problem that hold the optional tensors of a call."""
+    return dict(
         ragged=Ragged(options.lengths, options.q_starts, options.k_starts),
         terms=Terms(options.scale, options.seed, pair_view(options.bias), rows_view(options.gate)),
     )
 
 
 def analyse(q, k, v, options):
-    """Problem of a call, but for its tensors."""
+    """Problem of a call, but for its optional tensors."""
     heads, dim = q.shape[2:]
     kv_heads, value_dim = v.shape[2:]
     widest = max(dim, value_dim)
@@ -235,34 +279,44 @@ def analyse(q, k, v, options):
     if packed:
         q_len, k_len = min(options.max_q_len, q_len), min(options.max_k_len, k_len)
     rule = Rule(options.causal, options.window, options.softcap, options.dropout)
+    without = all(x is None for x in options.tensors)
     return Problem(
-        compiled={},
+        made={},
+        batch=q.shape[0],
         sequences=len(options.q_starts) - 1 if packed else q.shape[0],
         q_len=q_len,
         k_len=k_len,
-        ragged=None,
+        bounded=options.bounded,
         rule=rule,
-        terms=None,
         tile=Tile(0, 0, dim, value_dim, heads, heads // kv_heads, float32_precision(q.dtype)),
         launches=launches_for(widest, way(q_len, k_len, rule), q.element_size(), q.device),
+        device=q.device,
+        **(of_tensors(options) if without else dict(ragged=None, terms=None)),
     )
 
 
-def output(problem, like, *shape, fill=0.0, dtype=None):
-    """An empty tensor; filled where the kernels may leave out rows that belong to no sequence."""
-    if problem.ragged.lengths is not None or problem.ragged.q_starts is not None:
-        return like.new_full(shape, fill, dtype=dtype or like.dtype)
-    if shape == like.shape:  # sooner than by its sizes
+def empty(like, shape=None, dtype=None):
+    """A contiguous tensor, of the shape and dtype of another by default."""
+    if shape is None:  # sooner than by its sizes
         return torch.empty_like(like, dtype=dtype, memory_format=torch.contiguous_format)
     return like.new_empty(shape, dtype=dtype or like.dtype)
+
+
+def output(problem, like, shape=None, fill=0.0, dtype=None):
+    """An empty tensor; filled where the kernels may leave out rows that belong to no sequence."""
+    if problem.bounded:
+        return like.new_full(shape or like.shape, fill, dtype=dtype or like.dtype)
+    return empty(like, shape, dtype)
 
 
 def forward(q, k, v, options):
     """Launch the forward. Shapes as in attention(); returns out [B, Tq, H, Dv] and lse2 [B, H, Tq] float32, base 2."""
     q, k, v = map(aligned, (q, k, v))
     problem = describe(q, k, v, options)
-    out = output(problem, q, *q.shape[:3], v.shape[-1])
-    lse2 = output(problem, q, q.shape[0], q.shape[2], q.shape[1], fill=float("-inf"), dtype=torch.float32)
+    batch, q_len, heads, dim = q.shape
+    value_dim = problem.tile.value_dim
+    out = output(problem, q, None if value_dim == dim else (batch, q_len, heads, value_dim))
+    lse2 = output(problem, q, (batch, heads, q_len), fill=float("-inf"), dtype=torch.float32)
     sink = None if options.sink is None else options.sink.contiguous()
     if out.numel() > 0:
         with torch.cuda.device_of(q):
@@ -272,12 +326,17 @@ def forward(q, k, v, options):
 
 def launch_forward(problem, q, k, v, out, lse2, sink):
     """Fill out and lse2."""
-    tile = problem.tile_for(launch := problem.launches["forward"])
+    view = problem.view
     args = (
-        view(q), view(k), view(v), view(out), rows_view(lse2), sink, problem.q_len, problem.k_len, problem.ragged,
-        *problem.terms,
+        view("q", q), view("k", k), view("v", v), view("out", out), view("lse2", lse2), sink,
+        problem.q_len, problem.k_len, problem.ragged, *problem.terms,
     )  # fmt: skip
-    start(forward_kernel, problem.programs(tile), problem, launch, args, (problem.rule, tile))
+    start(forward_settings, problem, args)
+
+
+def forward_settings(problem):
+    tile = problem.tile_for(launch := problem.launches["forward"])
+    return Settings(forward_kernel, problem.programs(tile), launch, (problem.rule, tile))
 
 
 def backward(q, k, v, out, lse2, dout, dlse, bias_grad, options):
@@ -287,22 +346,23 @@ def backward(q, k, v, out, lse2, dout, dlse, bias_grad, options):
     """
     q, k, v, dout = map(aligned, (q, k, v, dout))
     problem = describe(q, k, v, options, out, lse2, dout, dlse)
-    dq, dk, dv = (output(problem, x, *x.shape) for x in (q, k, v))
+    view = problem.view
+    dq, dk, dv = (output(problem, x) for x in (q, k, v))
     bias, gate, sink = options.bias if bias_grad else None, options.gate, options.sink
     if q.numel() == 0 or k.numel() == 0:
         zeros = [None if x is None else torch.zeros_like(x) for x in (bias, gate, sink)]
         return dq.zero_(), dk.zero_(), dv.zero_(), *zeros
-    delta = output(problem, lse2, *lse2.shape)
-    inputs = (view(q), view(k), view(v), view(dout), rows_view(lse2), rows_view(delta))
+    delta = output(problem, lse2)
+    dout_view, delta_view = view("dout", dout), view("delta", delta)
+    inputs = (view("q", q), view("k", k), view("v", v), dout_view, view("lse2", lse2), delta_view)
     # the gate's gradient as a query and as a key, each at its key
     q_gate, k_gate = (None if gate is None else lse2.new_zeros(q.shape[0], q.shape[2], k.shape[1]) for _ in range(2))
 
     with torch.cuda.device_of(q):
-        tile = problem.tile_for(ROWS)
         args = (
-            view(out), view(dout), rows_view(dlse), rows_view(delta), problem.q_len, problem.k_len, problem.ragged
+            view("out", out), dout_view, view("dlse", dlse), delta_view, problem.q_len, problem.k_len, problem.ragged
         )  # fmt: skip
-        start(delta_kernel, problem.programs(tile), problem, ROWS, args, (tile,))
+        start(delta_settings, problem, args)
         launch_dq(problem, inputs, dq, q_gate)
         launch_dkdv(problem, inputs, dk, dv, k_gate)
         dbias = None if bias is None else launch_dbias(problem, inputs, bias)
@@ -310,6 +370,11 @@ def backward(q, k, v, out, lse2, dout, dlse, bias_grad, options):
     dgate = None if gate is None else (q_gate + k_gate).to(gate.dtype)
     dsink = None if sink is None else sink_gradient(sink, lse2, delta)
     return dq, dk, dv, dbias, dgate, dsink
+
+
+def delta_settings(problem):
+    tile = problem.tile_for(ROWS)
+    return Settings(delta_kernel, problem.programs(tile), ROWS, (tile,))
 
 
 def sink_gradient(sink, lse2, delta):
@@ -320,9 +385,16 @@ def sink_gradient(sink, lse2, delta):
 
 def launch_dq(problem, inputs, dq, q_gate):
     """Fill dq [B, Tq, H, D] and the query half of dgate [B, H, Tk]."""
+    args = (
+        *inputs, problem.view("dq", dq), problem.view("q_gate", q_gate), problem.q_len, problem.k_len, problem.ragged,
+        *problem.terms,
+    )  # fmt: skip
+    start(dq_settings, problem, args)
+
+
+def dq_settings(problem):
     tile = problem.tile_for(launch := problem.launches["dq"])
-    args = (*inputs, view(dq), rows_view(q_gate), problem.q_len, problem.k_len, problem.ragged, *problem.terms)
-    start(dq_kernel, problem.programs(tile), problem, launch, args, (problem.rule, tile))
+    return Settings(dq_kernel, problem.programs(tile), launch, (problem.rule, tile))
 
 
 def launch_dkdv(problem, inputs, dk, dv, k_gate):
@@ -335,35 +407,55 @@ def launch_dkdv(problem, inputs, dk, dv, k_gate):
     parts = ("dkdv",) if "dkdv" in problem.launches else [x for x in ("dk", "dv") if x in problem.launches]
     partials = False
     if heads != kv_heads:
-        tile = problem.tile_for(problem.launches[parts[0]], heads=kv_heads)
-        partials = not loops_over_group(problem, problem.programs(tile, "k"), dk.device)
+        programs = problem.once(dkdv_settings, parts[0], kv_heads).programs
+        partials = not loops_over_group(problem, programs, problem.device)
     dk_sum, dv_sum = dk, dv
     if partials:
-        dk_sum, dv_sum = (output(problem, x, batch, k_len, heads, x.shape[-1], dtype=torch.float32) for x in (dk, dv))
+        kv_heads = heads
+        dk_sum, dv_sum = (output(problem, x, (batch, k_len, heads, x.shape[-1]), dtype=torch.float32) for x in (dk, dv))
+    args = (
+        *inputs, problem.view(("dk", partials), dk_sum), problem.view(("dv", partials), dv_sum),
+        problem.view("k_gate", k_gate), problem.q_len, problem.k_len, problem.ragged, *problem.terms,
+    )  # fmt: skip
     for outputs in parts:
-        tile = problem.tile_for(launch := problem.launches[outputs], heads=heads if partials else kv_heads)
-        args = (
-            *inputs, view(dk_sum), view(dv_sum), rows_view(k_gate), problem.q_len, problem.k_len, problem.ragged,
-            *problem.terms,
-        )  # fmt: skip
-        constants = (problem.rule, tile, heads // tile.heads, outputs)
-        start(dkdv_kernel, problem.programs(tile, "k"), problem, launch, args, constants)
+        start(dkdv_settings, problem, args, outputs, kv_heads)
     if partials:
         launch_group_sum(problem, dk_sum, dk)
         launch_group_sum(problem, dv_sum, dv)
 
 
+def dkdv_settings(problem, outputs, heads):
+    """outputs: of dkdv_kernel; heads: over which programs are spread."""
+    tile = problem.tile_for(launch := problem.launches[outputs], heads=heads)
+    constants = (problem.rule, tile, problem.tile.heads // heads, outputs)
+    return Settings(dkdv_kernel, problem.programs(tile, "k"), launch, constants)
+
+
 def launch_group_sum(problem, partial, total):
     """Fill total [B, Tk, Hkv, D] with the sums over groups of partial [B, Tk, H, D] float32."""
-    batch, k_len, kv_heads, dim = total.shape
+    start(group_sum_settings, problem, (view(partial), view(total), total.shape[1]), total.shape)
+
+
+def group_sum_settings(problem, shape):
+    batch, k_len, kv_heads, dim = shape
     tile = problem.tile_for(ROWS, dim=dim, heads=kv_heads)
-    programs = triton.cdiv(k_len, tile.block_k) * kv_heads * batch
-    start(group_sum_kernel, programs, problem, ROWS, (view(partial), view(total), k_len), (tile,))
+    return Settings(group_sum_kernel, triton.cdiv(k_len, tile.block_k) * kv_heads * batch, ROWS, (tile,))
 
 
 def launch_dbias(problem, inputs, bias):
     """The gradient of bias, in its own broadcast shape."""
     rows, bias_heads, q_len, k_len = bias.shape
+    # Packed sequences share an element only if it is broadcast over both axes: then each has its own, added below.
+    shared = problem.ragged.q_starts is not None and q_len == 1 and k_len == 1
+    dbias = bias.new_zeros(problem.sequences if shared else rows, bias_heads, q_len, k_len, dtype=torch.float32)
+    args = (*inputs, pair_view(dbias), problem.q_len, problem.k_len, problem.ragged, *problem.terms)
+    start(dbias_settings, problem, args, bias.shape)
+    return (dbias.sum(0, keepdim=True) if shared else dbias).to(bias.dtype)
+
+
+def dbias_settings(problem, shape):
+    """shape: of the bias."""
+    rows, bias_heads, q_len, k_len = shape
     packed = problem.ragged.q_starts is not None
     spread = Spread(
         batches=problem.sequences // rows if not packed else 1,
@@ -371,13 +463,8 @@ def launch_dbias(problem, inputs, bias):
         queries=q_len == 1,
         keys=k_len == 1,
     )
-    programs = problem.sequences if packed else rows
-    # Packed sequences share an element only if it is broadcast over both axes: then each has its own, added below.
-    shared = packed and spread.queries and spread.keys
-    dbias = bias.new_zeros(programs if shared else rows, bias_heads, q_len, k_len, dtype=torch.float32)
     tile = problem.tile_for(launch := problem.launches["dq"], heads=bias_heads)
     tiles = 1 if spread.queries else triton.cdiv(problem.q_len, tile.block_q)
     tiles *= 1 if spread.keys else triton.cdiv(problem.k_len, tile.block_k)
-    args = (*inputs, pair_view(dbias), problem.q_len, problem.k_len, problem.ragged, *problem.terms)
-    start(dbias_kernel, tiles * bias_heads * programs, problem, launch, args, (problem.rule, tile, spread))
-    return (dbias.sum(0, keepdim=True) if shared else dbias).to(bias.dtype)
+    programs = tiles * bias_heads * (problem.sequences if packed else rows)
+    return Settings(dbias_kernel, programs, launch, (problem.rule, tile, spread))

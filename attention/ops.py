@@ -43,6 +43,11 @@ class Options(NamedTuple):
     def numbers(self):
         return self[TENSOR_OPTIONS:]
 
+    @property
+    def bounded(self):
+        """Whether sequences have lengths, or bounds in packed rows."""
+        return self.lengths is not None or self.q_starts is not None
+
 
 @cache
 def host(hopper):
@@ -103,10 +108,13 @@ def _(q, k, v, out, lse2, dout, dlse, bias_grad, *options):
     return [torch.empty_like(x, memory_format=torch.contiguous_format) for x in inputs if x is not None]
 
 
+PLAIN = frozenset({Tensor, torch.nn.Parameter})
+
+
 def _plain(*tensors):
     """Whether nothing but the device is to see the operators: no tensor subclass, tracing, counting mode or vmap."""
     return (
-        all(type(x) in (Tensor, torch.nn.Parameter) for x in tensors)
+        PLAIN.issuperset(map(type, tensors))
         and torch._C._len_torch_dispatch_stack() == 0
         and torch._C._functorch.maybe_current_level() is None
     )
@@ -171,9 +179,8 @@ def _backward_or_error(*inputs):
     return _run_backward(*inputs)
 
 
-def forward_with_gradient(q, k, v, *options):
+def forward_with_gradient(q, k, v, options):
     """What the forward op does under autograd, and attention() in eager mode."""
-    options = Options(*options)
     if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in (q, k, v, *options.learned)):
         return Attention.apply(q, k, v, *options.learned, options)
     return _run_forward(q, k, v, options)
@@ -185,5 +192,9 @@ def backward_with_error(q, k, v, out, lse2, dout, dlse, bias_grad, *options):
     return [x for x in found if x is not None]
 
 
-LIBRARY.impl("forward", torch.compiler.disable(forward_with_gradient), "Autograd")
+def _forward_with_gradient(q, k, v, *options):
+    return forward_with_gradient(q, k, v, Options(*options))
+
+
+LIBRARY.impl("forward", torch.compiler.disable(_forward_with_gradient), "Autograd")
 LIBRARY.impl("backward", torch.compiler.disable(backward_with_error), "Autograd")

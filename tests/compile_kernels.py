@@ -11,6 +11,7 @@ import argparse
 import contextlib
 import io
 import json
+import os
 import re
 import sys
 from functools import partial
@@ -35,12 +36,18 @@ LENGTHS = (512, 4096)  # every row of the launch tables serves one of them
 REPORT = re.compile(r"(\d+) bytes spill stores, (\d+) bytes spill loads.*?Used (\d+) registers", re.DOTALL)
 
 
+def processor_seconds():
+    """Of this process and of ptxas, however busy the machine is."""
+    return sum(os.times()[:4])
+
+
 class Driver:
     """Triton's active driver: answers what the compiler asks of a chip; reports each kernel instead of loading it."""
 
     def __init__(self, chip, ptxas_log, report):
         self.chip, self.ptxas_log, self.report = chip, ptxas_log, report
         self.utils = self
+        self.since = processor_seconds()
 
     def get_current_target(self):
         return GPUTarget("cuda", self.chip, 32)
@@ -60,7 +67,10 @@ class Driver:
         self.ptxas_log.truncate()
         stores, loads, registers = map(int, REPORT.search(log).groups())
         warnings = sorted(set(re.findall(r"\((C75\d\d)\)", log)))  # wgmma instructions run one by one
-        self.report(kernel=name, spilled=stores + loads, shared=shared, registers=registers, warnings=warnings)
+        since, self.since = self.since, processor_seconds()
+        seconds = round(self.since - since, 1)  # since the last kernel: all but a little of it compiles
+        found = dict(spilled=stores + loads, shared=shared, registers=registers, warnings=warnings, seconds=seconds)
+        self.report(kernel=name, **found)
         return 0, 0, registers, 0, 1024  # module, function, registers, spills, largest block
 
     def unload_module(self, module):
@@ -70,8 +80,8 @@ class Driver:
         return lambda *args: None
 
 
-def launch_kernels(dtype, dim, causal, group, features=False, length=4096):
-    """Forward and backward of one problem, by every strategy for grouped queries if there are groups."""
+def launch_kernels(dtype, dim, causal, group, features=False, length=4096, ways=("loop", "partials")):
+    """Forward and backward of one problem, by each of `ways` to serve grouped queries if there are groups."""
     q, k = (torch.empty(2, length, heads, dim, dtype=dtype, device="meta") for heads in (2 * group, 2))
     options = Options(*[None] * TENSOR_OPTIONS, 0, 0, causal, window=0, softcap=0.0, dropout=0.0, scale=dim**-0.5)
     if features:
@@ -86,15 +96,16 @@ def launch_kernels(dtype, dim, causal, group, features=False, length=4096):
             dropout=0.1,
         )
     out, lse2 = launch.forward(q, k, k, options)
-    for loop_group in (True, False)[: 1 if group == 1 else 2]:
-        launch.loops_over_group = lambda problem, programs, device, loop_group=loop_group: loop_group
+    for way in ways[: 1 if group == 1 else 2]:
+        launch.loops_over_group = lambda problem, programs, device, way=way: way == "loop"
         launch.backward(q, k, k, out, lse2, out, None, features, options)
 
 
 UNEVEN = 4095  # a length that no tile divides
+HOPPER_FEATURES = ("window", "softcap", "sink")
 
 
-def launch_hopper_kernels(dtype, dim, causal, group, features=False, length=4096, bounds=None):
+def launch_hopper_kernels(dtype, dim, causal, group, features=(), length=4096, bounds=None):
     """Forward and backward of one problem, with the group in one program and with parts.
 
     bounds: "lengths" or "packed"; a packed row is as long as all rows of the batch together.
@@ -111,8 +122,8 @@ def launch_hopper_kernels(dtype, dim, causal, group, features=False, length=4096
         elif bounds == "packed":
             starts = q.new_empty(batch + 1, dtype=torch.int32)
             options = options._replace(q_starts=starts, k_starts=starts, max_q_len=length, max_k_len=length)
-        if features:
-            options = options._replace(sink=q.new_empty(2 * group), window=1000, softcap=30.0)
+        values = dict(window=1000, softcap=30.0, sink=q.new_empty(2 * group))
+        options = options._replace(**{name: values[name] for name in features})
         out, lse2 = hopper.forward(q, k, k, options)
         hopper.backward(q, k, k, out, lse2, out, None, False, options)
 
@@ -124,7 +135,13 @@ def main():
     parser.add_argument("--dims", nargs="+", default=[64, 128, 256], type=int)
     parser.add_argument("--masks", nargs="+", default=["causal", "full"], choices=["causal", "full"])
     parser.add_argument("--groups", nargs="+", default=[1, 2], type=int, help="query heads per key/value head")
-    parser.add_argument("--features", action="store_true", help="with all of them, not none")
+    parser.add_argument(
+        "--ways", nargs="+", default=["loop", "partials"], choices=["loop", "partials"],
+        help="of the portable dk/dv with groups: one program for all of a group, or one for each head of it",
+    )  # fmt: skip
+    parser.add_argument(
+        "--features", nargs="*", choices=HOPPER_FEATURES, help="with all of them, not none; with --hopper also by name"
+    )
     parser.add_argument("--hopper", action="store_true", help="the kernels of attention/hopper.py")
     parser.add_argument("--bounds", choices=["lengths", "packed"], help="of sequences, in those kernels; else none")
     args = parser.parse_args()
@@ -133,8 +150,9 @@ def main():
     triton.knobs.compilation.always_compile = True  # a kernel from the cache comes without a log
     torch.cuda.get_device_capability = lambda device: divmod(args.chip, 10)
     stdout, ptxas_log = sys.stdout, io.StringIO()
-    launch_all, lengths = launch_kernels, LENGTHS
+    launch_all, lengths, features = partial(launch_kernels, ways=args.ways), LENGTHS, args.features is not None
     if args.hopper:
+        features = () if args.features is None else args.features or HOPPER_FEATURES
         launch_all = partial(launch_hopper_kernels, bounds=args.bounds)
         lengths = (LENGTHS[-1],) if args.bounds else (LENGTHS[-1], UNEVEN)
     for name in args.dtypes:
@@ -145,13 +163,15 @@ def main():
                 for group in args.groups:
                     for length in lengths:
                         case = dict(chip=args.chip, dtype=name, dim=dim, mask=mask, group=group, length=length)
+                        if args.hopper:
+                            case |= dict(bounds=args.bounds, features=features)
 
                         def report(case=case, **found):
                             print(json.dumps(case | found), file=stdout, flush=True)
 
                         triton.runtime.driver.set_active(Driver(args.chip, ptxas_log, report))
                         with contextlib.redirect_stdout(ptxas_log):
-                            launch_all(dtype, dim, mask == "causal", group, args.features, length)
+                            launch_all(dtype, dim, mask == "causal", group, features, length)
 
 
 if __name__ == "__main__":

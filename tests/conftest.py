@@ -1,7 +1,9 @@
 """One test suite for every machine: kernels run on the GPU if there is one, else in the Triton interpreter."""
 
+import dataclasses
 import os
 import sys
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -11,6 +13,43 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 torch.set_num_threads(1)  # the parallel workers of pytest-xdist share the cores
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"  # before triton.jit is first used
+
+
+def hasten_interpreter():
+    """Keep Triton's interpreter from what has no effect, two thirds of its time.
+
+    It replaces all of triton.language anew in each call of a jit function: only the first call from a module changes
+    anything, until the end of the launch, which undoes what its start did. And it computes whether integers overflow,
+    but asserts that they do not only with an option `debug` that it leaves off.
+    """
+    from triton.runtime import interpreter
+
+    patch, patched = interpreter._patch_lang, set()
+
+    def patch_lang(function):
+        module = id(function.__globals__)
+        if module in patched:
+            return None  # from within a kernel, which drops it
+        scope = patch(function)
+        undo = scope.restore
+
+        def restore():
+            patched.clear()
+            undo()
+
+        scope.restore = restore
+        patched.add(module)
+        return scope
+
+    if hasattr(interpreter, "_LangPatchScope"):  # else a Triton that does it otherwise
+        interpreter._patch_lang = patch_lang
+    options = interpreter.interpreter_builder.options
+    if hasattr(options, "sanitize_overflow") and not options.debug:
+        interpreter.interpreter_builder.options = dataclasses.replace(options, sanitize_overflow=False)
+
+
+if not torch.cuda.is_available() and find_spec("triton"):
+    hasten_interpreter()
 
 
 @pytest.fixture(scope="session")
@@ -37,3 +76,26 @@ def poisoned(monkeypatch):
 def seed():
     """The same random inputs in every run: a comparison of two rounding errors must not fail by luck of the draw."""
     torch.manual_seed(0)
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    """The working folder, with a corpus that is easy to learn."""
+    (tmp_path / "corpus.txt").write_text("the sea keeps what the sea has taken. " * 200)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("GPT_DATA", str(tmp_path / "prepared"))
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)  # a user's shell; the loss kernel would be interpreted
+    return tmp_path
+
+
+@pytest.fixture
+def run(folder, capsys):
+    """Call train.py in this process: run(*argv, **options) -> (exit code, what it wrote to standard error)."""
+    from helpers import FAST, in_process  # not for the kernels, whose tests also run without train.py
+
+    def run(*argv, **options):
+        resumes = any(argument.startswith("--resume") for argument in argv)
+        result = in_process(capsys, argv, {} if resumes else FAST | options)
+        return result.returncode, result.stderr
+
+    return run

@@ -163,7 +163,7 @@ class Errors(NamedTuple):
     """What check() found, and of which implementations."""
 
     allowed: float  # the largest error as a multiple of what it is held to twice of
-    eager: float  # and as a multiple of eager PyTorch's
+    over: set[str]  # results with errors of more than twice eager PyTorch's
     impls: tuple[str, ...]
 
 
@@ -198,9 +198,9 @@ def check(draw, dtype, impls=None, yardstick=None):
             assert math.isfinite(of_eager + of_rounding), f"{key}: eager PyTorch overflows or gives NaN"
             allowed = max(of_eager * (1 if yardstick is None else 2), of_rounding)
             ratios[key] = [error / x if error else 0.0 for x in (allowed or 1e-30, of_eager or 1e-30)]
-        worst = [max(column) for column in zip(*ratios.values(), strict=True)]
-        if worst[0] <= 2:
-            return Errors(*worst, impls)
+        worst = max(ratio for ratio, _ in ratios.values())
+        if worst <= 2:
+            return Errors(worst, {name for (_, name), (_, to_eager) in ratios.items() if to_eager > 2}, impls)
     (impl, name), ratio = max(ratios.items(), key=lambda item: item[1])
     raise AssertionError(
         f"{name} of {impl}: over {count} draws {ratio[1]:.3g} times eager's error, {ratio[0]:.3g} times that or "
@@ -212,8 +212,8 @@ def by_rounding(problem, exact):
     """Squared norm of the error that rounding alone makes of each result of the algorithm, on average.
 
     It is less than eager's, but where P dP and delta cancel (a row sees a few keys, or a bias is broadcast over them),
-    and in float32, whose longer sums eager's library adds in blocks. Rounding errs by 0.4 of the unit roundoff, a
-    float32 sum of n random numbers, one by one, by 0.3 sqrt(n) of it. So err
+    where all scores are equal, and in float32, whose longer sums eager's library adds in blocks. Rounding errs by 0.4
+    of the unit roundoff, a float32 sum of n random numbers, one by one, by 0.3 sqrt(n) of it. So err
     - scores, summed over the head dim, and with softcap a tanh by 2^x: an error acts as a bias does;
     - delta = dO.O - dlse, from the output as rounded to its dtype, after the weights were before they met V, which errs
       about as much: an error acts as one of dlse does; float32 sums in it and in dP = dO.V count as two errors of it;
@@ -310,14 +310,16 @@ def apart(launches):
 @pytest.mark.parametrize("loops", [True, False], ids=["loop", "partials"])
 @pytest.mark.parametrize("group", [1, 2, 3, 8])
 def test_dkdv_strategies(outputs, loops, group, device, poisoned, monkeypatch):
+    length = 50 if ON_GPU else 33  # in the interpreter two tiles of queries and three of keys
+    make = partial(make_problem, device, torch.float16, batch=1, q_len=length)
     monkeypatch.setattr(launch, "loops_over_group", lambda problem, programs, device: loops)
     monkeypatch.setattr(launch, "PROBLEMS", {})
     if outputs == "apart":
         table = launch.launches_for
         monkeypatch.setattr(launch, "launches_for", lambda *args: apart(table(*args)))
-        check(partial(make_problem, device, torch.float16, batch=1, q_len=50, heads=group, decay=True), torch.float16)
-    check(partial(make_problem, device, torch.float16, batch=1, q_len=50, heads=group, kv_heads=1), torch.float16)
-    check(partial(make_problem, device, torch.float16, batch=1, q_len=50, heads=2 * group, kv_heads=2), torch.float16)
+        check(partial(make, heads=group, decay=True), torch.float16)
+    check(partial(make, heads=group, kv_heads=1), torch.float16)
+    check(partial(make, heads=2 * group, kv_heads=2), torch.float16)
 
 
 @pytest.mark.skipif(not ON_GPU, reason="needs a GPU: sizes of real training are slow in the interpreter")
@@ -414,6 +416,13 @@ def test_dropout_draws_a_seed_from_torch(device):
     assert torch.equal(draw(1), draw(1)) and not torch.equal(draw(1), draw(2))
 
 
+# What opcheck() looks at, schemas, shapes and what autograd records, needs no second tile; it calls an op many times.
+SHORT = {
+    "causal": dict(q_len=20),
+    "all_packed": dict(q_len=20, heads=2, kv_heads=1, bias=(2, 1, 20), packed=[0, 6, 6, 18]),
+}
+
+
 @pytest.mark.parametrize("case", ["causal", "all_packed"])
 def test_custom_ops(case, device, monkeypatch):
     """torch.library.opcheck of both ops, on the arguments that attention() gives them."""
@@ -427,7 +436,8 @@ def test_custom_ops(case, device, monkeypatch):
             return op(*args)
 
         monkeypatch.setattr(ops, name, record)
-    results(kernels, make_problem(device, torch.float32, **CASES[case]), torch.float32)
+    problem = CASES[case] if ON_GPU else CASES[case] | SHORT[case]
+    results(kernels, make_problem(device, torch.float32, **problem), torch.float32)
     assert set(calls) == {"forward", "backward"}
     for name, (op, args) in calls.items():
         tests = ["test_schema", "test_faketensor", "test_autograd_registration"]
@@ -512,139 +522,12 @@ def test_reference_by_other_ways():
     same(reference_attention(q, k, v, softcap=1.5), torch.einsum("bhqk,bkhd->bqhd", scores.softmax(-1), v))
 
 
-def test_auto_says_once_what_it_took(device, capsys):
-    from attention import api
-
-    api._CHOICES.clear()
-    api._DECIDED.clear()
-    q, k, v = (torch.randn(1, 20, 2, 64, device=device, dtype=torch.bfloat16) for _ in range(3))
-    attention(q, k, v)
-    attention(q, k, v)
-    attention(q, k, v, window=5)
-    printed = capsys.readouterr().err
-    assert printed.count("attention ") == 1
-    on_hopper = api.hopper_misses(torch.device(device, 0) if ON_GPU else torch.device(device)) is None
-    assert ("hopper on" if on_hopper else "triton on" if ON_GPU else "sdpa on") in printed
-
-
-def test_auto_survives_a_broken_kernel(device, monkeypatch):
-    from attention import api
-
-    def broken(device, dtype, ragged, impl):
-        raise RuntimeError("no compiler")
-
-    def choose(hopper=True):
-        return api._choose_for(torch.device("cuda"), torch.bfloat16, hopper)
-
-    monkeypatch.setattr(api, "_self_check", broken)
-    assert choose().name == "sdpa" and choose().reason.count("no compiler") == 2
-    monkeypatch.setattr(api, "_self_check", lambda *check: broken(*check) if check[-1] == "hopper" else 1e-3)
-    assert choose(hopper=False) == ("triton", "self-check passed, relative error 1.0e-03")
-    assert choose().name == "triton" and "hopper kernels failed" in choose().reason
-    monkeypatch.setattr(api, "_self_check", lambda *check: float("nan"))
-    assert choose().name == "sdpa"
-
-
 def integers(*values):
     return torch.tensor(values, dtype=torch.int32, device="cuda" if ON_GPU else "cpu")
 
 
 def floats(*shape):
     return torch.zeros(shape, device="cuda" if ON_GPU else "cpu")
-
-
-BAD = {
-    "dims": (lambda q, k, v: (q[0], k, v), {}, "q has shape"),
-    "dtype": (lambda q, k, v: (q, k.half(), v), {}, "k is torch.float16"),
-    "integer": (lambda q, k, v: (q.int(), k, v), {}, "cast it"),
-    "heads": (lambda q, k, v: (q[:, :, :3], k, v), {}, "3 heads"),
-    "batch": (lambda q, k, v: (q[:1], k, v), {}, "batch 1"),
-    "head_dim": (lambda q, k, v: (q[..., :12], k[..., :12], v), {}, "head dim 12"),
-    "big_head_dim": (lambda q, k, v: tuple(x.repeat(1, 1, 1, 17) for x in (q, k, v)), {}, "head dim 272"),
-    "kv": (lambda q, k, v: (q, k[:, :5], v), {}, "k has shape"),
-    "stride": (lambda q, k, v: (q.transpose(2, 3).contiguous().transpose(2, 3), k, v), {}, "stride"),
-    "dropout": (lambda q, k, v: (q, k, v), dict(dropout=1.0), "dropout=1.0"),
-    "device": (lambda q, k, v: (q, k.to("meta"), v), {}, "k is torch.float32 on meta"),
-    "window": (lambda q, k, v: (q, k, v), dict(window=0), "window=0"),
-    "negative_window": (lambda q, k, v: (q, k, v), dict(window=-3), "window=-3"),
-    "softcap": (lambda q, k, v: (q, k, v), dict(softcap=-1.0), "softcap=-1.0"),
-    "scale": (lambda q, k, v: (q, k, v), dict(scale=float("nan")), "scale=nan"),
-    "impl": (lambda q, k, v: (q, k, v), dict(impl="flash"), "impl='flash'"),
-    "sdpa": (lambda q, k, v: (q, k, v), dict(impl="sdpa", softcap=3.0), "SDPA cannot express softcap"),
-    "bias": (lambda q, k, v: (q, k, v), dict(bias=floats(3, 10)), "bias has shape"),
-    "integer_bias": (lambda q, k, v: (q, k, v), dict(bias=integers(1)), "bias is torch.int32"),
-    "decay": (lambda q, k, v: (q, k, v), dict(decay=floats(2, 10, 3)), "decay has shape"),
-    "decay_full": (lambda q, k, v: (q, k, v), dict(decay=floats(2, 10, 4), causal=False), "causal=False"),
-    "sink": (lambda q, k, v: (q, k, v), dict(sink=floats(2)), "sink has shape"),
-    "lengths": (lambda q, k, v: (q, k, v), dict(lengths=integers(1)), "lengths has 1 elements"),
-    "long_lengths": (lambda q, k, v: (q, k, v), dict(lengths=integers(1, 2).long()), "lengths is torch.int64"),
-    "packed_batch": (lambda q, k, v: (q, k, v), dict(cu_seqlens=integers(0, 10)), "batch 2"),
-    "packed_pair": (
-        lambda q, k, v: (q[:1], k[:1], v[:1]),
-        dict(cu_seqlens=(integers(0, 10), integers(0, 5, 10))),
-        "2 and 3 elements",
-    ),
-    "both": (lambda q, k, v: (q, k, v), dict(cu_seqlens=integers(0, 10), lengths=integers(1, 2)), "leave them out"),
-    "max_seqlen": (lambda q, k, v: (q, k, v), dict(max_seqlen=5), "without cu_seqlens"),
-    "max_seqlen_0": (
-        lambda q, k, v: (q[:1], k[:1], v[:1]),
-        dict(cu_seqlens=integers(0, 10), max_seqlen=0),
-        "max_seqlen=0",
-    ),
-    "list": (lambda q, k, v: (q.tolist(), k, v), {}, "q is list"),
-    "no_key": (lambda q, k, v: (q, None, v), {}, "k is NoneType"),
-    "causal": (lambda q, k, v: (q, k, v), dict(causal="no"), "causal='no'"),
-    "float_window": (lambda q, k, v: (q, k, v), dict(window=2.5), "window=2.5"),
-    "bool_window": (lambda q, k, v: (q, k, v), dict(window=True), "window=True"),
-    "big_window": (lambda q, k, v: (q, k, v), dict(window=2**31), "window=2147483648"),
-    "string_scale": (lambda q, k, v: (q, k, v), dict(scale="1"), "scale='1'"),
-    "big_scale": (lambda q, k, v: (q, k, v), dict(scale=1e300), "scale=1e\\+300"),
-    "string_softcap": (lambda q, k, v: (q, k, v), dict(softcap="1"), "softcap='1'"),
-    "no_dropout": (lambda q, k, v: (q, k, v), dict(dropout=None), "dropout=None"),
-    "float_seed": (lambda q, k, v: (q, k, v), dict(seed=1.5), "seed=1.5"),
-    "big_seed": (lambda q, k, v: (q, k, v), dict(seed=2**63), "seed=9223372036854775808"),
-    "seed_dtype": (lambda q, k, v: (q, k, v), dict(seed=integers(1)), "seed is torch.int32"),
-    "half_decay": (lambda q, k, v: (q, k, v), dict(decay=floats(2, 10, 4).half()), "decay is torch.float16"),
-    "list_bias": (lambda q, k, v: (q, k, v), dict(bias=[1.0]), "bias is list"),
-    "list_lengths": (lambda q, k, v: (q, k, v), dict(lengths=[1, 2]), "lengths is list"),
-    "packed_none": (lambda q, k, v: (q[:1], k[:1], v[:1]), dict(cu_seqlens=(None, None)), "given once, or as a pair"),
-    "max_seqlen_3": (
-        lambda q, k, v: (q[:1], k[:1], v[:1]),
-        dict(cu_seqlens=integers(0, 10), max_seqlen=(1, 2, 3)),
-        "given once, or as a pair",
-    ),
-    "max_seqlen_bool": (
-        lambda q, k, v: (q[:1], k[:1], v[:1]),
-        dict(cu_seqlens=integers(0, 10), max_seqlen=True),
-        "max_seqlen=True",
-    ),
-}
-
-
-@pytest.mark.parametrize("change, options, message", BAD.values(), ids=BAD)
-def test_bad_input(change, options, message, device):
-    q, k, v = (torch.randn(2, 10, 4 if i == 0 else 2, 16, device=device) for i in range(3))
-    for impl in ("triton", "reference"):
-        with pytest.raises(ValueError, match=message):
-            attention(*change(q, k, v), **{"impl": impl} | options)
-
-
-@pytest.mark.parametrize(
-    "options, message",
-    [
-        (dict(cu_seqlens=[0, 7, 5]), "never decrease"),
-        (dict(cu_seqlens=[1, 5]), "start at 0"),
-        (dict(cu_seqlens=[0, 11]), "end at 10"),
-        (dict(cu_seqlens=[0, 8], max_seqlen=4), "at least 8"),
-        (dict(lengths=[11]), "from 0 to 10"),
-    ],
-)
-def test_contents_are_checked_on_request(options, message, device, monkeypatch):
-    monkeypatch.setenv("ATTENTION_DEBUG", "1")
-    q = torch.randn(1, 10, 2, 16, device=device)
-    options = {name: integers(*value) if isinstance(value, list) else value for name, value in options.items()}
-    with pytest.raises(ValueError, match=message):
-        attention(q, q, q, impl="triton", **options)
 
 
 @pytest.mark.parametrize("where", ["lengths", "packed", "window", "window_full", "bias", "softcap"])

@@ -10,6 +10,7 @@ import os
 import random
 import sys
 import time
+from collections import Counter
 from concurrent.futures import ProcessPoolExecutor
 from functools import partial
 from pathlib import Path
@@ -99,13 +100,13 @@ class Report(NamedTuple):
     done: int
     hopper: int  # of which the Hopper kernels computed too
     worst: dict[str, tuple[float, str]]  # dtype -> largest error as a multiple of what check() holds it to, the problem
-    over: int  # problems that have an error of more than twice eager's, which rounding explains
+    over: Counter  # (dtype, result) -> problems in which it errs more than twice as much as eager, as rounding explains
     failures: list[str]
 
 
 def search(count, deadline, parameters, numbers, seed):
     """Run `count` random problems over some variants, no new one after the deadline; go on after a failure."""
-    done, hopper, over, worst, failures = 0, 0, 0, {}, []
+    done, hopper, over, worst, failures = 0, 0, Counter(), {}, []
     if ON_GPU:
         torch.cuda.set_device(seed % torch.cuda.device_count())
 
@@ -113,7 +114,7 @@ def search(count, deadline, parameters, numbers, seed):
     @settings(BOUNDED, max_examples=count)
     @given(problems(numbers, parameters), st.integers(0, 2**31))
     def fuzz(problem, seed):
-        nonlocal done, hopper, over
+        nonlocal done, hopper
         if time.time() > deadline:
             return
         done += 1
@@ -121,7 +122,7 @@ def search(count, deadline, parameters, numbers, seed):
         try:
             errors = run(problem, seed)
             hopper += "hopper" in errors.impls
-            over += errors.eager > 2
+            over.update((name, result) for result in (*errors.over, *(["any"] if errors.over else [])))
             worst[name] = max(worst.get(name, (0.0, "")), (errors.allowed, str(problem)))
         except Exception as error:
             failures.append(f"{repr(error)[:200]} {problem} {seed}")
@@ -157,12 +158,14 @@ def main():
     for failure in failures[:20]:
         print("FAILED", failure)
     done = sum(report.done for report in reports)
-    hopper, over = (sum(getattr(report, name) for report in reports) for name in ("hopper", "over"))
+    hopper, over = sum(report.hopper for report in reports), sum((report.over for report in reports), Counter())
     print(
         f"{done} problems in {time.time() - start:.0f} s, {hopper} of them by the Hopper kernels too, "
-        f"{len(failures)} failed, {over} over twice eager's error"
+        f"{len(failures)} failed"
     )
     for name in map(str, PARAMETERS["dtype"]):
+        found = ", ".join(f"{result} {n}" for (dtype, result), n in over.most_common() if dtype == name) or "none"
+        print(f"problems in {name} with errors over twice eager's, as rounding explains: {found}")
         ratio, problem = max(report.worst.get(name, (0.0, "")) for report in reports)
         print(f"largest error in {name}, as a multiple of eager's or rounding's: {ratio:.2f}, of {problem}")
     sys.exit(bool(failures) or not done)

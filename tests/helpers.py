@@ -1,0 +1,104 @@
+"""Runs of train.py in a process, in several, or in this one, and what they leave."""
+
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import torch
+from torture_resume import equal
+
+import train
+
+ROOT = Path(__file__).parents[1]
+TINY = dict(
+    data="text", tokenizer="bytes", device="cpu", n_layer=2, n_head=2, n_embd=32, block_size=32, batch_size=8, steps=40,
+    warmup_steps=2, learning_rate=5e-3, eval_every=20, eval_batches=4, log_every=1,
+)  # fmt: skip
+FAST = TINY | dict(input="corpus.txt", attention="sdpa", dropout=0.1)
+
+
+def environment(folder):
+    """As a user's shell, without the interpreter that the kernel tests switch on."""
+    variables = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    return variables | {"GPT_DATA": str(folder / "prepared"), "OMP_NUM_THREADS": "1"}
+
+
+def launch(folder, *argv, ranks=1, **options):
+    resumes = any(argument.startswith("--resume") for argument in argv)
+    options = {} if resumes else TINY | dict(input="corpus.txt") | options
+    flags = [part for name, value in options.items() for part in (f"--{name}", str(value))]
+    program = [sys.executable]
+    if ranks > 1:
+        program += [
+            "-m",
+            "torch.distributed.run",
+            f"--nproc_per_node={ranks}",
+            "--master_port=0",
+            "--standalone",
+        ]
+    command = [*program, str(ROOT / "train.py"), *argv, *flags]
+    return subprocess.run(command, cwd=folder, env=environment(folder), capture_output=True, text=True, timeout=300)
+
+
+def in_process(capsys, argv, options):
+    """What launch() of one rank gives, by a call in this process: to start one takes seconds."""
+    capsys.readouterr()
+    try:
+        train.main([*argv, *(part for name, value in options.items() for part in (f"--{name}", str(value)))])
+        code = 0
+    except SystemExit as end:
+        code = end.code
+    finally:
+        torch.use_deterministic_algorithms(False)
+    return subprocess.CompletedProcess(argv, code, *capsys.readouterr())
+
+
+def metrics(folder, run="run"):
+    return [json.loads(line) for line in (folder / "runs" / run / "metrics.jsonl").read_text().splitlines()]
+
+
+def losses(folder, run="run"):
+    return [record["loss"] for record in metrics(folder, run) if "loss" in record]
+
+
+def contents(path):
+    return torch.load(path, weights_only=True)
+
+
+def same(a, b):
+    """All of two checkpoints but the flags that were typed, and the threads, which several processes do not keep."""
+    return equal(a | {"config": None, "threads": None}, b | {"config": None, "threads": None})
+
+
+def one_sentence(err, *parts):
+    assert "Traceback" not in err and err.count("error: ") == 1, err
+    sentence = err.split("error: ")[1]
+    assert sentence.count("\n") == 1, err
+    for part in parts:
+        assert part in sentence, sentence
+
+
+def wait_for(condition, seconds=120):
+    """What the condition gives once that is true."""
+    deadline = time.monotonic() + seconds
+    while not (value := condition()):
+        assert time.monotonic() < deadline, "waited in vain"
+        time.sleep(0.02)
+    return value
+
+
+def start(folder, *argv, ranks=1, **options):
+    """train.py in a process, or torchrun's in several."""
+    launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}"] if ranks > 1 else []
+    flags = [part for name, value in options.items() for part in (f"--{name}", str(value))]
+    command = [sys.executable, *launcher, str(ROOT / "train.py"), *argv, *flags]
+    pipes = dict(stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    return subprocess.Popen(command, cwd=folder, env=environment(folder), **pipes)
+
+
+def reached(folder, step, run="run"):
+    path = folder / "runs" / run / "metrics.jsonl"
+    return path.exists() and any(record["step"] >= step for record in metrics(folder, run) if "loss" in record)
