@@ -9,6 +9,7 @@ later, the newest good one takes its place. All are zip files (torch.save) of te
 """
 
 import errno
+import hashlib
 import json
 import os
 import sys
@@ -18,11 +19,12 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
+from typing import NamedTuple
 
 import filelock
 import torch
 
-from data import atomic_file, fingerprint, from_state
+from data import atomic_file, fingerprint, from_state, spare_path
 from model import GPT, GPTConfig
 from say import say
 
@@ -30,7 +32,7 @@ RUNS = Path("runs")
 FORMAT = 1
 
 
-def new_run(config):
+def new_run(config, tokens_sha256):
     """Make and return runs/NAME, or runs/NAME-2, -3, ... if that exists: a new run overwrites nothing.
 
     It appears with its config.json, so that it can be resumed from the first moment.
@@ -41,7 +43,7 @@ def new_run(config):
         with tempfile.TemporaryDirectory(dir=RUNS, prefix=".") as scratch:
             new = Path(scratch, "new")
             new.mkdir()
-            write_config(new, config)
+            write_config(new, config, tokens_sha256)
             while True:
                 folder = RUNS / (config.name if number == 1 else f"{config.name}-{number}")
                 try:
@@ -66,9 +68,36 @@ def newest_run(*also):
     return max(found, key=lambda path: path.stat().st_mtime).parent
 
 
-def write_config(folder, config):
+def write_config(folder, config, tokens_sha256):
+    """Write config.json: the options of a run, the digest of its tokens, and one of both, which shows edits."""
+    record = asdict(config) | {"tokens_sha256": tokens_sha256}
+    record["sha256"] = _digest(record)
     with atomic_file(folder / "config.json") as file:
-        file.write((json.dumps(asdict(config), indent=2) + "\n").encode())
+        file.write((json.dumps(record, indent=2) + "\n").encode())
+
+
+class Record(NamedTuple):
+    """What a run's config.json holds."""
+
+    options: dict
+    tokens_sha256: str | None  # None if it is not known, or not to be trusted
+    edited: bool  # by hand, or by a version that wrote no digest
+
+
+def read_config(folder):
+    """The Record of a run folder, or ValueError."""
+    path = folder / "config.json"
+    try:
+        record = dict(json.loads(path.read_text()))
+    except (OSError, ValueError, TypeError) as error:
+        raise ValueError(f"{path} cannot be read ({error}); --resume needs the folder of a run") from error
+    edited = record.pop("sha256", None) != _digest(record)
+    tokens_sha256 = record.pop("tokens_sha256", None)
+    return Record(record, None if edited else tokens_sha256, edited)
+
+
+def _digest(record):
+    return hashlib.sha256(json.dumps(record, sort_keys=True).encode()).hexdigest()
 
 
 def checkpoints(folder):
@@ -147,29 +176,30 @@ class Saver:
         paths = checkpoints(self.folder)
         path, damaged = first_good(paths) if paths else (None, [])
         for bad in damaged:
-            bad.rename(f"{bad}.damaged")
+            bad.rename(spare_path(bad, ".damaged"))
         return path
 
     def begin_again(self):
         """Make room for a run from the start: what an earlier one left here gets a name that ends in .old."""
         say(f"no checkpoint in {self.folder}: it begins again")
         for path in [path for name in ("metrics.jsonl", "best.pt") if (path := self.folder / name).exists()]:
-            number, old = 1, Path(f"{path}.old")
-            while old.exists():
-                number += 1
-                old = Path(f"{path}-{number}.old")
-            path.rename(old)
+            path.rename(spare_path(path, ".old"))
 
     def save(self, weights, parts, is_best):
         """Copy two dicts to the host and begin to write them: checkpoint.pt has both, best.pt only the weights'."""
-        self._wait()  # one at a time, so that memory holds one copy
+        self.wait()  # one at a time, so that memory holds one copy
         weights, parts = to_host((weights, parts), {})
         copied = torch.cuda.current_stream().record_event() if torch.cuda.is_initialized() else None
         self.writing = self.pool.submit(self._write, weights, parts, is_best, copied)
 
+    def wait(self):
+        """Until what was begun is on disk, or has failed."""
+        if self.writing is not None:
+            self.writing.result()
+
     def last_good(self):
         """The newest checkpoint on disk, in words, once what was begun is there."""
-        self._wait()
+        self.wait()
         return self._last_good()
 
     def close(self):
@@ -182,22 +212,22 @@ class Saver:
             self.lock.release()
 
     def _write(self, weights, parts, is_best, copied):
-        if copied:
-            copied.synchronize()
         if is_best:
             self.unsaved_best = weights
         try:
+            if copied:
+                copied.synchronize()
             if self.unsaved_best:
                 save_checkpoint(self.folder / "best.pt", **self.unsaved_best)
                 self.unsaved_best = None
             save_checkpoint(self.folder / "checkpoint.pt", self._make_room, **weights, **parts)
             self.step, self.error = weights["step"], None
             for path in checkpoints(self.folder)[self.keep :]:
-                path.unlink()
-        except (OSError, RuntimeError, ValueError) as error:
+                path.unlink(missing_ok=True)
+        except Exception as error:  # in a thread: of what is not caught here nobody would hear
             while error.__context__:  # to a full disk torch.save adds an error of its own
                 error = error.__context__
-            reason = getattr(error, "strerror", None) or str(error).splitlines()[0]
+            reason = getattr(error, "strerror", None) or (str(error) or type(error).__name__).splitlines()[0]
             self.error = (
                 f"the checkpoint of step {weights['step']} cannot be written to {self.folder} ({reason}); make room or "
                 f"make it writable; the last good one is {self._last_good()}"
@@ -205,12 +235,11 @@ class Saver:
             )
             say(f"warning: {self.error}", sys.stderr)
 
-    def _wait(self):
-        if self.writing is not None:
-            self.writing.result()
-
     def _last_good(self):
-        return "none" if self.step is None else f"{checkpoints(self.folder)[0]} of step {self.step}"
+        paths = checkpoints(self.folder)  # none where somebody made room by deleting them
+        if not paths or self.step is None:
+            return "none"
+        return f"{paths[0]} of step {paths[0].stem.partition('-')[2] or self.step}"
 
     def _make_room(self):
         """Give the newest checkpoint the name of an older one."""
@@ -304,22 +333,27 @@ def load_weights(model, contents, path):
         raise ValueError(message) from None
 
 
-def check_data(contents, config, corpus, tokens_sha256, path):
-    """ValueError unless a checkpoint was trained on the tokens of `corpus`, whose digest is given."""
+def check_data(contents, config, corpus, tokens_sha256, accepted, path):
+    """ValueError unless a checkpoint was trained on the tokens of `corpus`, whose digest is given.
+
+    accepted: digest of the tokens that the run last accepted, which may be newer than this checkpoint; or None.
+    """
     if contents["tokenizer_hash"] != fingerprint(corpus.tokenizer):
         raise ValueError(
             f"checkpoint {path} was trained with another tokenizer than the corpus now has; prepare it anew"
         )
-    if contents["tokens_sha256"] != tokens_sha256 and not config.allow_changes:
+    if tokens_sha256 not in (contents["tokens_sha256"], accepted) and not config.allow_changes:
         raise ValueError(
             f"the tokens in {corpus.folder} are not those that {path} was trained on (sha256 {tokens_sha256[:12]}.., "
             f"not {contents['tokens_sha256'][:12]}..); prepare the same text again, or add --allow_changes True"
         )
 
 
-def load_parts(parts, contents):
+def load_parts(parts, contents, path):
     """Give the optimizer, the scaler and the guard the state of a checkpoint."""
     optimizer = parts["optimizer"]
+    if len(contents["optimizer"]["param_groups"]) != len(optimizer.param_groups):
+        raise ValueError(f"checkpoint {path} has the state of another --optimizer; go on with that one")
     options = [{k: v for k, v in group.items() if k != "params"} for group in optimizer.param_groups]
     for name, part in parts.items():
         if contents[name]:  # a scaler has a state for float16 only

@@ -3,12 +3,11 @@
 import contextlib
 import difflib
 import io
-import json
 import math
 import os
 import runpy
 import sys
-from dataclasses import dataclass, fields
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Literal, get_args, get_origin, get_type_hints
 
@@ -16,14 +15,15 @@ import torch
 import typeguard
 import tyro
 
-from checkpoint import newest_run
+from checkpoint import newest_run, read_config
 from model import GPTConfig
 from say import say
 
-# What may change when a run is resumed: it then still equals a run in one piece.
+# What may change when a run is resumed: it then still equals a run in one piece. Where a text comes from may, because
+# check_data() compares its tokens.
 FREE_ON_RESUME = (
-    "resume", "allow_changes", "keep", "max_bad_steps", "log_every", "log_attention", "wandb", "wandb_project",
-    "shard_optimizer",
+    "resume", "allow_changes", "name", "data", "input", "keep", "max_bad_steps", "log_every", "log_attention", "wandb",
+    "wandb_project", "shard_optimizer",
 )  # fmt: skip
 
 
@@ -70,6 +70,11 @@ class Config(GPTConfig):
     """
 
     # optimizer
+    optimizer: Literal["adamw", "muon"] = "adamw"
+    """muon: orthogonal steps for the matrices of the blocks, AdamW's for the rest."""
+    muon_learning_rate: float = 0.0
+    """Of the matrices of the blocks, scheduled like learning_rate; 0 = the same; try up to twice that."""
+    muon_momentum: float = 0.95
     shard_optimizer: bool = False
     """Of several GPUs, let each hold its share of the optimizer's state, for models that otherwise do not fit."""
     steps: int = 5000
@@ -117,6 +122,7 @@ class Config(GPTConfig):
             "grad_clip",
             "skip_zscore",
             "min_learning_rate",
+            "muon_learning_rate",
         ):
             if getattr(self, name) != "auto" and getattr(self, name) < 0:
                 raise ValueError(f"{name}={getattr(self, name)} must not be negative")
@@ -125,6 +131,10 @@ class Config(GPTConfig):
                 f"learning_rate={self.learning_rate} must be positive and at least "
                 f"min_learning_rate={self.min_learning_rate}"
             )
+        if not 0 <= self.muon_momentum < 1:
+            raise ValueError(f"muon_momentum={self.muon_momentum} must be in [0, 1)")
+        if self.muon_learning_rate and self.optimizer != "muon":
+            raise ValueError(f"muon_learning_rate={self.muon_learning_rate} needs --optimizer muon")
         if not 0 <= self.decay_fraction <= 1:
             raise ValueError(f"decay_fraction={self.decay_fraction} must be in [0, 1]")
         if self.data == "text" and not self.input:
@@ -157,7 +167,7 @@ def load_config(argv):
             argv.insert(after, str(newest_run("config.json")))  # which may have ended before its first checkpoint
         if not argv[0].startswith("-"):
             raise ValueError(f"--resume takes the configuration of {argv[after]}; leave out {argv[0]}")
-        settings = _read_json(Path(argv[after]) / "config.json")
+        settings = read_config(Path(argv[after])).options
         settings.pop("allow_changes", None)  # holds for one resumption only
     elif argv and not argv[0].startswith("-"):
         path = Path(argv.pop(0))
@@ -182,6 +192,19 @@ def load_config(argv):
     device = flags.get("device", settings.get("device", "auto"))
     on_cpu = cpu and isinstance(device, str) and resolve_device(device) == "cpu"
     return Config(**settings | (cpu if on_cpu else {}) | flags)
+
+
+def check_edits(before, config, path):
+    """ValueError if an edited config.json makes a run another one than that of its checkpoint `path`.
+
+    before: the options of the checkpoint.
+    """
+    for name, value in asdict(config).items():
+        if not config.allow_changes and name not in FREE_ON_RESUME and before.get(name, value) != value:
+            raise ValueError(
+                f"config.json says {name}={value!r}, but {path} was trained with {before[name]!r}; "
+                "change it back, or add --allow_changes True"
+            )
 
 
 def read_flags(kind, argv):
@@ -240,16 +263,9 @@ def _run_file(path):
         raise ValueError(f"config file {path} does not exist; there are {known or 'none here'}")
     try:
         settings = runpy.run_path(str(path))
-    except Exception as error:
+    except Exception as error:  # it is a program: anything may come of it
         raise ValueError(f"config file {path} does not run: {type(error).__name__}: {error}") from error
     return {name: value for name, value in settings.items() if not name.startswith("_")}
-
-
-def _read_json(path):
-    try:
-        return dict(json.loads(path.read_text()))
-    except (OSError, ValueError, TypeError) as error:
-        raise ValueError(f"{path} cannot be read ({error}); --resume needs the folder of a run") from error
 
 
 def _check_name(name, kind, prefix=""):

@@ -13,6 +13,7 @@ import torch.distributed as dist
 from config import resolve_device
 
 SAVE, STOP = 1, 2  # what signals ask for; STOP includes SAVE
+SIGHUP, SIGUSR1 = (getattr(signal, name, None) for name in ("SIGHUP", "SIGUSR1"))  # Windows lacks both
 
 
 class Distributed(NamedTuple):
@@ -68,16 +69,27 @@ def check_agreement(config, distributed):
         raise ValueError(f"{name} is {mine[name]!r} here and {first[name]!r} on the first rank; name it by --{name}")
 
 
+def ignore_saves():
+    """Let SIGUSR1, which asks for a checkpoint, not end a process that has none to write."""
+    if SIGUSR1 is not None:
+        signal.signal(SIGUSR1, signal.SIG_IGN)
+
+
 class Signals:
-    """While it is entered, SIGTERM and SIGINT ask for STOP and SIGUSR1 for SAVE; a second Ctrl-C exits at once."""
+    """While it is entered, SIGTERM, SIGINT and SIGHUP ask for STOP, SIGUSR1 for SAVE; a second Ctrl-C exits at once.
+
+    Under nohup, where SIGHUP is ignored, it goes on to be.
+    """
 
     def __init__(self, distributed):
         self.distributed = distributed
         self.asked, self.stopping, self.vote = 0, False, None
 
     def __enter__(self):
-        names = ("SIGTERM", "SIGINT", "SIGUSR1")  # Windows lacks the last
-        self.before = {s: signal.signal(s, self._hear) for n in names if (s := getattr(signal, n, None))}
+        heard = [n for n in (signal.SIGTERM, signal.SIGINT, SIGHUP, SIGUSR1) if n is not None]
+        if SIGHUP is not None and signal.getsignal(SIGHUP) == signal.SIG_IGN:
+            heard.remove(SIGHUP)
+        self.before = {number: signal.signal(number, self._hear) for number in heard}
         return self
 
     def __exit__(self, kind, *_):
@@ -87,7 +99,7 @@ class Signals:
             self.vote[1].wait()
 
     def _hear(self, number, _):
-        if number not in (signal.SIGTERM, signal.SIGINT):
+        if number == SIGUSR1:
             self.asked = max(self.asked, SAVE)
         elif not self.stopping:
             self.asked, self.stopping = STOP, True

@@ -30,15 +30,16 @@ def choose_micro_batch(config, share, before, search):
     return search() if asked == "auto" else asked or share
 
 
-def largest_micro_batch(model, share, autocast, world, shards):
+def largest_micro_batch(model, share, autocast, world, sharded):
     """The largest divisor of `share` that fits the memory of the model's device, or on a CPU one up to ON_CPU.
 
-    world: number of ranks. shards: over how many of them the optimizer's state is spread.
+    world: number of ranks. sharded: whether the optimizer's state is spread over them.
     """
     divisors = [rows for rows in range(1, share + 1) if share % rows == 0]
     if next(model.parameters()).device.type != "cuda":
         return max(rows for rows in divisors if rows <= ON_CPU)
-    copies = 2 / shards + (world > 1)  # AdamW's two moments, and the buckets in which DDP sums gradients
+    moments = 2 / (world if sharded else 1)  # of AdamW; Muon's step takes what activations leave free
+    copies = moments + (world > 1)  # and the buckets in which DDP sums gradients
     return largest(divisors, lambda rows: fits(model, rows, autocast, copies))
 
 

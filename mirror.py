@@ -6,11 +6,14 @@ train.py starts it for --wandb offline and online. It may be run again by hand: 
 """
 
 import json
+import os
 import secrets
 import select
 import signal
 import sys
 from pathlib import Path
+
+from say import say
 
 LAST_WORDS = 60  # seconds to end in once the training has
 
@@ -28,7 +31,7 @@ def mirror(folder):
         mode=config["wandb"] if config["wandb"] != "off" else "online", config=config,
         settings=wandb.Settings(silent=True),
     )  # fmt: skip
-    with open(folder / "metrics.jsonl") as file:
+    with open(folder / "metrics.jsonl", errors="replace") as file:
         ended, cut = False, ""
         while not ended:
             ended = bool(select.select([sys.stdin], [], [], 1.0)[0])  # nothing is ever written to it
@@ -37,8 +40,14 @@ def mirror(folder):
             for line in file:
                 cut += line
                 if cut.endswith("\n"):
-                    record, cut = json.loads(cut), ""
-                    run.log(record, step=record["step"])
+                    line, cut = cut, ""
+                    try:
+                        record = json.loads(line)
+                        step = int(record["step"])
+                    except (ValueError, TypeError, KeyError, ArithmeticError, RecursionError):
+                        # damaged: train.py says so when it resumes
+                        continue
+                    run.log(record, step=step)
     run.finish()
 
 
@@ -47,4 +56,6 @@ if __name__ == "__main__":
         mirror(Path(sys.argv[1]))
     except Exception as error:  # wandb's own errors share no base class
         reason = (str(error) or type(error).__name__).splitlines()[0]
-        sys.exit(f"wandb: {reason}; the training goes on, and python mirror.py {sys.argv[1]} sends its metrics later")
+        later = f"python mirror.py {sys.argv[1]} sends its metrics later"
+        say(f"wandb: {reason}; the training goes on, and {later}", file=sys.stderr)
+        os._exit(1)  # wandb's own end may be a traceback; its service ends with this process

@@ -135,6 +135,7 @@ class Attention(nn.Module):
         super().__init__()
         self.config, self.layer = config, layer
         self.qkv = nn.Linear(config.n_embd, (config.n_head + 2 * config.kv_heads) * config.head_dim, bias=config.bias)
+        self.qkv.weight.parts = [heads * config.head_dim for heads in (config.n_head, config.kv_heads, config.kv_heads)]
         self.project = nn.Linear(config.n_embd, config.n_embd, bias=config.bias)
         self.drop = nn.Dropout(config.dropout)
 
@@ -259,13 +260,21 @@ class GPT(nn.Module):
             )
         return cap_logits(self.head(hidden).float(), self.config.logit_softcap)
 
-    def parameter_groups(self, weight_decay):
-        """Optimizer groups: matrices and embeddings decay, norms and biases do not."""
+    def parameter_groups(self, weight_decay, **of_blocks):
+        """Optimizer groups: matrices and embeddings decay, norms and biases do not.
+
+        of_blocks: options of a third group, of the blocks' matrices, which there is only with them.
+        """
         parameters = [p for p in self.parameters() if p.requires_grad]
-        return [
-            {"params": [p for p in parameters if p.dim() >= 2], "weight_decay": weight_decay},
-            {"params": [p for p in parameters if p.dim() < 2], "weight_decay": 0.0},
+        inner = {p for p in self.blocks.parameters() if p.dim() == 2} if of_blocks else set()
+        outer = [p for p in parameters if p not in inner]
+        groups = [
+            {"params": [p for p in outer if p.dim() >= 2], "weight_decay": weight_decay},
+            {"params": [p for p in outer if p.dim() < 2], "weight_decay": 0.0},
         ]
+        if of_blocks:
+            groups.append({"params": [p for p in parameters if p in inner], "weight_decay": weight_decay, **of_blocks})
+        return groups
 
     def flops_per_token(self):
         """Floating-point operations of forward and backward per token at full context, causal attention at half.

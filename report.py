@@ -1,6 +1,5 @@
 """What a run tells: progress lines, metrics.jsonl, loss.png, wandb, and the share of the chip's peak it reaches."""
 
-import contextlib
 import errno
 import json
 import math
@@ -13,7 +12,7 @@ from pathlib import Path
 
 import torch
 
-from data import atomic_file
+from data import atomic_file, spare_path
 from say import say
 
 # Dense bf16/fp16 tensor-core peaks from the vendors' data sheets, in TFLOP/s, by a part of the device's name.
@@ -94,13 +93,16 @@ class Report:
         self.bits_per_nat, self.flops_per_step, self.peak = bits_per_nat, flops_per_step, peak
         self.started = self.last_time = time.perf_counter()
         self.last_step = self.first_step = start
-        self.paused, self.drawn = 0.0, self.started
+        self.paused, self.drawn, self.drawable = 0.0, self.started, True
         self.started_in = {}
         self.waiting, self.mirror = b"", None
         if not enabled:
             return
+        records, damaged = _read_metrics(folder)
+        if damaged:
+            _keep_damaged(folder / "metrics.jsonl", damaged)
         # what was recorded past the checkpoint is about to happen again
-        kept = [record for record in read_metrics(folder) if record["step"] <= start]
+        kept = [record for record in records if record["step"] <= start]
         with atomic_file(folder / "metrics.jsonl") as file:
             file.write("".join(json.dumps(record) + "\n" for record in kept).encode())
         if config.wandb != "off":  # a session of its own, so that Ctrl-C is not its end too
@@ -170,11 +172,12 @@ class Report:
         """Leave the time since `since` (perf_counter seconds), spent evaluating or saving, out of the tokens/s."""
         self.paused += time.perf_counter() - since
 
-    def close(self):
-        """Draw the last loss.png, and give wandb some time to take the rest."""
+    def close(self, *lines):
+        """Say the last lines, first because torchrun kills a stopping rank after 30 s; draw, and wait for wandb."""
         if not self.enabled:
             return
-        say("")
+        for line in ("", *lines):
+            say(line)
         self._draw()
         if self.waiting:
             say(f"warning: the last records of {self.folder / 'metrics.jsonl'} could not be written")
@@ -189,8 +192,14 @@ class Report:
     def _draw(self):
         try:
             plot_losses(self.folder, self.bits_per_nat)
-        except OSError as error:
-            say(f"warning: {self.folder / 'loss.png'} cannot be drawn ({error.strerror})")
+        except Exception as error:  # a full disk, a broken matplotlib, a bug: no picture is worth the run
+            if self.drawable:
+                reason = getattr(error, "strerror", None) or " ".join(str(error).split()) or type(error).__name__
+                say(
+                    f"warning: {self.folder / 'loss.png'} cannot be drawn ({reason[:120]});"
+                    " the run goes on, and metrics.jsonl has what it would show"
+                )
+            self.drawable = False  # said once
         self.drawn = time.perf_counter()
 
     def _write(self, record, flush=False):
@@ -224,12 +233,47 @@ def _json(value):
 
 
 def read_metrics(folder):
-    """The records of metrics.jsonl; the last line may be cut, if the process was killed in the middle of it."""
-    path, records = folder / "metrics.jsonl", []
-    for line in path.read_text().splitlines() if path.exists() else ():
-        with contextlib.suppress(json.JSONDecodeError):
-            records.append(json.loads(line))
-    return records
+    """The records of metrics.jsonl; lines that hold none are left out."""
+    return _read_metrics(folder)[0]
+
+
+def _read_metrics(folder):
+    """(records of metrics.jsonl, numbers of the damaged lines), counted from 1.
+
+    The last line may be cut, if the process was killed in the middle of it: that is no damage.
+    """
+    path, records, damaged = folder / "metrics.jsonl", [], []
+    *lines, last = (path.read_bytes() if path.exists() else b"").split(b"\n")  # a flipped bit may leave no UTF-8
+    for number, line in enumerate([*lines, last], 1):
+        record = _record(line)
+        if record is not None:
+            records.append(record)
+        elif number <= len(lines):
+            damaged.append(number)
+    return records, damaged
+
+
+def _record(line):
+    """What a line of metrics.jsonl (bytes) holds, None if that is no JSON object with an integer "step"."""
+    try:
+        record = json.loads(line.decode())
+    except (ValueError, RecursionError):  # no UTF-8, no JSON, a number of too many digits; brackets without end
+        return None
+    # not isinstance, for which True is an integer
+    return record if isinstance(record, dict) and type(record.get("step")) is int else None
+
+
+def _keep_damaged(path, lines):
+    """Copy a file with damaged lines, of these numbers, to a name that ends in .damaged, and warn."""
+    copy = spare_path(path, ".damaged")
+    with atomic_file(copy) as file:  # no rename: a kill before the good records are written again must not lose them
+        file.write(path.read_bytes())
+    what = f"line {lines[0]}" if len(lines) == 1 else f"{len(lines)} lines, the first of them line {lines[0]},"
+    say(
+        f"warning: {what} of {path} cannot be read (each must be a JSON object with an integer step);"
+        f" the run goes on without, and the file as it was is {copy}",
+        sys.stderr,
+    )
 
 
 def plot_losses(folder, bits_per_nat):
@@ -237,8 +281,9 @@ def plot_losses(folder, bits_per_nat):
     from matplotlib.figure import Figure  # takes a second, which the start of a run need not wait for
 
     records = read_metrics(folder)
-    train = [(r["step"], r["loss"]) for r in records if r.get("loss") is not None]
-    val = [(r["step"], r["val_loss"]) for r in records if r.get("val_loss") is not None]
+    # numbers only: None stands for NaN, and a damaged line may still be JSON
+    train = [(r["step"], r["loss"]) for r in records if isinstance(r.get("loss"), int | float)]
+    val = [(r["step"], r["val_loss"]) for r in records if isinstance(r.get("val_loss"), int | float)]
     if not val:
         return
     figure = Figure(figsize=(7, 4.2), layout="constrained")
@@ -248,9 +293,8 @@ def plot_losses(folder, bits_per_nat):
     best = min(val, key=lambda point: point[1])
     axis.plot(*zip(*val, strict=True), color="#c0392b", linewidth=1.8, marker="o", markersize=3, label="validation")
     axis.axhline(best[1], color="#c0392b", linewidth=0.6, linestyle=":")
-    axis.set_title(
-        f"{folder.name}: best {best[1]:.4f} nats/token = {best[1] * bits_per_nat:.3f} bits/byte at {best[0]}"
-    )
+    name = folder.name.replace("$", r"\$")  # two of them would make it a formula
+    axis.set_title(f"{name}: best {best[1]:.4f} nats/token = {best[1] * bits_per_nat:.3f} bits/byte at {best[0]}")
     axis.set_xlabel("step")
     axis.set_ylabel("loss (nats per token)")
     right = axis.secondary_yaxis("right", functions=(lambda x: x * bits_per_nat, lambda x: x / bits_per_nat))

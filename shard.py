@@ -3,7 +3,7 @@
 import torch
 import torch.distributed as dist
 
-STATE = ("exp_avg", "exp_avg_sq", "step")  # what AdamW holds of a parameter
+ADAMW, MUON = ("exp_avg", "exp_avg_sq", "step"), ("momentum",)  # names of the state of one parameter
 
 
 class Sharded:
@@ -14,13 +14,14 @@ class Sharded:
     where a fused AdamW on a GPU does not take them.
 
     Args:
-        make: a function from parameter groups to the AdamW of a rank. groups: of all parameters, the same on all ranks.
-        rank, world: of this process.
+        make: a function from parameter groups to the AdamW or Muon of a rank. groups: of all parameters, the same on
+            all ranks. rank, world: of this process.
     """
 
     def __init__(self, make, groups, rank, world):
         self.rank = rank
         self.parameters = [p for group in groups for p in group["params"]]  # numbered as in torch's optimizers
+        self.names = {p: MUON if "momentum" in group else ADAMW for group in groups for p in group["params"]}
         self.owner, held = {}, [0] * world
         for p in sorted(self.parameters, key=torch.numel, reverse=True):
             self.owner[p] = held.index(min(held))
@@ -48,16 +49,16 @@ class Sharded:
         state = {}
         for number, p in enumerate(self.parameters):
             if self.owner[p] == self.rank:
-                mine = [self.local.state[p][name] for name in STATE]
+                mine = [self.local.state[p][name] for name in self.names[p]]
                 if self.rank > 0:
                     for x in mine:
                         dist.send(x, 0)
             elif self.rank == 0:
-                mine = [torch.empty_like(p), torch.empty_like(p), torch.empty((), device=p.device)]
+                mine = [p.new_empty(() if name == "step" else p.shape) for name in self.names[p]]
                 for x in mine:
                     dist.recv(x, self.owner[p])
             if self.rank == 0:
-                state[number] = {name: x.detach().cpu() for name, x in zip(STATE, mine, strict=True)}
+                state[number] = {name: x.detach().cpu() for name, x in zip(self.names[p], mine, strict=True)}
         return {"state": state, "param_groups": self._numbered(self.param_groups, self.parameters)}
 
     def load_state_dict(self, whole):

@@ -4,17 +4,17 @@
     python train.py --resume                                              go on with the newest run
     torchrun --nproc_per_node=4 train.py configs/gpt2.py                  several GPUs of a host
 
-Everything a run writes is in runs/NAME/: config.json, metrics.jsonl, checkpoint.pt, best.pt and loss.png. Ctrl-C or
-SIGTERM saves and stops, SIGUSR1 saves and goes on. docs/reliability.md says what happens when something breaks.
+Everything a run writes is in runs/NAME/: config.json, metrics.jsonl, checkpoint.pt, best.pt and loss.png. Ctrl-C,
+SIGTERM or a lost terminal saves and stops, SIGUSR1 saves and goes on. docs/reliability.md says what happens when
+something breaks.
 """
 
 import math
 import os
 import sys
 import time
-from contextlib import closing, nullcontext
+from contextlib import closing, contextmanager, nullcontext
 from dataclasses import asdict
-from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -24,17 +24,17 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import clip_grad_norm_
 
 from ahead import fetch_ahead
-from checkpoint import Saver, check_data, load_checkpoint, load_parts, load_weights, new_run, write_config
-from config import fail, load_config, resolve_dtype
-from data import Batches, fingerprint, open_corpus, to_state, validation_batches
-from distributed import STOP, Signals, check_agreement, start_distributed
+from checkpoint import Saver, check_data, load_checkpoint, load_parts, load_weights, new_run, read_config, write_config
+from config import check_edits, fail, load_config, resolve_dtype
+from data import Batches, TokenFileError, fingerprint, open_corpus, to_state, validation_batches
+from distributed import STOP, Signals, check_agreement, ignore_saves, start_distributed
 from fit import choose_micro_batch, largest_micro_batch
 from graphs import Recorded
 from guard import StepGuard
 from model import GPT
+from optimizer import make_optimizer, set_learning_rate
 from report import Laps, Report, age, describe, peak_flops
 from say import last_word, say
-from shard import Sharded
 
 IMPORTED = age()  # after so many seconds
 
@@ -90,7 +90,13 @@ def open_on_all_ranks(config, distributed):
     arguments = (config.data, config.tokenizer, config.input or None)
     corpus = open_corpus(*arguments) if distributed.is_main else None
     digest = distributed.share(corpus and corpus.digest())
-    return corpus or open_corpus(*arguments, quiet=True), digest
+    corpus = corpus or open_corpus(*arguments, quiet=True)
+    first_here = not distributed.is_main and os.environ.get("LOCAL_RANK") == "0"  # of another machine
+    if first_here and corpus.digest() != digest:
+        raise ValueError(
+            f"the tokens in {corpus.folder} are not those of the first machine; give all the same text, or one GPT_DATA"
+        )
+    return corpus, digest
 
 
 def seed_dropout(*numbers):
@@ -130,15 +136,7 @@ def train(config):
     # Model: from its seed, or from the checkpoint of the run to go on with.
     torch.manual_seed(config.seed)
     model = raw_model = GPT(config.model(corpus.tokenizer.n_vocab)).to(device)
-    make_optimizer = partial(
-        torch.optim.AdamW,
-        lr=torch.tensor(config.learning_rate, device=device) if kind == "cuda" else config.learning_rate,
-        betas=(config.beta1, config.beta2),
-        fused=True,  # fast, and skips a step on the device when the guard says so
-        capturable=kind == "cuda",
-    )
-    groups, shards = model.parameter_groups(config.weight_decay), world if config.shard_optimizer else 1
-    optimizer = make_optimizer(groups) if shards == 1 else Sharded(make_optimizer, groups, rank, world)
+    optimizer = make_optimizer(model, config, distributed)
     guard = StepGuard(config.skip_zscore).to(device)
     scaler = torch.amp.GradScaler(kind, enabled=dtype == torch.float16)
     autocast = torch.autocast(kind, dtype) if dtype != torch.float32 else nullcontext()
@@ -148,34 +146,39 @@ def train(config):
     parts = {"optimizer": optimizer, "scaler": scaler, "guard": guard}
     folder = Path(config.resume) if config.resume else None
     saver = Saver(folder, config.keep) if is_main and folder else None
-    path = distributed.share(saver.newest() if saver else None)
+    path, record = distributed.share((saver.newest(), read_config(folder)) if saver else (None, None))
     start, best, before = 0, math.inf, None
     if path:  # none: a new run, or one that ended before its first checkpoint and begins again
-        contents = load_checkpoint(path, ("tokenizer_hash", "tokens_sha256", "step", "best", *parts))
-        check_data(contents, config, corpus, tokens_sha256, path)
+        contents = load_checkpoint(path, ("config", "tokenizer_hash", "tokens_sha256", "step", "best", *parts))
+        if record.edited:
+            check_edits(contents["config"], config, path)
+        check_data(contents, config, corpus, tokens_sha256, record.tokens_sha256, path)
         load_weights(model, contents, path)
-        load_parts(parts, contents)
+        load_parts(parts, contents, path)
         start, best, before = contents["step"], contents["best"], contents.get("micro_batch")
+        if kind == "cpu" and world == 1 and (threads := contents.get("threads")):  # sums are split by them
+            torch.set_num_threads(threads)
         if start >= config.steps:
             raise ValueError(
                 f"run {folder} is finished at step {start}; give more --steps and --allow_changes True to go on"
             )
 
     def search():
-        return distributed.smallest(largest_micro_batch(model, share, autocast, world, shards))
+        return distributed.smallest(largest_micro_batch(model, share, autocast, world, config.shard_optimizer))
 
     micro_batch = choose_micro_batch(config, share, before, search)
     eval_batches = config.eval_batches * (config.batch_size // micro_batch) or None  # as many tokens on any machine
     validation = validation_batches(corpus.val, config.block_size, micro_batch, eval_batches)
     if is_main:
         if not saver:
-            folder = new_run(config)
+            folder = new_run(config, tokens_sha256)
             saver = Saver(folder, config.keep)
-        elif path:
-            saver.step = start
         else:
-            saver.begin_again()
-        write_config(folder, config)
+            write_config(folder, config, tokens_sha256)
+            if path:
+                saver.step = start
+            else:
+                saver.begin_again()
 
     if kind == "cuda":
         if config.compile == "blocks":
@@ -203,6 +206,7 @@ def train(config):
         """The best validation loss so far, and whether it is this step's."""
         # not DDP's model: a rank may have no batch, which it would wait for
         val_loss = evaluate(raw_model, validation, autocast, distributed)
+        corpus.check_unchanged(tokens_sha256)
         is_best = 0 < step and val_loss < best
         report.evaluation(step, val_loss, is_best, largest_lse(raw_model, validation, autocast, distributed, config))
         return val_loss if is_best else best, is_best
@@ -218,10 +222,26 @@ def train(config):
             "micro_batch": micro_batch,
             "step": step,
             "best": best,
+            "threads": torch.get_num_threads() if kind == "cpu" and world == 1 else None,
         }
         states = {name: part.state_dict() for name, part in parts.items()}  # of all ranks, if the optimizer is sharded
         if is_main:
             saver.save(weights, states, is_best)
+
+    @contextmanager
+    def rescue():
+        """When a token file turns out changed, save the steps taken before it was, then let the error end the run."""
+        try:
+            yield
+        except TokenFileError:
+            due = step % config.eval_every == 0 or step == config.steps  # a resumed run would not evaluate it
+            if is_main and not due and (world == 1 or not config.shard_optimizer):  # whose state all ranks have
+                saver.wait()
+                if step > max(start, saver.step or 0):
+                    save(step, False)
+                    saver.wait()
+                    say(f"stopped at step {step}; once the tokens are back, go on with --resume {folder}", sys.stderr)
+            raise
 
     def check_row(step, row):
         """End the run if the last `row` steps before `step`, too many, were not finite."""
@@ -243,6 +263,7 @@ def train(config):
     def fetch(step, first):
         """Tokens and targets of the micro-batch that begins with a row of a step's batch, on the host."""
         micro = batches.batch(step, slice(first, first + micro_batch))
+        corpus.check_unchanged(tokens_sha256)
         if kind == "cuda":
             with torch.cuda.device(device):
                 micro = [x.pin_memory() for x in micro]
@@ -282,7 +303,7 @@ def train(config):
 
     firsts = range(rank * share, (rank + 1) * share, micro_batch)
     fetched = fetch_ahead(fetch, ((step, first) for step in range(start, config.steps) for first in firsts))
-    with Signals(distributed) as signals, closing(fetched):
+    with Signals(distributed) as signals, closing(fetched), rescue():
         for step in range(start, config.steps + 1):
             asked = signals.agreed()
             due = step % config.eval_every == 0 or step == config.steps
@@ -304,11 +325,7 @@ def train(config):
                 break  # config.steps updates, then one last evaluation
 
             rate = learning_rate(step, config)
-            for group in optimizer.param_groups:
-                if kind == "cuda":
-                    group["lr"].fill_(rate)
-                else:
-                    group["lr"] = rate
+            set_learning_rate(optimizer, rate)
             if len(firsts) > 1:
                 with nullcontext() if world == 1 else model.no_sync():
                     loss = sum(gradients(*load()) for _ in firsts[1:])
@@ -330,17 +347,19 @@ def train(config):
         if is_main:
             saver.close()
 
-    report.close()
-    if is_main and step < config.steps:
+    if step < config.steps:
         launcher = "python" if world == 1 else "torchrun ..."
-        say(f"stopped at step {step}; go on with: {launcher} train.py --resume {folder}")
-    elif is_main:
-        say(f"best val loss {best:.4f} nats/token = {best * bits_per_nat:.4f} bits/byte; run in {folder}")
-        say("sample from it: python sample.py")
+        report.close(f"stopped at step {step}; go on with: {launcher} train.py --resume {folder}")
+    else:
+        report.close(
+            f"best val loss {best:.4f} nats/token = {best * bits_per_nat:.4f} bits/byte; run in {folder}",
+            "sample from it: python sample.py",
+        )
     return best
 
 
 def main(argv):
+    ignore_saves()
     try:
         train(load_config(argv))
     except (ValueError, OSError) as error:

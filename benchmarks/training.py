@@ -69,7 +69,7 @@ def nanogpt_data(folder, corpus):
     """What nanoGPT's train.py wants in data/bench: the tokens of a Corpus in 16 bits, and its vocabulary's size."""
     folder.mkdir(parents=True)
     for name, tokens in (("train", corpus.train), ("val", corpus.val)):
-        tokens.ids.astype("uint16").tofile(folder / f"{name}.bin")
+        tokens.ids.read(0, len(tokens)).astype("uint16").tofile(folder / f"{name}.bin")
     vocabulary = corpus.tokenizer.n_vocab
     if vocabulary < 50_000:  # without it nanoGPT takes GPT-2's, padded to 50304
         (folder / "meta.pkl").write_bytes(pickle.dumps(dict(vocab_size=vocabulary)))
@@ -110,11 +110,16 @@ KINDS = {  # kind of kernel -> what its name holds; the first that fits
 
 
 def profile(arguments):
-    """Milliseconds of GPU time a step, by kind of kernel, over a short run in this process (evaluations included)."""
+    """Milliseconds of a step that the GPU works, by kind of kernel, and does not (gaps), in a short run.
+
+    What the two evaluations and the warm-up of the run take counts as work of its steps: the gaps are longer than said.
+    """
     from torch.profiler import ProfilerActivity
     from torch.profiler import profile as profiler
 
+    from checkpoint import newest_run
     from config import load_config
+    from report import read_metrics
     from train import train
 
     config = load_config(arguments)
@@ -124,7 +129,9 @@ def profile(arguments):
     for event in recorded.key_averages():
         kind = next((kind for kind, parts in KINDS.items() if any(p in event.key for p in parts)), "all else")
         spent[kind] = spent.get(kind, 0.0) + event.self_device_time_total / 1000 / config.steps
-    return spent
+    rates = [record["tokens_per_second"] for record in read_metrics(newest_run()) if "loss" in record]
+    step = 1000 * config.batch_size * config.block_size / statistics.median(rates[len(rates) // 2 :])
+    return spent | {"gaps": step - sum(spent.values())}
 
 
 def main():
@@ -160,7 +167,8 @@ def main():
                     )
                     print(f"{name:5} {trainer:8} {ms:8.2f} ms a step  {1000 * job.tokens / ms:9,.0f} tokens/s{reached}")
             if args.profile:
-                spent = profile([*job.ours, *data, f"--name=bench-{name}", "--steps=30", "--eval_every=30"])
+                short = ["--steps=30", "--eval_every=30", "--eval_batches=1", "--log_every=5"]
+                spent = profile([*job.ours, *data, f"--name=bench-{name}", *short])
                 print(json.dumps({kind: round(ms, 2) for kind, ms in sorted(spent.items(), key=lambda x: -x[1])}))
 
 

@@ -7,15 +7,16 @@
 """
 
 from data.corpus import Corpus, open_corpus
-from data.files import atomic_file
+from data.files import atomic_file, spare_path
 from data.loader import Batches, validation_batches
 from data.tokenizer import CharTokenizer, fingerprint, from_state, make_tokenizer, to_state
-from data.tokens import Tokens, check_tokenizer, read_tokens, write_tokens
+from data.tokens import TokenFileError, Tokens, check_tokenizer, read_tokens, write_tokens
 
 __all__ = [
     "Batches",
     "CharTokenizer",
     "Corpus",
+    "TokenFileError",
     "Tokens",
     "atomic_file",
     "check_tokenizer",
@@ -24,6 +25,7 @@ __all__ = [
     "make_tokenizer",
     "open_corpus",
     "read_tokens",
+    "spare_path",
     "to_state",
     "validation_batches",
     "write_tokens",

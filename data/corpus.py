@@ -11,9 +11,10 @@ from typing import Any
 from data.files import atomic_file, atomic_folder, data_folder, make_data_folder
 from data.sources import PLAY, SHAKESPEARE_SHA256, SHAKESPEARE_URL, check_name, read_source
 from data.tokenizer import encode_text, from_state, make_tokenizer, to_state, tokenizer_name
-from data.tokens import Tokens, check_tokenizer, read_tokens, write_tokens
+from data.tokens import TokenFileError, Tokens, check_tokenizer, read_tokens, remedy, write_tokens
 from say import say
 
+PIECE = 1 << 22  # tokens in memory at once while all are read
 TRAIN_SHARE = 0.9  # of the characters, from the start; the rest is for validation (as nanoGPT)
 
 
@@ -48,8 +49,24 @@ class Corpus:
         """sha256 hex digest of the tokens of both parts: seconds per gigabyte."""
         digest = hashlib.sha256()
         for part in (self.train, self.val):
-            digest.update(hashlib.sha256(part.ids).digest())
+            of_part = hashlib.sha256()
+            for start in range(0, len(part), PIECE):
+                of_part.update(part.ids.read(start, start + PIECE))
+            digest.update(of_part.digest())
         return digest.hexdigest()
+
+    def check_unchanged(self, digest):
+        """TokenFileError if somebody has written to the token files and their `digest()` is another one now.
+
+        Microseconds if the files are as they were. Files that were replaced, as `prepare` does, stay open here.
+        """
+        stamps = {ids: ids.stamp() for ids in (self.train.ids, self.val.ids)}
+        if any(ids.known != stamp for ids, stamp in stamps.items()):
+            if self.digest() != digest:
+                advice = remedy(self.train.ids.path)
+                raise TokenFileError(f"the tokens in {self.folder} were changed while they were in use; {advice}")
+            for ids, stamp in stamps.items():
+                ids.known = stamp
 
 
 def prepare(name, tokenizer_spec, input=None):

@@ -42,6 +42,15 @@ def make_data_folder(name):
     return folder
 
 
+def spare_path(path, suffix):
+    """`path` with a suffix, numbered if such a file is there already."""
+    number, spare = 1, Path(f"{path}{suffix}")
+    while spare.exists():
+        number += 1
+        spare = Path(f"{path}-{number}{suffix}")
+    return spare
+
+
 @contextmanager
 def atomic_file(path):
     """A binary file to write; it appears at `path` only when the block ends without an error.

@@ -31,7 +31,7 @@ class Batches:
         check_block_size(tokens, block_size)
         if batch_size < 1 or seed < 0:
             raise ValueError(f"batch_size={batch_size} must be at least 1 and seed={seed} at least 0")
-        self.ids = np.asarray(tokens.ids)  # a plain view: indexing a memmap costs more
+        self.ids = tokens.ids
         self.block_size, self.batch_size, self.seed = block_size, batch_size, seed
         self.windows = max(1, (len(self.ids) - block_size) // block_size)  # per epoch
         # Every phase leaves room for all windows; a phase of block_size would be phase 0 again.
@@ -120,16 +120,15 @@ def validation_batches(tokens, block_size, batch_size, max_batches=None):
         ValueError: fewer than block_size + 1 tokens.
     """
     check_block_size(tokens, block_size)
-    ids = np.asarray(tokens.ids)
-    windows = (len(ids) - 1) // block_size
+    windows = (len(tokens) - 1) // block_size
     wanted = windows if max_batches is None else min(windows, max_batches * batch_size)
     starts = np.arange(wanted) * windows // wanted * block_size
-    return WindowBatches(ids, starts, block_size, batch_size)
+    return WindowBatches(tokens.ids, starts, block_size, batch_size)
 
 
 def gather(ids, starts, block_size):
     """(inputs, targets), each [len(starts), block_size] int64, of the windows at `starts`."""
-    windows = ids[starts[:, None] + np.arange(block_size + 1)].astype(np.int64)  # [rows, block_size + 1]
+    windows = ids.windows(starts, block_size + 1).astype(np.int64)
     return torch.from_numpy(windows[:, :-1].copy()), torch.from_numpy(windows[:, 1:].copy())
 
 

@@ -39,7 +39,7 @@ def report(corpus):
     print(f"tokenizer  {tokenizer.name}, vocabulary of {tokenizer.n_vocab:,}")
     for label, part in (("train", corpus.train), ("val", corpus.val)):
         print(f"{label:10} {len(part):,} tokens, {part.bytes_per_token:.2f} bytes per token")
-    print(f"sample     {tokenizer.decode(corpus.train.ids[:20].tolist())!r}")
+    print(f"sample     {tokenizer.decode(corpus.train.ids.read(0, 20).tolist())!r}")
     print(f"folder     {corpus.folder}")
 
 

@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -58,7 +59,10 @@ def token_file(path, count=5, spec="bytes"):
 
 def make_tokens(count):
     """Tokens whose ids are their positions, so that a window shows where it was cut."""
-    return Tokens(np.arange(count, dtype=np.uint32), count, "test", "", count, "", "")
+    with tempfile.NamedTemporaryFile() as file:
+        np.arange(count, dtype=np.uint32).tofile(file.name)
+        ids = tokens.FileArray(file.name, 0, np.dtype(np.uint32), count)
+    return Tokens(ids, count, "test", "", count, "", "")
 
 
 # Tokenizers
@@ -191,7 +195,7 @@ def test_token_file_round_trip(tmp_path, vocabulary, dtype):
     ids = np.array([0, 1, vocabulary - 1])
     write_tokens(tmp_path / "x.bin", ids, made, text_bytes=9, source="é" * 99, source_sha256="f" * 64)
     found = read_tokens(tmp_path / "x.bin")
-    assert found.ids.dtype == dtype and np.array_equal(found.ids, ids) and isinstance(found.ids, np.memmap)
+    assert found.ids.dtype == dtype and np.array_equal(found.ids.read(0, 3), ids)
     assert (found.vocab_size, found.tokenizer) == (vocabulary, "char")
     assert (found.tokenizer_sha256, found.source_sha256) == (fingerprint(made), "f" * 64)
     assert (found.text_bytes, found.bytes_per_token, found.source) == (9, 3.0, "é" * 48)
@@ -258,8 +262,8 @@ def test_prepare_and_open_text(verse, data_root, spec, capsys):
     found = open_corpus("text", spec, verse)
     assert capsys.readouterr().err.startswith("preparing text")
     split = int(0.9 * len(VERSE))
-    assert found.tokenizer.decode(found.train.ids.tolist()) == VERSE[:split]
-    assert found.tokenizer.decode(found.val.ids.tolist()) == VERSE[split:]
+    assert found.tokenizer.decode(found.train.ids.read(0, len(found.train)).tolist()) == VERSE[:split]
+    assert found.tokenizer.decode(found.val.ids.read(0, len(found.val)).tolist()) == VERSE[split:]
     assert found.bytes_per_token == (len(VERSE) - split) / len(found.val)
     assert found.source == "verse.txt" and found.folder.parent == data_root / "prepared"
     assert {path.name for path in found.folder.iterdir()} == {"train.bin", "val.bin", "tokenizer.json"}
@@ -267,7 +271,7 @@ def test_prepare_and_open_text(verse, data_root, spec, capsys):
     since = time.perf_counter()
     again = open_corpus("text", spec, verse)
     assert time.perf_counter() - since < 1.0 and capsys.readouterr().err == ""
-    assert np.array_equal(again.train.ids, found.train.ids)
+    assert np.array_equal(again.train.ids.read(0, len(again.train)), found.train.ids.read(0, len(found.train)))
     assert leftovers(data_root) == []
 
 
@@ -286,7 +290,7 @@ def test_changed_text_is_prepared_again(verse):
     verse.write_text(VERSE + "CODA\n" * 50)
     after = open_corpus("text", "char", verse)
     assert after.folder == before.folder and len(after.train) > len(before.train)
-    assert before.tokenizer.decode(before.train.ids[:5].tolist()) == "ANNE:"  # the old one is still readable
+    assert before.tokenizer.decode(before.train.ids.read(0, 5).tolist()) == "ANNE:"  # the old one is still readable
 
 
 def test_two_files_of_one_name_are_two_corpora(tmp_path):
@@ -654,8 +658,15 @@ def test_few_validation_batches_are_spread():
     assert len(validation_batches(make_tokens(1001), 10, 4, max_batches=99)) == 25
 
 
-def test_memory_mapped_tokens(tmp_path):
-    found = read_tokens(token_file(tmp_path / "x.bin", count=200))
-    inputs, targets = Batches(found, 16, 4, seed=0).batch(0)
+def test_tokens_are_read_from_their_file(tmp_path):
+    path = token_file(tmp_path / "x.bin", count=200)
+    found = read_tokens(path)
+    batches = Batches(found, 16, 4, seed=0)
+    inputs, targets = batches.batch(0)
     assert torch.equal(targets, inputs + 1)
-    assert tokens.HEADER_BYTES == 1024
+    assert len(found.ids.read(150, 300)) == 50 and len(found.ids.read(7, 7)) == 0
+    stamp = found.ids.stamp()
+    os.truncate(path, tokens.HEADER_BYTES + 20)
+    assert found.ids.stamp() != stamp and len(found.ids.read(0, 10)) == 10
+    with pytest.raises(ValueError, match=r"x\.bin can no longer be read \(it was cut short\); remove"):
+        batches.batch(0)

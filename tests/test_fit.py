@@ -53,7 +53,7 @@ def test_other_errors_are_not_taken_for_a_lack_of_memory(network):
 
 
 def test_on_a_cpu_it_divides_the_share_without_a_trial(network):
-    assert [largest_micro_batch(network, share, nullcontext(), 1, 1) for share in (8, 48, 60, 37)] == [8, 24, 30, 1]
+    assert [largest_micro_batch(network, share, nullcontext(), 1, False) for share in (8, 48, 60, 37)] == [8, 24, 30, 1]
 
 
 def test_a_resumed_run_keeps_what_it_found():

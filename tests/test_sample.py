@@ -1,7 +1,9 @@
 """Sampling: the cache changes nothing, filters do what they say, text streams whole, mistakes are named."""
 
+import runpy
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -11,6 +13,8 @@ from data import make_tokenizer, to_state
 from model import GPT, Cache, GPTConfig
 from sample import choose, generate, next_logits, stream_text
 
+SCRIPT = str(Path(__file__).parents[1] / "sample.py")
+FLAGS = ("--device", "cpu", "--max_tokens", "20")
 SMALL = dict(vocab_size=256, block_size=16, n_layer=2, n_head=2, n_embd=32)
 FACES = {
     "gpt2": {},
@@ -98,9 +102,26 @@ def run(tmp_path):
 
 
 def sample(run, *flags):
-    root = __file__.rsplit("/", 2)[0]
-    command = [sys.executable, f"{root}/sample.py", "--device", "cpu", "--max_tokens", "20", *flags]
+    command = [sys.executable, SCRIPT, *FLAGS, *flags]
     return subprocess.run(command, cwd=run.parent.parent, capture_output=True, text=True, timeout=120)
+
+
+@pytest.fixture
+def call(run, monkeypatch, capsys):
+    """sample() in this process: to start one takes seconds."""
+    monkeypatch.chdir(run.parent.parent)
+
+    def call(*flags):
+        monkeypatch.setattr(sys, "argv", [SCRIPT, *FLAGS, *flags])
+        capsys.readouterr()
+        try:
+            runpy.run_path(SCRIPT, run_name="__main__")
+            code = 0
+        except SystemExit as end:
+            code = end.code
+        return subprocess.CompletedProcess(sys.argv, code, *capsys.readouterr())
+
+    return call
 
 
 def test_command_takes_the_newest_run(run):
@@ -120,24 +141,24 @@ def test_command_takes_the_newest_run(run):
         (["--temprature", "1"], "did you mean --temperature?"),
     ],
 )
-def test_mistakes(run, flags, message):
-    result = sample(run, *flags)
+def test_mistakes(call, flags, message):
+    result = call(*flags)
     assert result.returncode == 1 and "Traceback" not in result.stderr
     assert message in result.stderr and result.stderr.count("\n") == 1
     assert result.stdout == ""
 
 
-def test_damaged_and_foreign_checkpoints(run):
+def test_damaged_and_foreign_checkpoints(run, call):
     path = run / "checkpoint.pt"
     whole = path.read_bytes()
     for contents, message in ((whole[: len(whole) // 2], "damaged"), (b"nonsense", "damaged"), (b"", "damaged")):
         path.write_bytes(contents)
-        result = sample(run)
+        result = call()
         assert result.returncode == 1 and message in result.stderr and "Traceback" not in result.stderr
     torch.save({"format": 0}, path)
-    assert "not of this project's format" in sample(run).stderr
+    assert "not of this project's format" in call().stderr
     torch.save({"format": 1}, path)
-    assert "lacks model" in sample(run).stderr
+    assert "lacks model" in call().stderr
     state = GPT(GPTConfig(**SMALL)).state_dict()
     save_checkpoint(path, model=state, model_config=dict(SMALL, n_layer=1), tokenizer={})
-    assert "holds another model" in sample(run).stderr
+    assert "holds another model" in call().stderr

@@ -1,0 +1,79 @@
+"""What checkpoint.py promises of each file it writes; whole runs are in test_reliability_files.py."""
+
+import os
+import threading
+
+import pytest
+import torch
+
+import checkpoint
+from checkpoint import Saver, save_checkpoint
+
+WEIGHTS = dict(step=7, model={"weight": torch.ones(3)}, config={"allow_changes": False})
+
+
+@pytest.fixture
+def saver(tmp_path):
+    return Saver(tmp_path, keep=2)
+
+
+def test_a_checkpoint_is_flushed_and_read_back_before_it_gets_its_name(tmp_path, monkeypatch):
+    path, said = tmp_path / "checkpoint.pt", []
+
+    def record(owner, name):
+        function = getattr(owner, name)
+        monkeypatch.setattr(owner, name, lambda *args: (said.append(name), function(*args))[1])
+
+    for owner, name in ((os, "fsync"), (checkpoint, "check_file"), (os, "replace")):
+        record(owner, name)
+    save_checkpoint(path, lambda: said.append("make room"), **WEIGHTS)
+    assert said.index("fsync") < said.index("check_file") < said.index("make room") < said.index("replace")
+
+
+def test_a_checkpoint_that_reads_back_wrong_replaces_nothing(tmp_path, monkeypatch):
+    path = tmp_path / "checkpoint.pt"
+    save_checkpoint(path, **WEIGHTS)
+    good, check = path.read_bytes(), checkpoint.check_file
+
+    def damage_and_check(name):
+        with open(name, "r+b") as file:
+            file.seek(len(good) // 2)
+            file.write(b"broken by the disk")
+        check(name)
+
+    monkeypatch.setattr(checkpoint, "check_file", damage_and_check)
+    with pytest.raises(ValueError):
+        save_checkpoint(path, **WEIGHTS | dict(step=8))
+    assert path.read_bytes() == good and [x.name for x in tmp_path.iterdir()] == ["checkpoint.pt"]
+
+
+def test_training_goes_on_while_a_checkpoint_is_written(saver, monkeypatch):
+    may_write, save = threading.Event(), checkpoint.save_checkpoint
+
+    def slow(*args, **contents):
+        assert may_write.wait(60)
+        save(*args, **contents)
+
+    monkeypatch.setattr(checkpoint, "save_checkpoint", slow)
+    weight = torch.ones(3)
+    saver.save(WEIGHTS | dict(model={"weight": weight}), {}, False)
+    weight.zero_()  # the next step
+    may_write.set()
+    saver.close()
+    assert torch.equal(torch.load(saver.folder / "checkpoint.pt", weights_only=True)["model"]["weight"], torch.ones(3))
+
+
+@pytest.mark.parametrize("error", [OSError(28, "No space left on device"), MemoryError()], ids=["disk", "memory"])
+def test_a_last_checkpoint_that_cannot_be_written_is_an_error(saver, monkeypatch, error):
+    """Also where somebody has deleted those before it, to make room."""
+    saver.save(WEIGHTS, {}, False)
+    saver.last_good()
+    (saver.folder / "checkpoint.pt").unlink()
+
+    def fail(*args, **contents):
+        raise error
+
+    monkeypatch.setattr(checkpoint, "save_checkpoint", fail)
+    saver.save(WEIGHTS | dict(step=8), {}, False)
+    with pytest.raises(OSError, match=r"step 8 cannot be written.*the last good one is none"):
+        saver.close()
