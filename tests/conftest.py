@@ -94,8 +94,7 @@ def run(folder, capsys):
     from helpers import FAST, in_process  # not for the kernels, whose tests also run without train.py
 
     def run(*argv, **options):
-        resumes = any(argument.startswith("--resume") for argument in argv)
-        result = in_process(capsys, argv, {} if resumes else FAST | options)
+        result = in_process(capsys, *argv, **FAST | options)
         return result.returncode, result.stderr
 
     return run

@@ -7,6 +7,7 @@ import sys
 import time
 from pathlib import Path
 
+import pytest
 import torch
 from torture_resume import equal
 
@@ -18,6 +19,9 @@ TINY = dict(
     warmup_steps=2, learning_rate=5e-3, eval_every=20, eval_batches=4, log_every=1,
 )  # fmt: skip
 FAST = TINY | dict(input="corpus.txt", attention="sdpa", dropout=0.1)
+ON_GPU = dict(device="cuda", dtype="bfloat16", attention="auto", n_embd=128, deterministic=True, compile="off")
+TWO_GPUS = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+BY_DEVICE = pytest.mark.parametrize("on", [pytest.param({}, id="cpu"), pytest.param(ON_GPU, id="cuda", marks=TWO_GPUS)])
 
 
 def environment(folder):
@@ -26,28 +30,35 @@ def environment(folder):
     return variables | {"GPT_DATA": str(folder / "prepared"), "OMP_NUM_THREADS": "1"}
 
 
-def launch(folder, *argv, ranks=1, **options):
+def typed(argv, options):
+    """What follows train.py: argv, then the options as flags, which a run that is resumed has already."""
     resumes = any(argument.startswith("--resume") for argument in argv)
-    options = {} if resumes else TINY | dict(input="corpus.txt") | options
-    flags = [part for name, value in options.items() for part in (f"--{name}", str(value))]
-    program = [sys.executable]
-    if ranks > 1:
-        program += [
-            "-m",
-            "torch.distributed.run",
-            f"--nproc_per_node={ranks}",
-            "--master_port=0",
-            "--standalone",
-        ]
-    command = [*program, str(ROOT / "train.py"), *argv, *flags]
-    return subprocess.run(command, cwd=folder, env=environment(folder), capture_output=True, text=True, timeout=300)
+    return [*argv, *(part for name, value in options.items() if not resumes for part in (f"--{name}", str(value)))]
 
 
-def in_process(capsys, argv, options):
+def start(folder, *argv, ranks=1, **options):
+    """train.py in a process, or torchrun's in several."""
+    launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}"] if ranks > 1 else []
+    command = [sys.executable, *launcher, str(ROOT / "train.py"), *typed(argv, options)]
+    pipes = dict(stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    return subprocess.Popen(command, cwd=folder, env=environment(folder), **pipes)
+
+
+def launch(folder, *argv, ranks=1, **options):
+    """A run of TINY in processes of its own, to its end."""
+    with start(folder, *argv, ranks=ranks, **TINY | dict(input="corpus.txt") | options) as process:
+        try:
+            out, err = process.communicate(timeout=300)
+        finally:
+            process.kill()
+    return subprocess.CompletedProcess(process.args, process.returncode, out, err)
+
+
+def in_process(capsys, *argv, **options):
     """What launch() of one rank gives, by a call in this process: to start one takes seconds."""
     capsys.readouterr()
     try:
-        train.main([*argv, *(part for name, value in options.items() for part in (f"--{name}", str(value)))])
+        train.main(typed(argv, options))
         code = 0
     except SystemExit as end:
         code = end.code
@@ -88,15 +99,6 @@ def wait_for(condition, seconds=120):
         assert time.monotonic() < deadline, "waited in vain"
         time.sleep(0.02)
     return value
-
-
-def start(folder, *argv, ranks=1, **options):
-    """train.py in a process, or torchrun's in several."""
-    launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}"] if ranks > 1 else []
-    flags = [part for name, value in options.items() for part in (f"--{name}", str(value))]
-    command = [sys.executable, *launcher, str(ROOT / "train.py"), *argv, *flags]
-    pipes = dict(stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-    return subprocess.Popen(command, cwd=folder, env=environment(folder), **pipes)
 
 
 def reached(folder, step, run="run"):

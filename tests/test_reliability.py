@@ -14,7 +14,21 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from helpers import FAST, ROOT, contents, environment, losses, metrics, one_sentence, reached, same, start, wait_for
+from helpers import (
+    BY_DEVICE,
+    FAST,
+    ON_GPU,
+    ROOT,
+    contents,
+    environment,
+    losses,
+    metrics,
+    one_sentence,
+    reached,
+    same,
+    start,
+    wait_for,
+)
 from torture_resume import equal
 
 import report
@@ -150,18 +164,32 @@ def workers(process):
     return sorted((int(pid) for pid in children if b"train.py" in Path(f"/proc/{pid}/cmdline").read_bytes()), key=rank)
 
 
-def test_a_signal_to_one_rank_stops_all_and_fewer_ranks_go_on(folder, run):
+@BY_DEVICE
+@pytest.mark.parametrize("ranks, then", [(2, 1), (1, 2)])
+def test_a_signal_to_one_rank_stops_all_and_another_number_goes_on(folder, run, on, ranks, then):
     """With dropout: the mask of a row does not depend on the rank that has it."""
-    options = dict(steps=200, eval_every=100, eval_batches=1, micro_batch=4)
+    options = dict(steps=200, eval_every=100, eval_batches=1, micro_batch=4) | on
     assert run(name="whole", **options)[0] == 0
-    process = start(folder, ranks=2, **FAST | options)
+    process = start(folder, ranks=ranks, **FAST | options)
     wait_for(lambda: reached(folder, 3))
-    os.kill(workers(process)[1], signal.SIGTERM)
+    os.kill(workers(process)[-1] if ranks > 1 else process.pid, signal.SIGTERM)
     out, err = process.communicate(timeout=60)
     assert process.returncode == 0, err
     assert "stopped at step" in out and contents("runs/run/checkpoint.pt")["step"] < 200
-    assert run("--resume")[0] == 0
+    _, err = (process := start(folder, "--resume", ranks=then)).communicate(timeout=120)
+    assert process.returncode == 0, err
     assert losses(folder, "run") == pytest.approx(losses(folder, "whole"), rel=1e-3)
+
+
+@BY_DEVICE
+def test_a_signal_to_torchrun_stops_all_ranks(folder, on):
+    """It hands it on, waits for them, and then ends with an error of its own."""
+    process = start(folder, ranks=2, **FAST | dict(steps=100_000, eval_every=100_000) | on)
+    wait_for(lambda: reached(folder, 3))
+    process.send_signal(signal.SIGINT)
+    out, err = process.communicate(timeout=60)
+    stopped = int(re.search(r"stopped at step (\d+); go on with: torchrun ... train.py --resume runs/run", out)[1])
+    assert contents("runs/run/checkpoint.pt")["step"] == stopped and "got signal: 2" in err, err
 
 
 def test_a_run_with_dropout_keeps_its_micro_batches(folder, run):
@@ -187,8 +215,9 @@ def test_ranks_that_differ_in_what_they_resume():
         train.check_agreement(train.load_config(["--seed", "2"]), other)
 
 
-def test_a_rank_that_dies_takes_the_job_down(folder):
-    process = start(folder, ranks=2, **FAST | dict(steps=100_000, eval_every=100_000))
+@BY_DEVICE
+def test_a_rank_that_dies_takes_the_job_down(folder, on):
+    process = start(folder, ranks=2, **FAST | dict(steps=100_000, eval_every=100_000) | on)
     wait_for(lambda: reached(folder, 3))
     victim, killed = workers(process)[1], time.monotonic()
     os.kill(victim, signal.SIGKILL)
@@ -273,8 +302,7 @@ def test_float16_and_its_scaler_resume(folder, run, monkeypatch):
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 @pytest.mark.parametrize("compile", ["off", "blocks", "model"])
 def test_resume_on_a_gpu_is_bit_for_bit_in_deterministic_mode(folder, run, compile):
-    options = dict(device="cuda", dtype="bfloat16", attention="auto", n_embd=128, deterministic=True, compile=compile)
-    assert run(**options)[0] == 0
+    assert run(**ON_GPU | dict(compile=compile))[0] == 0
     whole, before = contents("runs/run/checkpoint.pt"), losses(folder)
     (folder / "runs/run/checkpoint.pt").unlink()
     assert run("--resume")[0] == 0

@@ -10,7 +10,7 @@ from contextlib import nullcontext
 
 import pytest
 import torch
-from helpers import ROOT, TINY, environment, in_process, launch, losses, metrics
+from helpers import BY_DEVICE, ROOT, TINY, environment, in_process, launch, losses, metrics
 
 import train
 from config import Config
@@ -24,8 +24,7 @@ def call(folder, capsys):
     """launch() in this process, for what does not need one of its own."""
 
     def call(*argv, **options):
-        resumes = any(argument.startswith("--resume") for argument in argv)
-        return in_process(capsys, argv, {} if resumes else TINY | dict(input="corpus.txt") | options)
+        return in_process(capsys, *argv, **TINY | dict(input="corpus.txt") | options)
 
     return call
 
@@ -101,9 +100,12 @@ def test_micro_batches_and_ranks_train_the_same(folder, call):
     assert final[0] == pytest.approx(final[1], rel=1e-4)
 
 
-def test_a_sharded_optimizer_trains_the_same_and_its_checkpoint_is_in_one_piece(folder, call):
-    """With two processes, resumed by one without shards, and by three, which have other shares."""
+@BY_DEVICE
+def test_a_sharded_optimizer_trains_the_same_and_its_checkpoint_is_in_one_piece(folder, call, on):
+    """With two processes, resumed by one without shards, and on CPUs by three, which have other shares."""
     options = dict(steps=12, eval_every=4, batch_size=6, keep=3, bias=True, optimizer="muon")  # which has AdamW in it
+    if on:
+        options |= on | dict(dtype="float32", micro_batch=1)
     call(name="whole", **options)
     result = launch(folder, name="shards", ranks=2, shard_optimizer=True, **options)
     assert result.returncode == 0, result.stderr
@@ -116,7 +118,7 @@ def test_a_sharded_optimizer_trains_the_same_and_its_checkpoint_is_in_one_piece(
     assert states[0]["state"].keys() == states[1]["state"].keys()
     for number, whole in states[0]["state"].items():
         torch.testing.assert_close(whole, states[1]["state"][number], rtol=1e-2, atol=1e-5)
-    for ranks, flag in ((1, "False"), (3, "True")):
+    for ranks, flag in ((1, "False"), (2 if on else 3, "True")):
         path.unlink()
         argv = ("--resume", "runs/shards", "--shard_optimizer", flag)
         result = call(*argv) if ranks == 1 else launch(folder, *argv, ranks=ranks)
