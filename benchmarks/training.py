@@ -3,14 +3,17 @@
     python benchmarks/training.py --text FILE --ranks FILE                        ours
     python benchmarks/training.py --text FILE --ranks FILE --nanogpt PATH         and a checkout of nanoGPT
     python benchmarks/training.py --text FILE --ranks FILE --profile              and the GPU's time, by kind of kernel
+    python benchmarks/training.py --text FILE --jobs char modern --rounds 5 --whole
 
-Every run is a process of its own on the same tokens: FILE is tiny Shakespeare, --ranks the r50k_base.tiktoken of GPT-2.
-The time of a step is the median over the second half of those that the trainer itself reports; the seconds are from the
-start of the process to the end of the first evaluation at the target, with preparation, compilation and evaluations.
+The last asks how low the loss gets, with five seeds. Every run is a process of its own on the same tokens: FILE is
+tiny Shakespeare, --ranks the r50k_base.tiktoken of GPT-2. The time of a step is the median over the second half of
+those that the trainer itself reports. Seconds are from the start of the process, with preparation, compilation and
+evaluations, to the end of the first evaluation at the target, where the run is stopped but with --whole.
 """
 
 import argparse
 import json
+import math
 import os
 import pickle
 import re
@@ -26,7 +29,6 @@ from typing import NamedTuple
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT))
 
-TARGET = 1.4721  # nats per character: the best that nanoGPT reaches on such a chip (README)
 GPT2 = dict(block_size=1024, n_layer=12, n_head=12, n_embd=768)
 
 
@@ -34,12 +36,22 @@ class Job(NamedTuple):
     tokenizer: str
     tokens: int  # of a step
     ours: list[str]
-    nanogpt: list[str]
-    target: float | None  # validation loss at which the run may end
+    nanogpt: list[str] | None
+    target: float = 0.0  # validation loss at which the run may end
+    unit: str = "nats/token"  # of it
+
+
+class Outcome(NamedTuple):
+    """Of a run: milliseconds of a step, lowest validation loss, seconds to the target (or NaN) and in all."""
+
+    ms: float
+    loss: float
+    to_target: float
+    seconds: float
 
 
 def jobs(ranks, small):
-    """name -> Job; small ones end on a CPU, to try this script."""
+    """name -> Job; small ones end on a CPU, to try this script. ranks: of GPT-2's tokenizer."""
     gpt2 = GPT2 | (dict(n_layer=2, n_head=2, n_embd=64, block_size=64) if small else {})
     char = ["--n_layer=2", "--n_head=2", "--n_embd=32", "--block_size=32"] if small else []
     steps = 10 if small else 100
@@ -53,14 +65,21 @@ def jobs(ranks, small):
              "--eval_batches=1", "--log_every=1", *size, *cpu[0]],
             ["--batch_size=32", "--gradient_accumulation_steps=1", f"--max_iters={steps}", "--eval_interval=100000",
              "--eval_iters=1", "--log_interval=1", *size, *cpu[1]],
-            None,
         ),
         "char": Job(
             "char",
             64 * (32 if small else 256),
             ["configs/shakespeare_char.py", "--batch_size=64", *char, *cpu[0]],
             ["config/train_shakespeare_char.py", "--log_interval=1", *char, *cpu[1]],
-            4.0 if small else TARGET,
+            4.0 if small else 1.4721,  # the best that nanoGPT reaches on such a chip (README)
+        ),
+        "modern": Job(
+            "bpe:512",
+            16 * 128 if small else 64 * 256,
+            ["configs/shakespeare.py", *(["--device=cpu", "--steps=20", "--eval_every=10"] if small else [])],
+            None,
+            8.0 if small else 2.05,
+            "bits/byte",
         ),
     }  # fmt: skip
 
@@ -75,28 +94,32 @@ def nanogpt_data(folder, corpus):
         (folder / "meta.pkl").write_bytes(pickle.dumps(dict(vocab_size=vocabulary)))
 
 
-def run(command, folder, tokens, target):
-    """Milliseconds of a step, and seconds to the target or None, of a trainer whose output either of us writes."""
-    start, steps, reached = time.perf_counter(), [], None
+def run(command, folder, job, whole):
+    """Outcome of a trainer whose output either of us writes; whole: not to be stopped at the target."""
+    start, steps, losses, to_target = time.perf_counter(), [], [], math.nan
     process = subprocess.Popen(
         [sys.executable, "-u", *command], cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
         env=os.environ | {"PYTHONUNBUFFERED": "1"},
     )  # fmt: skip
-    lines = []
+    validation = r"val loss .* ([\d.]+) bits/byte" if job.unit == "bits/byte" else r"val loss ([\d.]+)"
+    lines, stopped = [], False
     for line in process.stdout:
         lines.append(line)
         if found := re.search(r"([\d,]+) tokens/s", line):
-            steps.append(1000 * tokens / int(found[1].replace(",", "")))
+            steps.append(1000 * job.tokens / int(found[1].replace(",", "")))
         elif found := re.search(r"^iter \d+: .* time ([\d.]+)ms", line):
             steps.append(float(found[1]))
-        elif (found := re.search(r"val loss ([\d.]+)", line)) and target and float(found[1]) <= target:
-            reached = time.perf_counter() - start
-            process.terminate()
-            break
+        elif found := re.search(validation, line):
+            losses.append(float(found[1]))
+            if losses[-1] <= job.target and math.isnan(to_target):
+                to_target = time.perf_counter() - start
+                if stopped := not whole:
+                    process.terminate()
+                    break
     process.stdout.close()
-    if process.wait() and reached is None:
+    if process.wait() and not stopped:
         raise RuntimeError(f"{' '.join(command)} failed:\n{''.join(lines[-20:])}")
-    return statistics.median(steps[len(steps) // 2 :]), reached
+    return Outcome(statistics.median(steps[len(steps) // 2 :]), min(losses), to_target, time.perf_counter() - start)
 
 
 KINDS = {  # kind of kernel -> what its name holds; the first that fits
@@ -134,38 +157,52 @@ def profile(arguments):
     return spent | {"gaps": step - sum(spent.values())}
 
 
+def show(name, trainer, job, outcome, what=""):
+    ms, loss, to_target, seconds = outcome
+    target = f"  {to_target:5.1f} s to {job.target}" if job.target else ""
+    print(f"{name:6} {trainer:7} {ms:7.2f} ms a step{target}  {loss:.4f} {job.unit} at best  {seconds:5.1f} s  {what}")
+
+
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--text", type=Path, required=True, help="tiny Shakespeare")
-    parser.add_argument("--ranks", type=Path, required=True, help="r50k_base.tiktoken")
+    parser.add_argument("--ranks", type=Path, help="r50k_base.tiktoken, for the job gpt2")
     parser.add_argument("--nanogpt", type=Path, help="a checkout of it, to run in turns with ours")
-    parser.add_argument("--jobs", nargs="+", default=["gpt2", "char"], choices=["gpt2", "char"])
-    parser.add_argument("--rounds", type=int, default=1, help="how often each trains")
+    parser.add_argument("--jobs", nargs="+", default=["gpt2", "char", "modern"], choices=["gpt2", "char", "modern"])
+    parser.add_argument("--rounds", type=int, default=1, help="how often each trains; ours with another seed each time")
+    parser.add_argument("--whole", action="store_true", help="do not stop at the target")
     parser.add_argument("--profile", action="store_true")
     parser.add_argument("--small", action="store_true", help="networks that a CPU trains, to try this script")
     args = parser.parse_args()
+    if "gpt2" in args.jobs and not args.ranks:
+        parser.error("the job gpt2 needs --ranks; name other --jobs to do without")
     from data import open_corpus
 
     os.chdir(ROOT)
     text = args.text.resolve()
     with tempfile.TemporaryDirectory() as scratch:
-        for name, job in jobs(args.ranks.resolve(), args.small).items():
+        for name, job in jobs(args.ranks and args.ranks.resolve(), args.small).items():
             if name not in args.jobs:
                 continue
             data = ["--data=text", f"--input={text}", f"--tokenizer={job.tokenizer}"]
             trainers = {"ours": (["train.py", *job.ours, *data, f"--name=bench-{name}"], ROOT)}
-            if args.nanogpt:
+            if args.nanogpt and job.nanogpt:
                 folder = Path(scratch) / name
                 shutil.copytree(args.nanogpt, folder, ignore=shutil.ignore_patterns(".git", "data", "out*"))
                 nanogpt_data(folder / "data" / "bench", open_corpus("text", job.tokenizer, text))
                 trainers["nanoGPT"] = (["train.py", *job.nanogpt, "--dataset=bench"], folder)
-            for _ in range(args.rounds):
+            outcomes = {trainer: [] for trainer in trainers}
+            for number in range(args.rounds):
                 for trainer, (command, folder) in trainers.items():
-                    ms, seconds = run(command, folder, job.tokens, job.target)
-                    reached = (
-                        "" if job.target is None else f"  {seconds or float('nan'):5.1f} s to a loss of {job.target}"
-                    )
-                    print(f"{name:5} {trainer:8} {ms:8.2f} ms a step  {1000 * job.tokens / ms:9,.0f} tokens/s{reached}")
+                    seed = [f"--seed={1337 + number}"] if trainer == "ours" else []  # nanoGPT's is fixed
+                    outcome = run([*command, *seed], folder, job, args.whole)
+                    outcomes[trainer].append(outcome)
+                    show(name, trainer, job, outcome)
+            if args.rounds > 1:
+                for trainer, found in outcomes.items():
+                    columns = list(zip(*found, strict=True))
+                    show(name, trainer, job, Outcome(*map(statistics.mean, columns)), "mean")
+                    show(name, trainer, job, Outcome(*map(statistics.stdev, columns)), "standard deviation")
             if args.profile:
                 short = ["--steps=30", "--eval_every=30", "--eval_batches=1", "--log_every=5"]
                 spent = profile([*job.ours, *data, f"--name=bench-{name}", *short])
