@@ -11,6 +11,7 @@ later, the newest good one takes its place. All are zip files (torch.save) of te
 import errno
 import hashlib
 import json
+import math
 import os
 import sys
 import tempfile
@@ -24,7 +25,7 @@ from typing import NamedTuple
 import filelock
 import torch
 
-from data import atomic_file, fingerprint, from_state, spare_path
+from data import atomic_file, from_state, spare_path
 from model import GPT, GPTConfig
 from say import say
 
@@ -84,13 +85,28 @@ class Record(NamedTuple):
     edited: bool  # by hand, or by a version that wrote no digest
 
 
-def read_config(folder):
-    """The Record of a run folder, or ValueError."""
+def read_config(folder, quiet=False):
+    """The Record of a run folder; with the options of its newest good checkpoint if config.json is damaged or gone.
+
+    Args:
+        folder: the run folder. quiet: do not say so.
+
+    Raises:
+        ValueError: there is neither.
+    """
     path = folder / "config.json"
     try:
-        record = dict(json.loads(path.read_text()))
-    except (OSError, ValueError, TypeError) as error:
-        raise ValueError(f"{path} cannot be read ({error}); --resume needs the folder of a run") from error
+        record = json.loads(path.read_text())
+        if not isinstance(record, dict):
+            raise ValueError("it holds no JSON object")
+    except (OSError, ValueError, RecursionError) as error:
+        paths = checkpoints(folder)
+        if not paths:
+            raise ValueError(f"{path} cannot be read ({error}); --resume needs the folder of a run") from error
+        good, _ = first_good(paths, quiet)
+        if not quiet:
+            say(f"warning: {path} cannot be read ({error}); the run's options are those of {good}", sys.stderr)
+        return Record(load_checkpoint(good, ("config",))["config"], None, True)
     edited = record.pop("sha256", None) != _digest(record)
     tokens_sha256 = record.pop("tokens_sha256", None)
     return Record(record, None if edited else tokens_sha256, edited)
@@ -108,8 +124,16 @@ def checkpoints(folder):
     return [path for name in names if (path := folder / name).exists()]
 
 
-def first_good(paths):
-    """(path, damaged): the first of some checkpoints that is not damaged, and those before it, each with a warning.
+def best_loss(folder):
+    """Validation loss of best.pt in nats per token; infinity where there is no good one."""
+    try:
+        return float(torch.load(folder / "best.pt", map_location="cpu", weights_only=True, mmap=True)["best"])
+    except Exception:  # torch.load raises a dozen types; sample.py says what is wrong with the file
+        return math.inf
+
+
+def first_good(paths, quiet=False):
+    """(path, damaged): the first of some checkpoints that is not damaged, and those before it, with warnings.
 
     ValueError if all are damaged.
     """
@@ -119,7 +143,8 @@ def first_good(paths):
             check_file(path)
         except ValueError as error:
             damaged.append(path)
-            say(f"warning: {error}", sys.stderr)
+            if not quiet:
+                say(f"warning: {error}", sys.stderr)
         else:
             return path, damaged
     raise ValueError(f"no good checkpoint is left in {damaged[0].parent}; use a copy of it")
@@ -131,6 +156,8 @@ def save_checkpoint(path, before_rename=lambda: None, **contents):
         torch.save({"format": FORMAT, **contents}, file)
         file.flush()
         os.fsync(file.fileno())  # before older checkpoints change their names
+        if hasattr(os, "posix_fadvise"):  # read it from the disk, not from the memory that it was written from
+            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
         check_file(file.name)
         before_rename()
 
@@ -145,7 +172,7 @@ class Saver:
         keep: how many checkpoints to keep, besides best.pt.
 
     Attributes:
-        step: of the newest checkpoint, None without one; whoever loads one sets it.
+        step: of the newest checkpoint, None without one.
 
     Raises:
         ValueError: another process has the lock.
@@ -179,7 +206,14 @@ class Saver:
             bad.rename(spare_path(bad, ".damaged"))
         return path
 
-    def begin_again(self):
+    def go_on(self, config, tokens_sha256, step):
+        """Keep the run's config.json, and go on from the checkpoint of a step, or from the start if that is None."""
+        write_config(self.folder, config, tokens_sha256)
+        self.step = step
+        if step is None:
+            self._begin_again()
+
+    def _begin_again(self):
         """Make room for a run from the start: what an earlier one left here gets a name that ends in .old."""
         say(f"no checkpoint in {self.folder}: it begins again")
         for path in [path for name in ("metrics.jsonl", "best.pt") if (path := self.folder / name).exists()]:
@@ -188,7 +222,11 @@ class Saver:
     def save(self, weights, parts, is_best):
         """Copy two dicts to the host and begin to write them: checkpoint.pt has both, best.pt only the weights'."""
         self.wait()  # one at a time, so that memory holds one copy
-        weights, parts = to_host((weights, parts), {})
+        try:
+            weights, parts = to_host((weights, parts), {})
+        except (RuntimeError, MemoryError) as error:  # torch has no type of its own for a host without memory
+            self._failed(weights["step"], error, is_best)
+            return
         copied = torch.cuda.current_stream().record_event() if torch.cuda.is_initialized() else None
         self.writing = self.pool.submit(self._write, weights, parts, is_best, copied)
 
@@ -227,13 +265,16 @@ class Saver:
         except Exception as error:  # in a thread: of what is not caught here nobody would hear
             while error.__context__:  # to a full disk torch.save adds an error of its own
                 error = error.__context__
-            reason = getattr(error, "strerror", None) or (str(error) or type(error).__name__).splitlines()[0]
-            self.error = (
-                f"the checkpoint of step {weights['step']} cannot be written to {self.folder} ({reason}); make room or "
-                f"make it writable; the last good one is {self._last_good()}"
-                + ("; best.pt is not the best one yet" if self.unsaved_best else "")
-            )
-            say(f"warning: {self.error}", sys.stderr)
+            self._failed(weights["step"], error, bool(self.unsaved_best))
+
+    def _failed(self, step, error, lacks_best):
+        reason = getattr(error, "strerror", None) or (str(error) or type(error).__name__).splitlines()[0]
+        self.error = (
+            f"the checkpoint of step {step} cannot be written to {self.folder} ({reason}); make room or "
+            f"make it writable; the last good one is {self._last_good()}"
+            + ("; best.pt is not the best one yet" if lacks_best else "")
+        )
+        say(f"warning: {self.error}", sys.stderr)
 
     def _last_good(self):
         paths = checkpoints(self.folder)  # none where somebody made room by deleting them
@@ -252,6 +293,7 @@ def to_host(value, copies):
     """Nested dicts, lists and tuples with their tensors copied to the host; those that share memory still do.
 
     Those from a GPU go to pinned memory, behind the work queued there: an event recorded now tells when they are done.
+    Where there is no more memory to pin, the copy waits for that work instead.
     """
     if isinstance(value, dict):
         return {name: to_host(part, copies) for name, part in value.items()}
@@ -261,7 +303,10 @@ def to_host(value, copies):
         return value
     key = (value.data_ptr(), value.shape, value.dtype)
     if key not in copies:
-        host = torch.empty_like(value, device="cpu", pin_memory=value.is_cuda)
+        try:
+            host = torch.empty_like(value, device="cpu", pin_memory=value.is_cuda)
+        except RuntimeError:
+            host = torch.empty_like(value, device="cpu")
         copies[key] = host.copy_(value, non_blocking=value.is_cuda)
     return copies[key]
 
@@ -331,32 +376,3 @@ def load_weights(model, contents, path):
         reason = " ".join(str(error).split())[:200]
         message = f"checkpoint {path} holds another model ({reason}); use the configuration it was trained with"
         raise ValueError(message) from None
-
-
-def check_data(contents, config, corpus, tokens_sha256, accepted, path):
-    """ValueError unless a checkpoint was trained on the tokens of `corpus`, whose digest is given.
-
-    accepted: digest of the tokens that the run last accepted, which may be newer than this checkpoint; or None.
-    """
-    if contents["tokenizer_hash"] != fingerprint(corpus.tokenizer):
-        raise ValueError(
-            f"checkpoint {path} was trained with another tokenizer than the corpus now has; prepare it anew"
-        )
-    if tokens_sha256 not in (contents["tokens_sha256"], accepted) and not config.allow_changes:
-        raise ValueError(
-            f"the tokens in {corpus.folder} are not those that {path} was trained on (sha256 {tokens_sha256[:12]}.., "
-            f"not {contents['tokens_sha256'][:12]}..); prepare the same text again, or add --allow_changes True"
-        )
-
-
-def load_parts(parts, contents, path):
-    """Give the optimizer, the scaler and the guard the state of a checkpoint."""
-    optimizer = parts["optimizer"]
-    if len(contents["optimizer"]["param_groups"]) != len(optimizer.param_groups):
-        raise ValueError(f"checkpoint {path} has the state of another --optimizer; go on with that one")
-    options = [{k: v for k, v in group.items() if k != "params"} for group in optimizer.param_groups]
-    for name, part in parts.items():
-        if contents[name]:  # a scaler has a state for float16 only
-            part.load_state_dict(contents[name])
-    for group, option in zip(optimizer.param_groups, options, strict=True):
-        group.update(option)  # the flags of this process, not the checkpoint's

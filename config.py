@@ -7,7 +7,7 @@ import math
 import os
 import runpy
 import sys
-from dataclasses import asdict, dataclass, fields
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Literal, get_args, get_origin, get_type_hints
 
@@ -20,7 +20,7 @@ from model import GPTConfig
 from say import say
 
 # What may change when a run is resumed: it then still equals a run in one piece. Where a text comes from may, because
-# check_data() compares its tokens.
+# restore() compares its tokens.
 FREE_ON_RESUME = (
     "resume", "allow_changes", "name", "data", "input", "keep", "max_bad_steps", "log_every", "log_attention", "wandb",
     "wandb_project", "shard_optimizer",
@@ -167,7 +167,7 @@ def load_config(argv):
             argv.insert(after, str(newest_run("config.json")))  # which may have ended before its first checkpoint
         if not argv[0].startswith("-"):
             raise ValueError(f"--resume takes the configuration of {argv[after]}; leave out {argv[0]}")
-        settings = read_config(Path(argv[after])).options
+        settings = dict(read_config(Path(argv[after]), quiet=True).options)
         settings.pop("allow_changes", None)  # holds for one resumption only
     elif argv and not argv[0].startswith("-"):
         path = Path(argv.pop(0))
@@ -192,19 +192,6 @@ def load_config(argv):
     device = flags.get("device", settings.get("device", "auto"))
     on_cpu = cpu and isinstance(device, str) and resolve_device(device) == "cpu"
     return Config(**settings | (cpu if on_cpu else {}) | flags)
-
-
-def check_edits(before, config, path):
-    """ValueError if an edited config.json makes a run another one than that of its checkpoint `path`.
-
-    before: the options of the checkpoint.
-    """
-    for name, value in asdict(config).items():
-        if not config.allow_changes and name not in FREE_ON_RESUME and before.get(name, value) != value:
-            raise ValueError(
-                f"config.json says {name}={value!r}, but {path} was trained with {before[name]!r}; "
-                "change it back, or add --allow_changes True"
-            )
 
 
 def read_flags(kind, argv):
@@ -307,9 +294,9 @@ def _words(kind):
 def fail(error):
     """End the program with one sentence on standard error and exit code 1.
 
-    Before ranks have met, they all fail alike and the first speaks for them; afterwards each speaks for itself.
+    Before ranks have met, those of a machine fail alike and the first speaks for them; afterwards each for itself.
     """
     rank = os.environ.get("RANK", "0")
-    if rank == "0" or torch.distributed.is_initialized():
+    if os.environ.get("LOCAL_RANK", "0") == "0" or torch.distributed.is_initialized():
         say(f"error: {error}" if rank == "0" else f"error on rank {rank}: {error}", sys.stderr)
     sys.exit(1)

@@ -1,4 +1,4 @@
-"""The processes of a run: this one among them, what the first tells the others, what signals ask of all."""
+"""The processes of a run: this one among them, what the first does for all, what signals ask of all."""
 
 import os
 import signal
@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 
 from config import resolve_device
+from data import open_corpus
 
 SAVE, STOP = 1, 2  # what signals ask for; STOP includes SAVE
 SIGHUP, SIGUSR1 = (getattr(signal, name, None) for name in ("SIGHUP", "SIGUSR1"))  # Windows lacks both
@@ -29,7 +30,7 @@ class Distributed(NamedTuple):
         return self.rank == 0
 
     def share(self, value):
-        """The first rank's `value` (strings and numbers), on all ranks; the others wait for it."""
+        """The first rank's `value` (anything that pickles), on all ranks; the others wait for it."""
         if self.world > 1:
             shared = [value]
             dist.broadcast_object_list(shared, src=0, group=self.control)
@@ -50,7 +51,7 @@ def start_distributed(config):
     device = resolve_device(config.device)
     world = int(os.environ.get("WORLD_SIZE", 1))
     if device == "cuda" and world > 1:
-        device = f"cuda:{os.environ['LOCAL_RANK']}"
+        device = resolve_device(f"cuda:{os.environ['LOCAL_RANK']}")
     if device.startswith("cuda:"):
         torch.cuda.set_device(device)
     if world == 1:
@@ -67,6 +68,27 @@ def check_agreement(config, distributed):
     if mine != first:
         name = next(name for name in mine if mine[name] != first[name])
         raise ValueError(f"{name} is {mine[name]!r} here and {first[name]!r} on the first rank; name it by --{name}")
+
+
+def open_on_all_ranks(config, distributed, digest):
+    """The Corpus, which the first rank prepares if need be; the others then find it prepared.
+
+    digest: of tokens that will do, whatever has become of their text; None if there are none yet.
+    """
+    arguments = (config.data, config.tokenizer, config.input or None)
+    corpus = open_corpus(*arguments, digest=digest) if distributed.is_main else None
+    first = distributed.share(corpus and corpus.digest())
+    corpus = corpus or open_corpus(*arguments, digest=digest, quiet=True)
+    if corpus.digest() != first:
+        raise ValueError(
+            f"the tokens in {corpus.folder} are not those of the first machine; give all the same text, or one GPT_DATA"
+        )
+    return corpus
+
+
+def is_lost(error):
+    """Whether an error says that another rank has gone, which has an error of its own."""
+    return isinstance(error, dist.DistError) or (dist.is_initialized() and "by peer" in str(error))  # NCCL; gloo
 
 
 def ignore_saves():

@@ -6,6 +6,21 @@ RESERVE = 0.05  # of a GPU's memory, for what a trial does not have: buffers of 
 ON_CPU = 32  # sequences at most, without a trial: more gain nothing there
 
 
+def share_of_rank(config, world):
+    """Sequences of a rank per step, a multiple of the micro-batch; the global batch depends on neither.
+
+    Raises:
+        ValueError: the batch cannot be divided so.
+    """
+    share = config.batch_size // world
+    rows = {0: share, "auto": 1}.get(config.micro_batch, config.micro_batch)
+    if share * world != config.batch_size or share % rows:
+        raise ValueError(
+            f"batch_size={config.batch_size} must be a multiple of {world} GPUs x micro_batch={rows}; change either"
+        )
+    return share
+
+
 def choose_micro_batch(config, share, before, search):
     """Sequences per forward pass of one rank: a divisor of its share of the batch.
 

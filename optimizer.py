@@ -9,6 +9,7 @@ from shard import Sharded
 
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)  # of a quintic that brings singular values in (0, 1] near 1
 ROUNDS = 5
+AT_ONCE = 1 << 26  # elements of matrices that take a step together, which holds some ten times as many
 
 
 def make_optimizer(model, config, distributed):
@@ -81,19 +82,25 @@ class Muon(torch.optim.AdamW):
             parts = getattr(p, "parts", len(p))
             for matrix in zip(*(x.split(parts) for x in (p, self.state[p]["momentum"], p.grad)), strict=True):
                 shapes.setdefault(matrix[0].shape, []).append(matrix)
-        for shape, matrices in shapes.items():
-            weights, momenta, gradients = zip(*matrices, strict=True)
-            weight, momentum, gradient = torch.stack(weights), torch.stack(momenta), torch.stack(gradients)
-            new_momentum = momentum.lerp(gradient, 1 - group["momentum"])
-            direction = orthogonal(new_momentum.lerp(gradient, 1 - group["momentum"]))  # Nesterov's
-            rms = 0.2 * math.sqrt(max(shape))  # entries of an orthogonal matrix have 1 / sqrt(max(shape))
-            new_weight = weight - group["lr"] * (rms * direction + group["weight_decay"] * weight)
-            skip = getattr(self, "found_inf", None)
-            if skip is not None:
-                new_weight = torch.where(skip > 0, weight, new_weight)
-                new_momentum = torch.where(skip > 0, momentum, new_momentum)
-            for old, new in zip((*weights, *momenta), (*new_weight, *new_momentum), strict=True):
-                old.copy_(new)
+        for shape, alike in shapes.items():
+            together = max(1, AT_ONCE // math.prod(shape))
+            for first in range(0, len(alike), together):
+                self._step_together(alike[first : first + together], group)
+
+    def _step_together(self, matrices, group):
+        """The step of matrices of one shape."""
+        weights, momenta, gradients = zip(*matrices, strict=True)
+        weight, momentum, gradient = torch.stack(weights), torch.stack(momenta), torch.stack(gradients)
+        new_momentum = momentum.lerp(gradient, 1 - group["momentum"])
+        direction = orthogonal(new_momentum.lerp(gradient, 1 - group["momentum"]))  # Nesterov's
+        rms = 0.2 * math.sqrt(max(weight.shape[1:]))  # entries of an orthogonal matrix have 1 / sqrt(the larger)
+        new_weight = weight - group["lr"] * (rms * direction + group["weight_decay"] * weight)
+        skip = getattr(self, "found_inf", None)
+        if skip is not None:
+            new_weight = torch.where(skip > 0, weight, new_weight)
+            new_momentum = torch.where(skip > 0, momentum, new_momentum)
+        for old, new in zip((*weights, *momenta), (*new_weight, *new_momentum), strict=True):
+            old.copy_(new)
 
 
 def orthogonal(matrices):

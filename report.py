@@ -107,7 +107,11 @@ class Report:
             file.write("".join(json.dumps(record) + "\n" for record in kept).encode())
         if config.wandb != "off":  # a session of its own, so that Ctrl-C is not its end too
             command = [sys.executable, str(Path(__file__).with_name("mirror.py")), str(folder)]
-            self.mirror = subprocess.Popen(command, stdin=subprocess.PIPE, start_new_session=True)
+            try:
+                self.mirror = subprocess.Popen(command, stdin=subprocess.PIPE, start_new_session=True)
+            except OSError as error:
+                later = f"python mirror.py {folder} sends its metrics later"
+                say(f"wandb: {error.strerror}; the training goes on, and {later}", sys.stderr)
 
     def start(self, seconds):
         """Say where the time until the end of the first step went, by part; the next step's record holds it too."""
@@ -162,7 +166,7 @@ class Report:
         if attention_lse is not None:
             record["attention_lse"] = attention_lse
             say("attention  largest log-sum-exp by layer: " + " ".join(f"{lse:.1f}" for lse in attention_lse))
-        self._write(record, flush=True)  # before the checkpoint that goes on from here
+        self._write(record)
         mark = "  (best)" if is_best else ""
         say(f"step {step}/{self.config.steps}  val loss {loss:.4f} nats/token  {bits:.4f} bits/byte{mark}")
         if time.perf_counter() - self.drawn > DRAW_SECONDS:
@@ -179,7 +183,7 @@ class Report:
         for line in ("", *lines):
             say(line)
         self._draw()
-        if self.waiting:
+        if not self.flush():
             say(f"warning: the last records of {self.folder / 'metrics.jsonl'} could not be written")
         if self.mirror is not None:
             self.mirror.stdin.close()
@@ -202,25 +206,37 @@ class Report:
             self.drawable = False  # said once
         self.drawn = time.perf_counter()
 
-    def _write(self, record, flush=False):
-        """Append whole lines or nothing: one write, taken back where the disk takes only a part."""
+    def flush(self):
+        """Bring all records to the disk, before a checkpoint that goes on from here; whether it takes them."""
+        try:
+            if self.enabled:
+                self._append(flush=True)
+        except OSError:
+            pass
+        return not self.waiting
+
+    def _write(self, record):
         had = bool(self.waiting)
         self.waiting += json.dumps(_json(record)).encode() + b"\n"
         try:
-            with open(self.folder / "metrics.jsonl", "ab", buffering=0) as file:
-                start = file.tell()
-                try:
-                    if file.write(self.waiting) < len(self.waiting):
-                        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-                    if flush:
-                        os.fsync(file.fileno())
-                except OSError:
-                    file.truncate(start)
-                    raise
-                self.waiting = b""
+            self._append()
         except OSError as error:
             if not had:
                 say(f"warning: {self.folder / 'metrics.jsonl'} cannot be written ({error.strerror}); its records wait")
+
+    def _append(self, flush=False):
+        """Append all lines that wait, or nothing: one write, taken back where the disk takes only a part."""
+        with open(self.folder / "metrics.jsonl", "ab", buffering=0) as file:
+            start = file.tell()
+            try:
+                if file.write(self.waiting) < len(self.waiting):
+                    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+                if flush:
+                    os.fsync(file.fileno())
+            except OSError:
+                file.truncate(start)
+                raise
+            self.waiting = b""
 
 
 def _json(value):

@@ -24,16 +24,17 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import clip_grad_norm_
 
 from ahead import fetch_ahead
-from checkpoint import Saver, check_data, load_checkpoint, load_parts, load_weights, new_run, read_config, write_config
-from config import check_edits, fail, load_config, resolve_dtype
-from data import Batches, TokenFileError, fingerprint, open_corpus, to_state, validation_batches
-from distributed import STOP, Signals, check_agreement, ignore_saves, start_distributed
-from fit import choose_micro_batch, largest_micro_batch
+from checkpoint import Saver, new_run, read_config
+from config import fail, load_config, resolve_dtype
+from data import Batches, TokenFileError, fingerprint, to_state, validation_batches
+from distributed import STOP, Signals, check_agreement, ignore_saves, is_lost, open_on_all_ranks, start_distributed
+from fit import choose_micro_batch, largest_micro_batch, share_of_rank
 from graphs import Recorded
 from guard import StepGuard
 from model import GPT
 from optimizer import make_optimizer, set_learning_rate
 from report import Laps, Report, age, describe, peak_flops
+from resume import restore
 from say import last_word, say
 
 IMPORTED = age()  # after so many seconds
@@ -85,20 +86,6 @@ def largest_lse(model, batches, autocast, distributed, config):
     return torch.stack(largest).tolist()
 
 
-def open_on_all_ranks(config, distributed):
-    """The corpus, and the digest of its tokens: the first rank prepares it, the others then find it prepared."""
-    arguments = (config.data, config.tokenizer, config.input or None)
-    corpus = open_corpus(*arguments) if distributed.is_main else None
-    digest = distributed.share(corpus and corpus.digest())
-    corpus = corpus or open_corpus(*arguments, quiet=True)
-    first_here = not distributed.is_main and os.environ.get("LOCAL_RANK") == "0"  # of another machine
-    if first_here and corpus.digest() != digest:
-        raise ValueError(
-            f"the tokens in {corpus.folder} are not those of the first machine; give all the same text, or one GPT_DATA"
-        )
-    return corpus, digest
-
-
 def seed_dropout(*numbers):
     """Make what torch draws next a function of some numbers: of the rows, whichever rank has them, not of the past."""
     torch.manual_seed(int(np.random.SeedSequence(numbers).generate_state(1, np.uint64)[0]))
@@ -116,19 +103,15 @@ def train(config):
     kind = torch.device(device).type
 
     check_agreement(config, distributed)
-
-    # The share of one rank, in micro-batches. The global batch depends on neither.
-    share = config.batch_size // world
-    rows = {0: share, "auto": 1}.get(config.micro_batch, config.micro_batch)
-    if share * world != config.batch_size or share % rows:
-        raise ValueError(
-            f"batch_size={config.batch_size} must be a multiple of {world} GPUs x micro_batch={rows}; change either"
-        )
-
+    share = share_of_rank(config, world)
     dtype = resolve_dtype(config.dtype, device)
     if kind == "cuda":
         torch.set_float32_matmul_precision("high")
-    corpus, tokens_sha256 = open_on_all_ranks(config, distributed)
+    folder = Path(config.resume) if config.resume else None
+    record = distributed.share(read_config(folder) if folder and is_main else None)
+    trained_on = record.tokens_sha256 if record and not config.allow_changes else None
+    corpus = open_on_all_ranks(config, distributed, trained_on)
+    tokens_sha256 = corpus.digest()
     batches = Batches(corpus.train, config.block_size, config.batch_size, config.seed)
     bits_per_nat = 1 / math.log(2) / corpus.bytes_per_token
     laps.end("data")
@@ -144,24 +127,13 @@ def train(config):
         model.eval()(*(x.to(device) for x in batches.batch(0, slice(1))))
     model.train()
     parts = {"optimizer": optimizer, "scaler": scaler, "guard": guard}
-    folder = Path(config.resume) if config.resume else None
     saver = Saver(folder, config.keep) if is_main and folder else None
-    path, record = distributed.share((saver.newest(), read_config(folder)) if saver else (None, None))
+    path = distributed.share(saver.newest() if saver else None)
     start, best, before = 0, math.inf, None
     if path:  # none: a new run, or one that ended before its first checkpoint and begins again
-        contents = load_checkpoint(path, ("config", "tokenizer_hash", "tokens_sha256", "step", "best", *parts))
-        if record.edited:
-            check_edits(contents["config"], config, path)
-        check_data(contents, config, corpus, tokens_sha256, record.tokens_sha256, path)
-        load_weights(model, contents, path)
-        load_parts(parts, contents, path)
-        start, best, before = contents["step"], contents["best"], contents.get("micro_batch")
-        if kind == "cpu" and world == 1 and (threads := contents.get("threads")):  # sums are split by them
+        start, best, before, threads = restore(path, record, config, corpus, model, parts)
+        if kind == "cpu" and world == 1 and threads:
             torch.set_num_threads(threads)
-        if start >= config.steps:
-            raise ValueError(
-                f"run {folder} is finished at step {start}; give more --steps and --allow_changes True to go on"
-            )
 
     def search():
         return distributed.smallest(largest_micro_batch(model, share, autocast, world, config.shard_optimizer))
@@ -170,15 +142,11 @@ def train(config):
     eval_batches = config.eval_batches * (config.batch_size // micro_batch) or None  # as many tokens on any machine
     validation = validation_batches(corpus.val, config.block_size, micro_batch, eval_batches)
     if is_main:
-        if not saver:
+        if saver:
+            saver.go_on(config, tokens_sha256, start if path else None)
+        else:
             folder = new_run(config, tokens_sha256)
             saver = Saver(folder, config.keep)
-        else:
-            write_config(folder, config, tokens_sha256)
-            if path:
-                saver.step = start
-            else:
-                saver.begin_again()
 
     if kind == "cuda":
         if config.compile == "blocks":
@@ -198,6 +166,7 @@ def train(config):
         start=start,
         enabled=is_main,
     )
+    go_on = f"{'python' if world == 1 else 'torchrun ...'} train.py --resume {folder}"
     if is_main:
         describe(config, raw_model, corpus, distributed, dtype, folder, micro_batch)
     laps.end("model")
@@ -226,6 +195,7 @@ def train(config):
         }
         states = {name: part.state_dict() for name, part in parts.items()}  # of all ranks, if the optimizer is sharded
         if is_main:
+            report.flush()
             saver.save(weights, states, is_best)
 
     @contextmanager
@@ -237,10 +207,11 @@ def train(config):
             due = step % config.eval_every == 0 or step == config.steps  # a resumed run would not evaluate it
             if is_main and not due and (world == 1 or not config.shard_optimizer):  # whose state all ranks have
                 saver.wait()
-                if step > max(start, saver.step or 0):
+                if step > (saver.step or 0):
                     save(step, False)
                     saver.wait()
-                    say(f"stopped at step {step}; once the tokens are back, go on with --resume {folder}", sys.stderr)
+                if saver.step == step:
+                    say(f"stopped at step {step}; once the tokens are back, go on with: {go_on}", sys.stderr)
             raise
 
     def check_row(step, row):
@@ -348,8 +319,7 @@ def train(config):
             saver.close()
 
     if step < config.steps:
-        launcher = "python" if world == 1 else "torchrun ..."
-        report.close(f"stopped at step {step}; go on with: {launcher} train.py --resume {folder}")
+        report.close(f"stopped at step {step}; go on with: {go_on}")
     else:
         report.close(
             f"best val loss {best:.4f} nats/token = {best * bits_per_nat:.4f} bits/byte; run in {folder}",
@@ -364,6 +334,12 @@ def main(argv):
         train(load_config(argv))
     except (ValueError, OSError) as error:
         fail(error)
+    except torch.OutOfMemoryError as error:
+        fail(f"{str(error).split('. ')[0]}; take --micro_batch auto, or a smaller network")
+    except RuntimeError as error:
+        if not is_lost(error):
+            raise
+        fail(f"it lost the other ranks ({str(error).splitlines()[0]}); the one that ended first says why")
     except KeyboardInterrupt:
         sys.exit(130)
     finally:

@@ -4,7 +4,7 @@ import hashlib
 import json
 import os
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +34,7 @@ class Corpus:
     val: Tokens
     tokenizer: Any
     folder: Path
+    digests: dict = field(default_factory=dict, repr=False, compare=False)  # stamps of the files -> digest
 
     @property
     def source(self):
@@ -46,27 +47,26 @@ class Corpus:
         return self.val.bytes_per_token
 
     def digest(self):
-        """sha256 hex digest of the tokens of both parts: seconds per gigabyte."""
-        digest = hashlib.sha256()
-        for part in (self.train, self.val):
-            of_part = hashlib.sha256()
-            for start in range(0, len(part), PIECE):
-                of_part.update(part.ids.read(start, start + PIECE))
-            digest.update(of_part.digest())
-        return digest.hexdigest()
+        """sha256 hex digest of the tokens of both parts: seconds per gigabyte, microseconds until they are written to.
+
+        Files that were replaced, as `prepare` does, stay open here.
+        """
+        stamps = self.train.ids.stamp(), self.val.ids.stamp()
+        if stamps not in self.digests:
+            digest = hashlib.sha256()
+            for part in (self.train, self.val):
+                of_part = hashlib.sha256()
+                for start in range(0, len(part), PIECE):
+                    of_part.update(part.ids.read(start, start + PIECE))
+                digest.update(of_part.digest())
+            self.digests[stamps] = digest.hexdigest()
+        return self.digests[stamps]
 
     def check_unchanged(self, digest):
-        """TokenFileError if somebody has written to the token files and their `digest()` is another one now.
-
-        Microseconds if the files are as they were. Files that were replaced, as `prepare` does, stay open here.
-        """
-        stamps = {ids: ids.stamp() for ids in (self.train.ids, self.val.ids)}
-        if any(ids.known != stamp for ids, stamp in stamps.items()):
-            if self.digest() != digest:
-                advice = remedy(self.train.ids.path)
-                raise TokenFileError(f"the tokens in {self.folder} were changed while they were in use; {advice}")
-            for ids, stamp in stamps.items():
-                ids.known = stamp
+        """TokenFileError if the `digest()` is another one now."""
+        if self.digest() != digest:
+            advice = remedy(self.train.ids.path)
+            raise TokenFileError(f"the tokens in {self.folder} were changed while they were in use; {advice}")
 
 
 def prepare(name, tokenizer_spec, input=None):
@@ -90,11 +90,12 @@ def prepare(name, tokenizer_spec, input=None):
     return _prepare(folder, read_source(name, input), tokenizer_spec)
 
 
-def open_corpus(name, tokenizer_spec, input=None, *, quiet=False):
+def open_corpus(name, tokenizer_spec, input=None, *, digest=None, quiet=False):
     """Open a corpus, preparing it if it never was or if its text has changed.
 
     Args:
         name, input, tokenizer_spec: as for `prepare`.
+        digest: of prepared tokens that will do, whatever has become of the text since.
         quiet: say nothing, for all but one of many processes.
 
     Returns:
@@ -104,6 +105,10 @@ def open_corpus(name, tokenizer_spec, input=None, *, quiet=False):
         ValueError, OSError: one sentence that says what to do.
     """
     folder = corpus_folder(name, tokenizer_spec, input)
+    if digest and folder.is_dir():
+        corpus = read_corpus(name, folder)
+        if corpus.digest() == digest:
+            return corpus
     # Tiny Shakespeare can only be itself or the play; of a file of the user's only its contents tell.
     source = read_source(name, input) if input or name == "text" else None
     if folder.is_dir():

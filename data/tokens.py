@@ -64,9 +64,6 @@ class FileArray:
         path, offset: the file, and at which of its bytes the array begins.
         dtype, count: of the array.
 
-    Attributes:
-        known: `stamp()` when the file was last known to be good.
-
     Raises:
         TokenFileError: what is to be read is no longer there, or cannot be read.
     """
@@ -74,7 +71,6 @@ class FileArray:
     def __init__(self, path, offset, dtype, count):
         self.path, self.offset, self.dtype, self.count = path, offset, dtype, count
         self.file, self.lock = open(path, "rb", buffering=0), threading.Lock()  # noqa: SIM115
-        self.known = self.stamp()
 
     def __len__(self):
         return self.count

@@ -85,13 +85,16 @@ def folder(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("GPT_DATA", str(tmp_path / "prepared"))
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)  # a user's shell; the loss kernel would be interpreted
-    return tmp_path
+    yield tmp_path
+    from helpers import end_processes  # not for the kernels, whose tests also run without train.py
+
+    end_processes()
 
 
 @pytest.fixture
 def run(folder, capsys):
     """Call train.py in this process: run(*argv, **options) -> (exit code, what it wrote to standard error)."""
-    from helpers import FAST, in_process  # not for the kernels, whose tests also run without train.py
+    from helpers import FAST, in_process
 
     def run(*argv, **options):
         result = in_process(capsys, *argv, **FAST | options)

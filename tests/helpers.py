@@ -2,9 +2,11 @@
 
 import json
 import os
+import signal
 import subprocess
 import sys
 import time
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -36,21 +38,33 @@ def typed(argv, options):
     return [*argv, *(part for name, value in options.items() if not resumes for part in (f"--{name}", str(value)))]
 
 
+STARTED = []  # processes of a test, ended with it
+
+
 def start(folder, *argv, ranks=1, **options):
-    """train.py in a process, or torchrun's in several."""
+    """train.py in a process, or torchrun's in several, which end with the test at the latest."""
     launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}"] if ranks > 1 else []
     command = [sys.executable, *launcher, str(ROOT / "train.py"), *typed(argv, options)]
     pipes = dict(stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-    return subprocess.Popen(command, cwd=folder, env=environment(folder), **pipes)
+    process = subprocess.Popen(command, cwd=folder, env=environment(folder), start_new_session=True, **pipes)
+    STARTED.append(process)
+    return process
+
+
+def end_processes():
+    """Kill those that a failed test left, with their children."""
+    while STARTED:
+        process = STARTED.pop()
+        if process.returncode is None:  # not waited for: its number is still its own
+            with suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            process.communicate()
 
 
 def launch(folder, *argv, ranks=1, **options):
     """A run of TINY in processes of its own, to its end."""
-    with start(folder, *argv, ranks=ranks, **TINY | dict(input="corpus.txt") | options) as process:
-        try:
-            out, err = process.communicate(timeout=300)
-        finally:
-            process.kill()
+    process = start(folder, *argv, ranks=ranks, **TINY | dict(input="corpus.txt") | options)
+    out, err = process.communicate(timeout=300)
     return subprocess.CompletedProcess(process.args, process.returncode, out, err)
 
 

@@ -24,10 +24,11 @@ def test_a_checkpoint_is_flushed_and_read_back_before_it_gets_its_name(tmp_path,
         function = getattr(owner, name)
         monkeypatch.setattr(owner, name, lambda *args: (said.append(name), function(*args))[1])
 
-    for owner, name in ((os, "fsync"), (checkpoint, "check_file"), (os, "replace")):
+    for owner, name in ((os, "fsync"), (os, "posix_fadvise"), (checkpoint, "check_file"), (os, "replace")):
         record(owner, name)
     save_checkpoint(path, lambda: said.append("make room"), **WEIGHTS)
-    assert said.index("fsync") < said.index("check_file") < said.index("make room") < said.index("replace")
+    places = [said.index(name) for name in ("fsync", "posix_fadvise", "check_file", "make room", "replace")]
+    assert places == sorted(places)
 
 
 def test_a_checkpoint_that_reads_back_wrong_replaces_nothing(tmp_path, monkeypatch):
@@ -61,6 +62,20 @@ def test_training_goes_on_while_a_checkpoint_is_written(saver, monkeypatch):
     may_write.set()
     saver.close()
     assert torch.equal(torch.load(saver.folder / "checkpoint.pt", weights_only=True)["model"]["weight"], torch.ones(3))
+
+
+def test_a_host_without_memory_for_the_copy(saver, monkeypatch, capsys):
+    def fail(*_):
+        raise RuntimeError("CUDA error: out of memory")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(checkpoint, "to_host", fail)
+        saver.save(WEIGHTS, {}, True)
+    (warning,) = capsys.readouterr().err.splitlines()
+    assert "step 7 cannot be written" in warning and "out of memory" in warning and "best.pt is not" in warning
+    saver.save(WEIGHTS | dict(step=8), {}, False)
+    saver.close()
+    assert torch.load(saver.folder / "checkpoint.pt", weights_only=True)["step"] == 8
 
 
 @pytest.mark.parametrize("error", [OSError(28, "No space left on device"), MemoryError()], ids=["disk", "memory"])

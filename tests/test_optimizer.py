@@ -5,6 +5,7 @@ import copy
 import pytest
 import torch
 
+import optimizer
 from config import Config
 from distributed import Distributed
 from model import GPT, GPTConfig
@@ -38,8 +39,11 @@ def test_orthogonal_keeps_the_singular_vectors_and_makes_the_values_nearly_one(s
     assert 0.3 < diagonal.min() and diagonal.max() < 1.25
 
 
-def test_steps_are_those_of_torch(model, monkeypatch):
+@pytest.mark.parametrize("at_once", [None, 2 * 16 * 16])
+def test_steps_are_those_of_torch(model, monkeypatch, at_once):
     """Of torch.optim.Muon for the blocks' matrices, q, k and v apart, of AdamW for the rest."""
+    if at_once:
+        monkeypatch.setattr(optimizer, "AT_ONCE", at_once)
     # torch rounds to bfloat16, which small singular values amplify
     monkeypatch.setattr("torch.optim._muon._zeropower_via_newtonschulz", lambda x, *_: orthogonal(x[None])[0])
     ours = make(model, learning_rate=0.01, muon_learning_rate=0.02, weight_decay=0.1)

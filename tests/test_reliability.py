@@ -7,10 +7,8 @@ import signal
 import subprocess
 import sys
 import time
-from dataclasses import asdict
 from functools import partial
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -34,8 +32,11 @@ from torture_resume import equal
 import report
 import sample
 import train
+from config import Config
+from distributed import Distributed
 from guard import WINDOW, StepGuard
 from model import GPT, GPTConfig
+from optimizer import make_optimizer
 
 
 def test_kill_9_at_random_moments():
@@ -99,6 +100,17 @@ def test_the_number_of_threads_comes_back(folder, run):
         assert contents("runs/run/checkpoint.pt")["threads"] == 2
     finally:
         torch.set_num_threads(threads)
+
+
+def test_a_best_past_the_checkpoint_stays(folder, run):
+    """One that was found after the checkpoint to go on from, and is better than what comes then."""
+    assert run(name="run", steps=20, eval_every=10)[0] == 0
+    best = (folder / "runs/run/best.pt").read_bytes()
+    assert contents("runs/run/best.pt")["step"] == 20
+    (folder / "runs/run/checkpoint.pt").unlink()
+    assert run("--resume", "--learning_rate", "9", "--allow_changes", "True")[0] == 0
+    assert contents("runs/run/checkpoint.pt")["best"] == contents("runs/run/best.pt")["best"]
+    assert (folder / "runs/run/best.pt").read_bytes() == best
 
 
 @pytest.mark.parametrize("nohup", [False, True])
@@ -182,14 +194,16 @@ def test_a_signal_to_one_rank_stops_all_and_another_number_goes_on(folder, run, 
 
 
 @BY_DEVICE
-def test_a_signal_to_torchrun_stops_all_ranks(folder, on):
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_to_torchrun_stops_all_ranks(folder, on, number):
     """It hands it on, waits for them, and then ends with an error of its own."""
     process = start(folder, ranks=2, **FAST | dict(steps=100_000, eval_every=100_000) | on)
     wait_for(lambda: reached(folder, 3))
-    process.send_signal(signal.SIGINT)
+    process.send_signal(number)
     out, err = process.communicate(timeout=60)
     stopped = int(re.search(r"stopped at step (\d+); go on with: torchrun ... train.py --resume runs/run", out)[1])
-    assert contents("runs/run/checkpoint.pt")["step"] == stopped and "got signal: 2" in err, err
+    assert contents("runs/run/checkpoint.pt")["step"] == stopped
+    assert process.returncode == 1 and f"got signal: {int(number)}" in err, err
 
 
 def test_a_run_with_dropout_keeps_its_micro_batches(folder, run):
@@ -207,12 +221,33 @@ def test_a_run_with_dropout_keeps_its_micro_batches(folder, run):
     assert process.wait(timeout=120) != 0 and "--micro_batch 2" in process.stderr.read()
 
 
-def test_ranks_that_differ_in_what_they_resume():
-    first = train.load_config(["--seed", "1"])
-    other = SimpleNamespace(share=lambda value: asdict(first))
-    train.check_agreement(first, other)
-    with pytest.raises(ValueError, match=r"seed is 2 here and 1 on the first rank; name it by --seed"):
-        train.check_agreement(train.load_config(["--seed", "2"]), other)
+def test_ranks_that_differ(folder):
+    """As those do of which each finds another newest run. The others say that they lost one."""
+    (folder / "differ.py").write_text("seed = int(__import__('os').environ['RANK'])")
+    process = start(folder, "differ.py", ranks=2, **FAST)
+    _, err = process.communicate(timeout=120)
+    assert process.returncode != 0 and "[rank" not in err, err
+    assert "error on rank 1: seed is 1 here and 0 on the first rank; name it by --seed" in err
+
+
+def test_the_first_rank_of_each_machine_says_what_is_wrong(folder, run, monkeypatch):
+    """Before it has met the others, which say the same."""
+    for name, value in dict(RANK="3", WORLD_SIZE="4", LOCAL_RANK="0").items():
+        monkeypatch.setenv(name, value)
+    code, err = run("none.py")
+    assert code == 1 and err.startswith("error on rank 3: config file none.py does not exist"), err
+    monkeypatch.setenv("LOCAL_RANK", "1")
+    assert run("none.py") == (1, "")
+
+
+def test_a_gpu_without_memory_is_one_sentence(folder, run, monkeypatch):
+    def fail(*_):
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacity of ..")
+
+    monkeypatch.setattr(train, "set_learning_rate", fail)
+    code, err = run()
+    assert code == 1
+    one_sentence(err, "CUDA out of memory; take --micro_batch auto")
 
 
 @BY_DEVICE
@@ -248,11 +283,12 @@ def test_bad_steps_between_logs_are_noticed_at_an_evaluation(folder, run):
     one_sentence(err, "to 30 was taken", "last good checkpoint is none")
 
 
+@pytest.mark.parametrize("kind", ["adamw", "muon"])
 @pytest.mark.parametrize("poison", ["gradient", "loss", None])
-def test_a_skipped_step_changes_nothing(poison):
+def test_a_skipped_step_changes_nothing(poison, kind):
     """Weights, moments and step count, by the optimizer of train.py itself."""
     model = GPT(GPTConfig(vocab_size=8, n_layer=1, n_head=1, n_embd=8, block_size=8))
-    optimizer = torch.optim.AdamW(model.parameter_groups(0.1), fused=True)
+    optimizer = make_optimizer(model, Config(optimizer=kind), Distributed(0, 1, "cpu"))
     guard = StepGuard()
     tokens = torch.randint(8, (2, 8))
     for step in range(3):
@@ -337,7 +373,7 @@ def test_a_malicious_checkpoint_runs_nothing(folder, run, write):
 
 
 def test_an_error_while_a_batch_is_fetched_is_one_sentence(folder, run, monkeypatch):
-    """In the thread that fetches ahead; the last checkpoint is that of the steps that were taken."""
+    """In the thread that fetches ahead, once the steps before it are taken. The last checkpoint stays."""
     original = train.Batches.batch
 
     def batch(self, step, rows=slice(None)):

@@ -136,13 +136,17 @@ def test_records_wait_for_a_full_disk(tmp_path, file_limit, capsys):
     for step in range(1, 9):
         if step == 3:
             file_limit((tmp_path / "metrics.jsonl").stat().st_size + 50)  # room for a part of the next line
-        if step == 7:
+        if step == 5:
             file_limit(resource.RLIM_INFINITY)
+        if step == 7:
+            file_limit((tmp_path / "metrics.jsonl").stat().st_size)
         tell.step(step, 1e-3, float("nan") if step == 2 else 1.0, 1.0, 0)
         assert len(report.read_metrics(tmp_path)) == len((tmp_path / "metrics.jsonl").read_text().splitlines())
+    file_limit(resource.RLIM_INFINITY)
+    tell.close()
     assert [record["step"] for record in report.read_metrics(tmp_path)] == list(range(1, 9))
     assert report.read_metrics(tmp_path)[1]["loss"] is None and "NaN" not in (tmp_path / "metrics.jsonl").read_text()
-    assert capsys.readouterr().out.count("warning") == 1
+    assert capsys.readouterr().out.count("warning") == 2
 
 
 @pytest.mark.parametrize("how", ["full disk", "closed pipe"])
@@ -194,6 +198,37 @@ def test_token_file_changed_under_the_run(folder, run):
     assert run("--resume", "--allow_changes", "True")[0] == 0
 
 
+def test_records_are_on_the_disk_before_a_checkpoint(folder, run, monkeypatch):
+    """Else a power cut might leave a checkpoint of steps that nobody recorded."""
+    said = []
+    for owner, name in ((report.Report, "flush"), (Saver, "save")):
+        function = getattr(owner, name)
+        note = lambda *args, function=function, name=name: (said.append(name), function(*args))[1]  # noqa: E731
+        monkeypatch.setattr(owner, name, note)
+    assert run(steps=4, eval_every=2)[0] == 0
+    assert said == ["flush", "save", "flush", "save", "flush"]
+
+
+@pytest.mark.parametrize("gone", [True, False])
+def test_a_run_goes_on_without_its_text(folder, run, gone):
+    """Whether it is gone or edited: with the tokens that were made of it, which stay."""
+    assert run(steps=20, eval_every=10)[0] == 0
+    whole, text = contents("runs/run/checkpoint.pt"), folder / "corpus.txt"
+    tokens = {path: path.read_bytes() for path in folder.glob("prepared/prepared/*/*")}
+    text.unlink() if gone else text.write_text(text.read_text() + "and the sea keeps on. ")
+    (folder / "runs/run/checkpoint.pt").unlink()
+    assert run("--resume")[0] == 0
+    assert same(contents("runs/run/checkpoint.pt"), whole)
+    assert len(tokens) == 3 and {path: path.read_bytes() for path in tokens} == tokens
+    (folder / "runs/run/checkpoint.pt").unlink()
+    code, err = run("--resume", "--allow_changes", "True")  # asks for the text as it is now
+    if gone:
+        assert code == 1
+        one_sentence(err, "input corpus.txt does not exist")
+    else:
+        assert code == 0 and contents("runs/run/checkpoint.pt")["tokens_sha256"] != whole["tokens_sha256"]
+
+
 def cut(path):
     os.truncate(path, path.stat().st_size // 2)
 
@@ -233,12 +268,32 @@ def test_token_file_changed_while_a_run_reads_it(folder, run, monkeypatch, harm,
     stopped = contents("runs/run/checkpoint.pt")["step"]
     assert 25 <= stopped == len(losses(folder)) < 30 and f"stopped at step {stopped}; once the tokens are back" in err
     assert contents("runs/run/checkpoint-20.pt")["step"] == 20
+    assert "go on with: python train.py --resume runs/run" in err
     assert run("--resume", "runs/run")[0] == 1  # not before its remedy
     shutil.rmtree(re.search("remove ([^ ]+) and prepare", err)[1])
     monkeypatch.setattr(report.Report, "step", step)
     assert run("--resume", "runs/run")[0] == 0
     assert same(contents("runs/run/checkpoint.pt"), contents("runs/whole/checkpoint.pt"))
     assert losses(folder) == losses(folder, "whole")
+
+
+def test_token_file_changed_and_no_room_to_save(folder, run, monkeypatch):
+    """It does not say that it stopped at a step which nobody can go on from."""
+    step = report.Report.step
+
+    def harm_and_step(self, number, *rest):
+        if number == 25:
+            flip_a_bit(next(folder.glob("prepared/prepared/*/train.bin")))
+            monkeypatch.setattr("checkpoint.save_checkpoint", fail)
+        step(self, number, *rest)
+
+    def fail(*_, **__):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(report.Report, "step", harm_and_step)
+    code, err = run()
+    assert code == 1 and "stopped at step" not in err
+    assert re.search(r"warning: the checkpoint of step 2\d cannot be written .*checkpoint.pt of step 20", err), err
 
 
 def test_token_file_changed_while_it_is_evaluated(folder, run, monkeypatch):
@@ -258,6 +313,26 @@ def test_token_file_changed_while_it_is_evaluated(folder, run, monkeypatch):
     shutil.rmtree(re.search("remove ([^ ]+) and prepare", err)[1])
     assert run("--resume", "runs/run")[0] == 0
     assert metrics(folder)[-1] == metrics(folder, "whole")[-1]
+
+
+@pytest.mark.parametrize("how", ["gone", "cut", "a list", "brackets"])
+def test_a_damaged_config_is_taken_from_the_newest_checkpoint(folder, run, how):
+    assert run(steps=20, eval_every=10)[0] == 0
+    whole, path = contents("runs/run/checkpoint.pt"), folder / "runs/run/config.json"
+    (folder / "runs/run/checkpoint.pt").unlink()
+    good = path.read_text()
+    path.unlink()
+    if how != "gone":
+        path.write_text({"cut": good[:100], "a list": "[[1, 2]]", "brackets": "[" * 100_000}[how])
+    code, err = run("--resume")
+    assert code == 0 and err.count("warning: runs/run/config.json cannot be read") == 1, err
+    assert same(contents("runs/run/checkpoint.pt"), whole) and json.loads(path.read_text())["steps"] == 20
+    for checkpoint in folder.glob("runs/run/*.pt"):
+        checkpoint.unlink()
+    path.write_text("{")
+    code, err = run("--resume", "runs/run")
+    assert code == 1
+    one_sentence(err, "runs/run/config.json cannot be read", "--resume needs the folder of a run")
 
 
 def edit(path, **options):

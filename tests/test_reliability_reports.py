@@ -27,19 +27,33 @@ import train
 
 @pytest.fixture
 def black_hole():
-    """Address of a server that takes connections and never answers."""
+    """A server that takes connections and never answers."""
     with socket.create_server(("127.0.0.1", 0)) as server:
-        yield f"http://127.0.0.1:{server.getsockname()[1]}"
+        server.settimeout(0)
+        yield server
 
 
 @pytest.mark.parametrize("where", ["unreachable", "never answers"])
 def test_wandb_out_of_reach_costs_nothing(folder, run, monkeypatch, black_hole, where):
-    monkeypatch.setenv("WANDB_BASE_URL", black_hole if where == "never answers" else "http://127.0.0.1:9")
+    port = black_hole.getsockname()[1] if where == "never answers" else 9
+    monkeypatch.setenv("WANDB_BASE_URL", f"http://127.0.0.1:{port}")
     monkeypatch.setenv("WANDB_API_KEY", "0" * 40)
-    monkeypatch.setattr(report, "WANDB_SECONDS", 1)
+    monkeypatch.setattr(report, "WANDB_SECONDS", 15)  # it takes so long to import and try
     since = time.monotonic()
     assert run(wandb="online")[0] == 0
     assert time.monotonic() - since < 30 and len(losses(folder)) == FAST["steps"]
+    if where == "never answers":
+        black_hole.accept()[0].close()  # BlockingIOError if it was never asked
+
+
+def test_a_mirror_that_cannot_be_started(folder, run, monkeypatch, capsys):
+    def fail(*_, **__):
+        raise OSError(11, "Resource temporarily unavailable")
+
+    monkeypatch.setattr(report.subprocess, "Popen", fail)
+    code, err = run(wandb="offline")
+    assert code == 0 and len(losses(folder)) == FAST["steps"]
+    assert "wandb: Resource temporarily unavailable; the training goes on, and python mirror.py runs/run sends" in err
 
 
 def child(pid, name):

@@ -259,6 +259,7 @@ def test_a_rank_without_a_validation_batch(folder):
 def test_an_error_of_the_first_rank_ends_all(folder):
     result = launch(folder, ranks=2, input="none.txt")
     assert result.returncode != 0 and "none.txt does not exist" in result.stderr
+    assert "[rank" not in result.stderr  # a traceback of another
 
 
 def test_checkpoint_of_another_tokenizer(folder, call):
