@@ -1,4 +1,4 @@
-"""The optimizer of a run: AdamW, or --optimizer muon, which moves the matrices of the blocks by orthogonal steps."""
+"""The optimizer of a run, AdamW or --optimizer muon, whose steps in the blocks are orthogonal, and its rate."""
 
 import math
 from functools import partial
@@ -34,6 +34,19 @@ def make_optimizer(model, config, distributed):
     if config.shard_optimizer and distributed.world > 1:
         return Sharded(make, groups, distributed.rank, distributed.world)
     return make(groups)
+
+
+def learning_rate(step, config):
+    """Rate of a step: linear warm-up, then cosine, or stable and linear decay (wsd), down to min_learning_rate."""
+    if step < config.warmup_steps:
+        return config.learning_rate * (step + 1) / (config.warmup_steps + 1)
+    progress = min((step - config.warmup_steps) / max(config.steps - config.warmup_steps, 1), 1.0)
+    if config.schedule == "cosine":
+        share = 0.5 * (1 + math.cos(math.pi * progress))
+    else:
+        left = 1 - step / config.steps
+        share = min(left / config.decay_fraction, 1.0) if config.decay_fraction > 0 else 1.0
+    return config.min_learning_rate + share * (config.learning_rate - config.min_learning_rate)
 
 
 def set_learning_rate(optimizer, rate):

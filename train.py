@@ -32,25 +32,12 @@ from fit import choose_micro_batch, largest_micro_batch, share_of_rank
 from graphs import Recorded
 from guard import StepGuard
 from model import GPT
-from optimizer import make_optimizer, set_learning_rate
+from optimizer import learning_rate, make_optimizer, set_learning_rate
 from report import Laps, Report, age, describe, peak_flops
 from resume import restore
 from say import last_word, say
 
 IMPORTED = age()  # after so many seconds
-
-
-def learning_rate(step, config):
-    """Rate of a step: linear warm-up, then cosine, or stable and linear decay (wsd), down to min_learning_rate."""
-    if step < config.warmup_steps:
-        return config.learning_rate * (step + 1) / (config.warmup_steps + 1)
-    progress = min((step - config.warmup_steps) / max(config.steps - config.warmup_steps, 1), 1.0)
-    if config.schedule == "cosine":
-        share = 0.5 * (1 + math.cos(math.pi * progress))
-    else:
-        left = 1 - step / config.steps
-        share = min(left / config.decay_fraction, 1.0) if config.decay_fraction > 0 else 1.0
-    return config.min_learning_rate + share * (config.learning_rate - config.min_learning_rate)
 
 
 @torch.no_grad()

@@ -9,7 +9,7 @@ import optimizer
 from config import Config
 from distributed import Distributed
 from model import GPT, GPTConfig
-from optimizer import Muon, make_optimizer, orthogonal, set_learning_rate
+from optimizer import Muon, learning_rate, make_optimizer, orthogonal, set_learning_rate
 
 SMALL = GPTConfig(vocab_size=8, n_layer=2, n_head=2, n_embd=16, block_size=8)
 
@@ -102,3 +102,25 @@ def test_every_parameter_is_in_one_group_and_has_its_rate(model):
     assert set(optimizer.param_groups[2]["params"]) == {p for p in model.blocks.parameters() if p.dim() == 2}
     set_learning_rate(optimizer, 5e-4)
     assert [group["lr"] for group in optimizer.param_groups] == pytest.approx([5e-4, 5e-4, 1e-2])
+
+
+def test_learning_rate_schedules():
+    cosine = Config(steps=110, warmup_steps=10, learning_rate=1.0, min_learning_rate=0.1)
+    rates = [learning_rate(step, cosine) for step in range(111)]
+    assert rates[0] == pytest.approx(1 / 11) and rates[10] == 1.0 and rates[60] == pytest.approx(0.55)
+    assert rates[110] == pytest.approx(0.1) and max(rates) == 1.0
+    wsd = Config(
+        steps=100,
+        warmup_steps=10,
+        learning_rate=1.0,
+        min_learning_rate=0.0,
+        schedule="wsd",
+        decay_fraction=0.2,
+    )
+    rates = [learning_rate(step, wsd) for step in range(101)]
+    assert (
+        rates[10:80] == [1.0] * 70
+        and rates[80] == pytest.approx(1.0)
+        and rates[90] == pytest.approx(0.5)
+        and rates[100] == 0.0
+    )

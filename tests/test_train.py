@@ -13,10 +13,8 @@ import torch
 from helpers import BY_DEVICE, ROOT, TINY, environment, in_process, launch, losses, metrics
 
 import train
-from config import Config
 from distributed import Distributed
 from model import GPT, GPTConfig
-from train import learning_rate
 
 
 @pytest.fixture
@@ -281,25 +279,3 @@ def test_on_a_gpu(folder, dtype):
     result = launch(folder, device="cuda", dtype=dtype, dropout=0.1)
     assert result.returncode == 0, result.stderr
     assert "attention  triton on cuda" in result.stderr and losses(folder)[-1] < 0.6 * losses(folder)[0]
-
-
-def test_learning_rate_schedules():
-    cosine = Config(steps=110, warmup_steps=10, learning_rate=1.0, min_learning_rate=0.1)
-    rates = [learning_rate(step, cosine) for step in range(111)]
-    assert rates[0] == pytest.approx(1 / 11) and rates[10] == 1.0 and rates[60] == pytest.approx(0.55)
-    assert rates[110] == pytest.approx(0.1) and max(rates) == 1.0
-    wsd = Config(
-        steps=100,
-        warmup_steps=10,
-        learning_rate=1.0,
-        min_learning_rate=0.0,
-        schedule="wsd",
-        decay_fraction=0.2,
-    )
-    rates = [learning_rate(step, wsd) for step in range(101)]
-    assert (
-        rates[10:80] == [1.0] * 70
-        and rates[80] == pytest.approx(1.0)
-        and rates[90] == pytest.approx(0.5)
-        and rates[100] == 0.0
-    )
