@@ -1,0 +1,101 @@
+"""Batches: which windows of a text a step sees, whoever asks."""
+
+import tempfile
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from data.loader import Batches, validation_batches
+from data.tokens import FileArray, Tokens
+
+
+def make_tokens(count):
+    """Tokens whose ids are their positions, so that a window shows where it was cut."""
+    with tempfile.NamedTemporaryFile() as file:
+        np.arange(count, dtype=np.uint32).tofile(file.name)
+        ids = FileArray(file.name, 0, np.dtype(np.uint32), count)
+    return Tokens(ids, count, "test", "", count, "", "")
+
+
+def starts_of(batches, steps):
+    return torch.cat([batches.batch(step)[0][:, 0] for step in steps]).tolist()
+
+
+@given(st.integers(2, 300), st.integers(1, 40), st.integers(1, 9), st.integers(0, 3))
+@settings(max_examples=150, deadline=None)
+def test_epochs_cover_every_window_once(count, block, rows, seed):
+    if block >= count:
+        block = count - 1
+    batches = Batches(make_tokens(count), block, rows, seed)
+    windows = max(1, (count - block) // block)
+    starts = starts_of(batches, range(-(-3 * windows // rows)))
+    for epoch in range(3):
+        found = sorted(starts[epoch * windows : (epoch + 1) * windows])
+        phase = found[0]
+        assert found == [phase + window * block for window in range(windows)]
+        assert 0 <= phase < block and found[-1] + block < count
+
+
+def test_every_phase_occurs():
+    batches = Batches(make_tokens(40), 8, 4, seed=0)
+    assert {min(starts_of(batches, [epoch])) for epoch in range(200)} == set(range(8))
+
+
+def test_targets_follow_inputs():
+    inputs, targets = Batches(make_tokens(1000), 16, 4, seed=0).batch(3)
+    assert inputs.dtype == targets.dtype == torch.int64 and inputs.shape == targets.shape == (4, 16)
+    assert torch.equal(targets, inputs + 1) and torch.equal(inputs, inputs[:, :1] + torch.arange(16))
+    assert inputs.is_contiguous() and targets.is_contiguous()
+
+
+def test_batches_are_a_function_of_seed_and_step():
+    data = make_tokens(997)
+    forward = [Batches(data, 10, 7, seed=5).batch(step)[0] for step in range(60)]
+    jumping = Batches(data, 10, 7, seed=5)
+    for step in (59, 0, 30, 31, 29, 0, 14, 13):
+        assert torch.equal(jumping.batch(step)[0], forward[step])
+    assert not torch.equal(Batches(data, 10, 7, seed=6).batch(0)[0], forward[0])
+    first, second = starts_of(jumping, range(14)), starts_of(jumping, range(14, 28))
+    assert first != second and first != sorted(first)  # shuffled, and anew in each epoch
+
+
+def test_batches_never_change():
+    """A resumed run must see what the first one saw, whatever versions it has now."""
+    first, second = [43, 19, 83, 27, 75, 67, 11, 59, 51, 35, 3], [85, 5, 21, 13, 77, 53, 61, 29, 37, 69, 45]
+    assert starts_of(Batches(make_tokens(100), 8, 11, seed=7), [0, 1]) == first + second
+
+
+@pytest.mark.parametrize("count, rows", [(1000, 8), (100, 7), (30, 64)], ids=["within", "across", "many"])
+def test_rows_are_shares_of_the_whole(count, rows):
+    batches = Batches(make_tokens(count), 10, rows, seed=1)
+    for step in range(5):
+        whole = batches.batch(step)
+        parts = [batches.batch(step, part) for part in (slice(0, 2), slice(2, 3), slice(3, None))]
+        for index in (0, 1):
+            assert torch.equal(torch.cat([part[index] for part in parts]), whole[index])
+
+
+def test_block_size_that_does_not_fit():
+    Batches(make_tokens(9), 8, 2, seed=0).batch(0)
+    for block in (0, 9, 256):
+        with pytest.raises(ValueError, match=rf"block_size={block} must be from 1 to 8.*9 tokens; choose"):
+            Batches(make_tokens(9), block, 2, seed=0)
+        with pytest.raises(ValueError, match=rf"block_size={block} "):
+            validation_batches(make_tokens(9), block, 2)
+
+
+def test_validation_batches_cover_the_text_in_order():
+    batches = validation_batches(make_tokens(105), 10, 4)
+    for _ in range(2):  # as often as one likes
+        assert [len(inputs) for inputs, _ in batches] == [4, 4, 2] and len(batches) == 3
+        assert torch.equal(torch.cat([inputs for inputs, _ in batches]).flatten(), torch.arange(100))
+    assert torch.equal(batches[2][1], batches[2][0] + 1)
+
+
+def test_few_validation_batches_are_spread():
+    batches = validation_batches(make_tokens(1001), 10, 4, max_batches=5)
+    assert torch.cat([inputs[:, 0] for inputs, _ in batches]).tolist() == list(range(0, 1000, 50))
+    assert len(validation_batches(make_tokens(1001), 10, 4, max_batches=99)) == 25
