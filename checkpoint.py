@@ -11,7 +11,6 @@ later, the newest good one takes its place. All are zip files (torch.save) of te
 import errno
 import hashlib
 import json
-import math
 import os
 import sys
 import tempfile
@@ -124,12 +123,13 @@ def checkpoints(folder):
     return [path for name in names if (path := folder / name).exists()]
 
 
-def best_loss(folder):
-    """Validation loss of best.pt in nats per token; infinity where there is no good one."""
+def peek(path, name):
+    """What a checkpoint has under a name, its tensors not loaded; None if that is not there, or the file not good."""
     try:
-        return float(torch.load(folder / "best.pt", map_location="cpu", weights_only=True, mmap=True)["best"])
-    except Exception:  # torch.load raises a dozen types; sample.py says what is wrong with the file
-        return math.inf
+        check_file(path)
+        return torch.load(path, map_location="cpu", weights_only=True, mmap=True)[name]
+    except Exception:  # torch.load raises a dozen types; who loads the file says what is wrong
+        return None
 
 
 def first_good(paths, quiet=False):
@@ -156,7 +156,7 @@ def save_checkpoint(path, before_rename=lambda: None, **contents):
         torch.save({"format": FORMAT, **contents}, file)
         file.flush()
         os.fsync(file.fileno())  # before older checkpoints change their names
-        if hasattr(os, "posix_fadvise"):  # read it from the disk, not from the memory that it was written from
+        with suppress(OSError, AttributeError):  # read it from the disk, not from the memory that it was written from
             os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
         check_file(file.name)
         before_rename()
@@ -223,12 +223,15 @@ class Saver:
         """Copy two dicts to the host and begin to write them: checkpoint.pt has both, best.pt only the weights'."""
         self.wait()  # one at a time, so that memory holds one copy
         try:
-            weights, parts = to_host((weights, parts), {})
+            copies = to_host((weights, parts), {})
         except (RuntimeError, MemoryError) as error:  # torch has no type of its own for a host without memory
-            self._failed(weights["step"], error, is_best)
+            if "memory" not in f"{type(error)} {error}".lower():
+                raise
+            self._write(weights, parts, is_best, None)  # from where they are, while the training waits
+            self.unsaved_best = None  # goes on changing
             return
         copied = torch.cuda.current_stream().record_event() if torch.cuda.is_initialized() else None
-        self.writing = self.pool.submit(self._write, weights, parts, is_best, copied)
+        self.writing = self.pool.submit(self._write, *copies, is_best, copied)
 
     def wait(self):
         """Until what was begun is on disk, or has failed."""
@@ -265,16 +268,13 @@ class Saver:
         except Exception as error:  # in a thread: of what is not caught here nobody would hear
             while error.__context__:  # to a full disk torch.save adds an error of its own
                 error = error.__context__
-            self._failed(weights["step"], error, bool(self.unsaved_best))
-
-    def _failed(self, step, error, lacks_best):
-        reason = getattr(error, "strerror", None) or (str(error) or type(error).__name__).splitlines()[0]
-        self.error = (
-            f"the checkpoint of step {step} cannot be written to {self.folder} ({reason}); make room or "
-            f"make it writable; the last good one is {self._last_good()}"
-            + ("; best.pt is not the best one yet" if lacks_best else "")
-        )
-        say(f"warning: {self.error}", sys.stderr)
+            reason = getattr(error, "strerror", None) or (str(error) or type(error).__name__).splitlines()[0]
+            self.error = (
+                f"the checkpoint of step {weights['step']} cannot be written to {self.folder} ({reason}); make room or "
+                f"make it writable; the last good one is {self._last_good()}"
+                + ("; best.pt is not the best one yet" if self.unsaved_best else "")
+            )
+            say(f"warning: {self.error}", sys.stderr)
 
     def _last_good(self):
         paths = checkpoints(self.folder)  # none where somebody made room by deleting them

@@ -51,7 +51,13 @@ def start_distributed(config):
     device = resolve_device(config.device)
     world = int(os.environ.get("WORLD_SIZE", 1))
     if device == "cuda" and world > 1:
-        device = resolve_device(f"cuda:{os.environ['LOCAL_RANK']}")
+        here, gpus = int(os.environ["LOCAL_WORLD_SIZE"]), torch.cuda.device_count()
+        if here > gpus:
+            raise ValueError(
+                f"{here} processes here want a GPU each, but there are {gpus}; start as many as that by "
+                f"--nproc_per_node={gpus}"
+            )
+        device = f"cuda:{os.environ['LOCAL_RANK']}"
     if device.startswith("cuda:"):
         torch.cuda.set_device(device)
     if world == 1:
@@ -73,13 +79,16 @@ def check_agreement(config, distributed):
 def open_on_all_ranks(config, distributed, digest):
     """The Corpus, which the first rank prepares if need be; the others then find it prepared.
 
-    digest: of tokens that will do, whatever has become of their text; None if there are none yet.
+    digest: on the first rank, of tokens that will do, whatever has become of their text; None if there are none yet.
     """
+    digest = distributed.share(digest)
     arguments = (config.data, config.tokenizer, config.input or None)
     corpus = open_corpus(*arguments, digest=digest) if distributed.is_main else None
     first = distributed.share(corpus and corpus.digest())
     corpus = corpus or open_corpus(*arguments, digest=digest, quiet=True)
-    if corpus.digest() != first:
+    if os.environ.get("LOCAL_RANK", "0") != "0":
+        corpus.trust(first)
+    elif corpus.digest() != first:
         raise ValueError(
             f"the tokens in {corpus.folder} are not those of the first machine; give all the same text, or one GPT_DATA"
         )
@@ -88,7 +97,8 @@ def open_on_all_ranks(config, distributed, digest):
 
 def is_lost(error):
     """Whether an error says that another rank has gone, which has an error of its own."""
-    return isinstance(error, dist.DistError) or (dist.is_initialized() and "by peer" in str(error))  # NCCL; gloo
+    said = ("closed by peer", "reset by peer", "remote process exited", "aborted")  # gloo, gloo, NCCL, NCCL
+    return dist.is_initialized() and any(part in str(error) for part in said)
 
 
 def ignore_saves():

@@ -211,9 +211,9 @@ class Report:
         try:
             if self.enabled:
                 self._append(flush=True)
+            return True
         except OSError:
-            pass
-        return not self.waiting
+            return False
 
     def _write(self, record):
         had = bool(self.waiting)

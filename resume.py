@@ -1,9 +1,10 @@
 """A run that goes on: what must be as it was, and what comes back from its checkpoint."""
 
+import math
 from dataclasses import asdict
 from typing import NamedTuple
 
-from checkpoint import best_loss, load_checkpoint, load_weights
+from checkpoint import checkpoints, load_checkpoint, load_weights, peek, read_config
 from config import FREE_ON_RESUME
 from data import fingerprint
 
@@ -19,6 +20,12 @@ class Progress(NamedTuple):
     best: float
     micro_batch: int | None
     threads: int | None
+
+
+def known_tokens(folder):
+    """Digest of the tokens that a run last had, by its config.json or else its newest good checkpoint; or None."""
+    digests = (peek(path, "tokens_sha256") for path in checkpoints(folder))
+    return read_config(folder, quiet=True).tokens_sha256 or next(filter(None, digests), None)
 
 
 def restore(path, record, config, corpus, model, parts):
@@ -46,7 +53,7 @@ def restore(path, record, config, corpus, model, parts):
             f"run {config.resume} is finished at step {step}; give more --steps and --allow_changes True to go on"
         )
     # best.pt may be newer than the checkpoint, if that is not the newest
-    best = min(contents["best"], best_loss(path.parent))
+    best = min(contents["best"], peek(path.with_name("best.pt"), "best") or math.inf)
     return Progress(step, best, contents.get("micro_batch"), contents.get("threads"))
 
 

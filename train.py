@@ -34,7 +34,7 @@ from guard import StepGuard
 from model import GPT
 from optimizer import learning_rate, make_optimizer, set_learning_rate
 from report import Laps, Report, age, describe, peak_flops
-from resume import restore
+from resume import known_tokens, restore
 from say import last_word, say
 
 IMPORTED = age()  # after so many seconds
@@ -95,9 +95,7 @@ def train(config):
     if kind == "cuda":
         torch.set_float32_matmul_precision("high")
     folder = Path(config.resume) if config.resume else None
-    record = distributed.share(read_config(folder) if folder and is_main else None)
-    trained_on = record.tokens_sha256 if record and not config.allow_changes else None
-    corpus = open_on_all_ranks(config, distributed, trained_on)
+    corpus = open_on_all_ranks(config, distributed, known_tokens(folder) if folder and is_main else None)
     tokens_sha256 = corpus.digest()
     batches = Batches(corpus.train, config.block_size, config.batch_size, config.seed)
     bits_per_nat = 1 / math.log(2) / corpus.bytes_per_token
@@ -115,7 +113,7 @@ def train(config):
     model.train()
     parts = {"optimizer": optimizer, "scaler": scaler, "guard": guard}
     saver = Saver(folder, config.keep) if is_main and folder else None
-    path = distributed.share(saver.newest() if saver else None)
+    path, record = distributed.share((saver.newest(), read_config(folder)) if saver else (None, None))
     start, best, before = 0, math.inf, None
     if path:  # none: a new run, or one that ended before its first checkpoint and begins again
         start, best, before, threads = restore(path, record, config, corpus, model, parts)

@@ -42,7 +42,7 @@ class Job(NamedTuple):
 
 
 class Outcome(NamedTuple):
-    """Of a run: milliseconds of a step, lowest validation loss, seconds to the target (or NaN) and in all."""
+    """Of a run: milliseconds of a step, lowest validation loss, seconds to the target (NaN: never) and in all."""
 
     ms: float
     loss: float
@@ -101,7 +101,8 @@ def run(command, folder, job, whole):
         [sys.executable, "-u", *command], cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
         env=os.environ | {"PYTHONUNBUFFERED": "1"},
     )  # fmt: skip
-    validation = r"val loss .* ([\d.]+) bits/byte" if job.unit == "bits/byte" else r"val loss ([\d.]+)"
+    number = r"([\d.]+|nan)"
+    validation = f"val loss .* {number} bits/byte" if job.unit == "bits/byte" else f"val loss {number}"
     lines, stopped = [], False
     for line in process.stdout:
         lines.append(line)
@@ -119,7 +120,8 @@ def run(command, folder, job, whole):
     process.stdout.close()
     if process.wait() and not stopped:
         raise RuntimeError(f"{' '.join(command)} failed:\n{''.join(lines[-20:])}")
-    return Outcome(statistics.median(steps[len(steps) // 2 :]), min(losses), to_target, time.perf_counter() - start)
+    ms = statistics.median(steps[len(steps) // 2 :] or [math.nan])
+    return Outcome(ms, min(losses), to_target, time.perf_counter() - start)
 
 
 KINDS = {  # kind of kernel -> what its name holds; the first that fits
@@ -157,10 +159,15 @@ def profile(arguments):
     return spent | {"gaps": step - sum(spent.values())}
 
 
+def deviation(values):
+    """Standard deviation of a sample, NaN if one of it is: a run that did not reach the target."""
+    return math.nan if any(map(math.isnan, values)) else statistics.stdev(values)
+
+
 def show(name, trainer, job, outcome, what=""):
     ms, loss, to_target, seconds = outcome
-    target = f"  {to_target:5.1f} s to {job.target}" if job.target else ""
-    print(f"{name:6} {trainer:7} {ms:7.2f} ms a step{target}  {loss:.4f} {job.unit} at best  {seconds:5.1f} s  {what}")
+    reached = f"{to_target:5.1f} s to {job.target}  {loss:.4f} {job.unit} at best  " if job.target else ""
+    print(f"{name:6} {trainer:7} {ms:7.2f} ms a step  {reached}{seconds:5.1f} s in all  {what}")
 
 
 def main():
@@ -202,7 +209,7 @@ def main():
                 for trainer, found in outcomes.items():
                     columns = list(zip(*found, strict=True))
                     show(name, trainer, job, Outcome(*map(statistics.mean, columns)), "mean")
-                    show(name, trainer, job, Outcome(*map(statistics.stdev, columns)), "standard deviation")
+                    show(name, trainer, job, Outcome(*map(deviation, columns)), "standard deviation")
             if args.profile:
                 short = ["--steps=30", "--eval_every=30", "--eval_batches=1", "--log_every=5"]
                 spent = profile([*job.ours, *data, f"--name=bench-{name}", *short])

@@ -51,8 +51,7 @@ class Corpus:
 
         Files that were replaced, as `prepare` does, stay open here.
         """
-        stamps = self.train.ids.stamp(), self.val.ids.stamp()
-        if stamps not in self.digests:
+        if (stamps := self._stamps()) not in self.digests:
             digest = hashlib.sha256()
             for part in (self.train, self.val):
                 of_part = hashlib.sha256()
@@ -61,6 +60,13 @@ class Corpus:
                 digest.update(of_part.digest())
             self.digests[stamps] = digest.hexdigest()
         return self.digests[stamps]
+
+    def trust(self, digest):
+        """Take a digest that another process has just computed of the same files."""
+        self.digests[self._stamps()] = digest
+
+    def _stamps(self):
+        return self.train.ids.stamp(), self.val.ids.stamp()
 
     def check_unchanged(self, digest):
         """TokenFileError if the `digest()` is another one now."""
@@ -105,18 +111,14 @@ def open_corpus(name, tokenizer_spec, input=None, *, digest=None, quiet=False):
         ValueError, OSError: one sentence that says what to do.
     """
     folder = corpus_folder(name, tokenizer_spec, input)
-    if digest and folder.is_dir():
-        corpus = read_corpus(name, folder)
-        if corpus.digest() == digest:
-            return corpus
+    corpus = read_corpus(name, folder) if folder.is_dir() else None
+    will_do = corpus and digest and corpus.digest() == digest
     # Tiny Shakespeare can only be itself or the play; of a file of the user's only its contents tell.
-    source = read_source(name, input) if input or name == "text" else None
-    if folder.is_dir():
-        corpus = read_corpus(name, folder)
-        if source is None or source.sha256 == corpus.train.source_sha256:
-            if name == "shakespeare" and corpus.source == PLAY and not quiet:
-                _notice_play(tokenizer_spec, f"prepared without it in {folder}")
-            return corpus
+    source = read_source(name, input) if (input or name == "text") and not will_do else None
+    if corpus and (source is None or source.sha256 == corpus.train.source_sha256):
+        if name == "shakespeare" and corpus.source == PLAY and not quiet:
+            _notice_play(tokenizer_spec, f"prepared without it in {folder}")
+        return corpus
     if not quiet:
         say(f"preparing {name} with tokenizer {tokenizer_spec} in {folder}", sys.stderr)
     source = source or read_source(name, input)

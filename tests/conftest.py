@@ -11,6 +11,7 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 torch.set_num_threads(1)  # the parallel workers of pytest-xdist share the cores
+os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"  # before cuBLAS is first used: what deterministic runs ask for
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"  # before triton.jit is first used
 

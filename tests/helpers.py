@@ -38,7 +38,7 @@ def typed(argv, options):
     return [*argv, *(part for name, value in options.items() if not resumes for part in (f"--{name}", str(value)))]
 
 
-STARTED = []  # processes of a test, ended with it
+started = []  # processes of a test, ended with it
 
 
 def start(folder, *argv, ranks=1, **options):
@@ -46,19 +46,32 @@ def start(folder, *argv, ranks=1, **options):
     launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}"] if ranks > 1 else []
     command = [sys.executable, *launcher, str(ROOT / "train.py"), *typed(argv, options)]
     pipes = dict(stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-    process = subprocess.Popen(command, cwd=folder, env=environment(folder), start_new_session=True, **pipes)
-    STARTED.append(process)
+    process = subprocess.Popen(command, cwd=folder, env=environment(folder), **pipes)
+    started.append(process)
     return process
 
 
+def children(pid):
+    """Process ids of those that a process, or any thread of it, has started."""
+    found = []
+    for path in Path(f"/proc/{pid}/task").glob("*/children"):
+        with suppress(FileNotFoundError, ProcessLookupError):  # a thread has ended
+            found += map(int, path.read_text().split())
+    return found
+
+
 def end_processes():
-    """Kill those that a failed test left, with their children."""
-    while STARTED:
-        process = STARTED.pop()
-        if process.returncode is None:  # not waited for: its number is still its own
-            with suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)
-            process.communicate()
+    """Kill what a failed test left, from the launcher down: its ranks are in sessions of their own."""
+    while started:
+        process = started.pop()
+        if process.poll() is None:
+            family = [process.pid]
+            for pid in family:
+                family += children(pid)
+            for pid in family:
+                with suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+            process.communicate(timeout=60)
 
 
 def launch(folder, *argv, ranks=1, **options):
@@ -78,6 +91,7 @@ def in_process(capsys, *argv, **options):
         code = end.code
     finally:
         torch.use_deterministic_algorithms(False)
+        torch.set_float32_matmul_precision("highest")
     return subprocess.CompletedProcess(argv, code, *capsys.readouterr())
 
 
@@ -106,7 +120,7 @@ def one_sentence(err, *parts):
         assert part in sentence, sentence
 
 
-def wait_for(condition, seconds=120):
+def wait_for(condition, seconds=300):
     """What the condition gives once that is true."""
     deadline = time.monotonic() + seconds
     while not (value := condition()):

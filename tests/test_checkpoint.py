@@ -64,18 +64,30 @@ def test_training_goes_on_while_a_checkpoint_is_written(saver, monkeypatch):
     assert torch.equal(torch.load(saver.folder / "checkpoint.pt", weights_only=True)["model"]["weight"], torch.ones(3))
 
 
-def test_a_host_without_memory_for_the_copy(saver, monkeypatch, capsys):
-    def fail(*_):
-        raise RuntimeError("CUDA error: out of memory")
+@pytest.mark.parametrize("error", [RuntimeError("CUDA error: out of memory"), MemoryError()], ids=["CUDA", "host"])
+def test_a_host_without_memory_for_the_copy(saver, monkeypatch, error):
+    """It is written without one, before the next step changes the weights."""
 
-    with monkeypatch.context() as patch:
-        patch.setattr(checkpoint, "to_host", fail)
-        saver.save(WEIGHTS, {}, True)
-    (warning,) = capsys.readouterr().err.splitlines()
-    assert "step 7 cannot be written" in warning and "out of memory" in warning and "best.pt is not" in warning
-    saver.save(WEIGHTS | dict(step=8), {}, False)
+    def fail(*_):
+        raise error
+
+    monkeypatch.setattr(checkpoint, "to_host", fail)
+    weight = torch.ones(3)
+    saver.save(WEIGHTS | dict(model={"weight": weight}), {}, True)
+    weight.zero_()
     saver.close()
-    assert torch.load(saver.folder / "checkpoint.pt", weights_only=True)["step"] == 8
+    for name in ("checkpoint.pt", "best.pt"):
+        found = torch.load(saver.folder / name, weights_only=True)
+        assert found["step"] == 7 and torch.equal(found["model"]["weight"], torch.ones(3))
+
+
+def test_another_error_of_the_device_is_not_hidden(saver, monkeypatch):
+    def fail(*_):
+        raise RuntimeError("CUDA error: device-side assert triggered")
+
+    monkeypatch.setattr(checkpoint, "to_host", fail)
+    with pytest.raises(RuntimeError, match="device-side"):
+        saver.save(WEIGHTS, {}, True)
 
 
 @pytest.mark.parametrize("error", [OSError(28, "No space left on device"), MemoryError()], ids=["disk", "memory"])

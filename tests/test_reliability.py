@@ -17,6 +17,7 @@ from helpers import (
     FAST,
     ON_GPU,
     ROOT,
+    children,
     contents,
     environment,
     losses,
@@ -127,7 +128,7 @@ def test_a_terminal_that_closes(folder, nohup):
         heard = len(losses(folder))
         wait_for(lambda: reached(folder, heard + 100))
         process.send_signal(signal.SIGTERM)
-    out, err = process.communicate(timeout=120)
+    out, err = process.communicate(timeout=300)
     assert process.returncode == 0, err
     assert (folder / "runs/run/checkpoint.pt").exists() and "stopped at step" in out
 
@@ -136,7 +137,7 @@ def test_a_checkpoint_asked_for_before_the_first_step_ends_nothing(folder):
     process = start(folder, **FAST | dict(steps=3))
     wait_for(lambda: (folder / "prepared").exists())
     process.send_signal(signal.SIGUSR1)
-    out, err = process.communicate(timeout=120)
+    out, err = process.communicate(timeout=300)
     assert process.returncode == 0 and "best val loss" in out, err
 
 
@@ -171,9 +172,9 @@ def test_second_ctrl_c_exits_at_once(folder):
 
 def workers(process):
     """Process ids of torchrun's ranks, in their order."""
-    children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
     rank = lambda pid: int(re.search(rb"\0RANK=(\d+)", Path(f"/proc/{pid}/environ").read_bytes())[1])  # noqa: E731
-    return sorted((int(pid) for pid in children if b"train.py" in Path(f"/proc/{pid}/cmdline").read_bytes()), key=rank)
+    ranks = (pid for pid in children(process.pid) if b"train.py" in Path(f"/proc/{pid}/cmdline").read_bytes())
+    return sorted(ranks, key=rank)
 
 
 @BY_DEVICE
@@ -185,10 +186,10 @@ def test_a_signal_to_one_rank_stops_all_and_another_number_goes_on(folder, run, 
     process = start(folder, ranks=ranks, **FAST | options)
     wait_for(lambda: reached(folder, 3))
     os.kill(workers(process)[-1] if ranks > 1 else process.pid, signal.SIGTERM)
-    out, err = process.communicate(timeout=60)
+    out, err = process.communicate(timeout=300)
     assert process.returncode == 0, err
     assert "stopped at step" in out and contents("runs/run/checkpoint.pt")["step"] < 200
-    _, err = (process := start(folder, "--resume", ranks=then)).communicate(timeout=120)
+    _, err = (process := start(folder, "--resume", ranks=then)).communicate(timeout=300)
     assert process.returncode == 0, err
     assert losses(folder, "run") == pytest.approx(losses(folder, "whole"), rel=1e-3)
 
@@ -200,7 +201,7 @@ def test_a_signal_to_torchrun_stops_all_ranks(folder, on, number):
     process = start(folder, ranks=2, **FAST | dict(steps=100_000, eval_every=100_000) | on)
     wait_for(lambda: reached(folder, 3))
     process.send_signal(number)
-    out, err = process.communicate(timeout=60)
+    out, err = process.communicate(timeout=300)
     stopped = int(re.search(r"stopped at step (\d+); go on with: torchrun ... train.py --resume runs/run", out)[1])
     assert contents("runs/run/checkpoint.pt")["step"] == stopped
     assert process.returncode == 1 and f"got signal: {int(number)}" in err, err
@@ -211,21 +212,21 @@ def test_a_run_with_dropout_keeps_its_micro_batches(folder, run):
     options = dict(micro_batch=0, batch_size=6, steps=10, eval_every=5)
     assert run(name="whole", **options | dict(micro_batch=3))[0] == 0
     process = start(folder, ranks=2, **FAST | options)
-    assert process.wait(timeout=120) == 0
+    assert process.wait(timeout=300) == 0
     (folder / "runs/run/checkpoint.pt").unlink()
     assert contents("runs/run/checkpoint-5.pt")["micro_batch"] == 3
     assert run("--resume", "runs/run")[0] == 0
     assert losses(folder, "run") == pytest.approx(losses(folder, "whole"), rel=1e-3)
     (folder / "runs/run/checkpoint.pt").unlink()
     process = start(folder, "--resume", "runs/run", ranks=3)
-    assert process.wait(timeout=120) != 0 and "--micro_batch 2" in process.stderr.read()
+    assert process.wait(timeout=300) != 0 and "--micro_batch 2" in process.stderr.read()
 
 
 def test_ranks_that_differ(folder):
-    """As those do of which each finds another newest run. The others say that they lost one."""
+    """As those do of which each finds another newest run."""
     (folder / "differ.py").write_text("seed = int(__import__('os').environ['RANK'])")
     process = start(folder, "differ.py", ranks=2, **FAST)
-    _, err = process.communicate(timeout=120)
+    _, err = process.communicate(timeout=300)
     assert process.returncode != 0 and "[rank" not in err, err
     assert "error on rank 1: seed is 1 here and 0 on the first rank; name it by --seed" in err
 
@@ -238,6 +239,15 @@ def test_the_first_rank_of_each_machine_says_what_is_wrong(folder, run, monkeypa
     assert code == 1 and err.startswith("error on rank 3: config file none.py does not exist"), err
     monkeypatch.setenv("LOCAL_RANK", "1")
     assert run("none.py") == (1, "")
+
+
+def test_more_processes_than_gpus(folder, run, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    for name, value in dict(RANK="0", WORLD_SIZE="4", LOCAL_RANK="0", LOCAL_WORLD_SIZE="3").items():
+        monkeypatch.setenv(name, value)
+    code, err = run(device="cuda")
+    assert code == 1
+    one_sentence(err, "3 processes here want a GPU each, but there are 2; start as many as that by --nproc_per_node=2")
 
 
 def test_a_gpu_without_memory_is_one_sentence(folder, run, monkeypatch):
@@ -256,7 +266,7 @@ def test_a_rank_that_dies_takes_the_job_down(folder, on):
     wait_for(lambda: reached(folder, 3))
     victim, killed = workers(process)[1], time.monotonic()
     os.kill(victim, signal.SIGKILL)
-    _, err = process.communicate(timeout=60)
+    _, err = process.communicate(timeout=300)
     assert process.returncode != 0 and time.monotonic() - killed < 60
     assert "local_rank: 1" in err and f"pid: {victim}" in err and "SIGKILL" in err, err[-3000:]
 

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 from helpers import (
     FAST,
+    children,
     contents,
     losses,
     metrics,
@@ -63,11 +64,10 @@ def child(pid, name):
     """
 
     def found():
-        for started in Path(f"/proc/{pid}/task").glob("*/children"):
-            with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # a thread, or its process, has ended
-                for one in map(int, started.read_text().split()):
-                    if name.encode() in Path(f"/proc/{one}/cmdline").read_bytes():
-                        return one
+        for one in children(pid):
+            with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # it has ended
+                if name.encode() in Path(f"/proc/{one}/cmdline").read_bytes():
+                    return one
 
     return wait_for(found)
 
@@ -82,7 +82,7 @@ def test_wandb_killed(folder, victim):
     killed = len(losses(folder))
     wait_for(lambda: reached(folder, killed + 200))
     process.send_signal(signal.SIGTERM)
-    out, err = process.communicate(timeout=120)
+    out, err = process.communicate(timeout=300)
     assert process.returncode == 0 and "Traceback" not in err, err
     assert victim == "mirror.py" or err.count("the training goes on, and python mirror.py runs/run sends") == 1, err
     stopped = int(re.search(r"stopped at step (\d+)", out)[1])

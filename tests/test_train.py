@@ -107,7 +107,9 @@ def test_a_sharded_optimizer_trains_the_same_and_its_checkpoint_is_in_one_piece(
     call(name="whole", **options)
     result = launch(folder, name="shards", ranks=2, shard_optimizer=True, **options)
     assert result.returncode == 0, result.stderr
-    assert losses(folder, "shards") == pytest.approx(losses(folder, "whole"), rel=1e-4)
+    # on a GPU matmuls round to 10 bits, those of Muon to 8, and what differs in the last one grows
+    close, close_loss = (5e-2, 1e-3) if on else (1e-4, 1e-4)
+    assert losses(folder, "shards") == pytest.approx(losses(folder, "whole"), rel=close_loss)
     path = folder / "runs" / "shards" / "checkpoint.pt"
     paths = (folder / "runs" / "whole" / "checkpoint.pt", path)
     states = [torch.load(path, weights_only=True)["optimizer"] for path in paths]
@@ -115,13 +117,14 @@ def test_a_sharded_optimizer_trains_the_same_and_its_checkpoint_is_in_one_piece(
     assert numbers[0] == numbers[1]
     assert states[0]["state"].keys() == states[1]["state"].keys()
     for number, whole in states[0]["state"].items():
-        torch.testing.assert_close(whole, states[1]["state"][number], rtol=1e-2, atol=1e-5)
+        for name, state in whole.items():
+            assert (states[1]["state"][number][name] - state).norm() <= close * state.norm(), (number, name)
     for ranks, flag in ((1, "False"), (2 if on else 3, "True")):
         path.unlink()
         argv = ("--resume", "runs/shards", "--shard_optimizer", flag)
         result = call(*argv) if ranks == 1 else launch(folder, *argv, ranks=ranks)
         assert result.returncode == 0, result.stderr
-        assert losses(folder, "shards") == pytest.approx(losses(folder, "whole"), rel=1e-4)
+        assert losses(folder, "shards") == pytest.approx(losses(folder, "whole"), rel=close_loss)
 
 
 def test_micro_batch_auto(folder, call):
