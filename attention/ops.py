@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 
 class Options(NamedTuple):
@@ -172,8 +173,16 @@ class Backward(torch.autograd.Function):
         raise RuntimeError("attention() has no second derivative; for one, use impl='reference'")
 
 
+def _refuse_tangents(*tensors):
+    """Forward-mode derivatives would be silently zero: nothing below autograd hands them on."""
+    if any(x is not None and forward_ad.unpack_dual(x).tangent is not None for x in tensors):
+        raise RuntimeError("attention() has no forward-mode derivative; for one, use impl='reference'")
+
+
 def _backward_or_error(*inputs):
     """_run_backward(), or with an error in place of its own gradient where one may be asked for."""
+    if forward_ad._current_level >= 0:
+        _refuse_tangents(*inputs[:-2])
     if torch.is_grad_enabled():
         return Backward.apply(*inputs[-1].tensors, *inputs)
     return _run_backward(*inputs)
@@ -181,6 +190,8 @@ def _backward_or_error(*inputs):
 
 def forward_with_gradient(q, k, v, options):
     """What the forward op does under autograd, and attention() in eager mode."""
+    if forward_ad._current_level >= 0:  # asked here, since a tensor with a tangent need not require a gradient
+        _refuse_tangents(q, k, v, *options.learned)
     if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in (q, k, v, *options.learned)):
         return Attention.apply(q, k, v, *options.learned, options)
     return _run_forward(q, k, v, options)

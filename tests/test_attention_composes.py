@@ -3,6 +3,7 @@
 import pytest
 import torch
 from test_attention import CASES, DIFFERENTIABLE, ON_GPU, kernels, make_problem, results
+from torch.autograd import forward_ad
 from torch.utils.checkpoint import checkpoint
 
 from attention import attention
@@ -97,6 +98,30 @@ def test_double_backward_says_that_it_is_not_there(device):
     (dq,) = torch.autograd.grad(attention(q, k, v, impl="triton").sum(), q, create_graph=True)
     with pytest.raises(RuntimeError, match="no second derivative"):
         dq.sum().backward()
+
+
+@pytest.mark.parametrize("name", ["q", "decay"])
+def test_forward_mode_says_that_it_is_not_there(name, device):
+    """And does not say zero; nor does it refuse calls that only stand inside of one."""
+    arguments, _, _ = make_problem(device, torch.float32, batch=1, q_len=10, decay=True)
+    x = arguments.pop(name)
+
+    def call(x, impl="triton"):
+        return attention(**arguments | {name: x}, impl=impl)
+
+    with pytest.raises(RuntimeError, match="no forward-mode derivative; for one, use impl='reference'"):
+        torch.func.jvp(call, (x,), (x,))
+    with forward_ad.dual_level():
+        dual = forward_ad.make_dual(x, x)
+        with pytest.raises(RuntimeError, match="no forward-mode derivative"):
+            call(dual)
+        leaf = x.clone().requires_grad_()
+        (plain,) = torch.autograd.grad(call(leaf).sum(), leaf)
+        assert plain.any()
+        with pytest.raises(RuntimeError, match="no forward-mode derivative"):
+            out = call(leaf)
+            torch.autograd.grad(out, leaf, forward_ad.make_dual(out.detach(), out.detach()))
+        assert forward_ad.unpack_dual(call(dual, "reference")).tangent.any()
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=["float64", "float32"])
