@@ -336,6 +336,12 @@ def sdpa_lacks(q, k, rule, extra, seed, return_lse):
 
 
 def _sdpa(q, k, v, causal, window, scale, dropout, bias):
+    """What nobody sees is cut off or zeroed: it may hold NaN, and 0 * NaN is NaN."""
+    if window is not None:  # positions are counted from the last key, so nothing else moves
+        before = max(k.shape[1] - q.shape[1] + 1 - window, 0)
+        k, v = k[:, before:], v[:, before:]
+        if bias is not None and bias.shape[-1] > 1:
+            bias = bias[..., before:]
     q_len, k_len = q.shape[1], k.shape[1]
     mask = None
     if q_len == 1:  # it sees all keys
@@ -348,10 +354,13 @@ def _sdpa(q, k, v, causal, window, scale, dropout, bias):
         if window is not None:
             mask = mask & (distance.abs() < window)
     if bias is not None:
-        mask = bias.to(q.dtype) if mask is None else bias.to(q.dtype).masked_fill(~mask, float("-inf"))
-        # A key hidden from every query may be NaN, and 0 * NaN is NaN.
-        hidden = (mask == float("-inf")).all(-2).all(1)  # [B or 1, Tk or 1]
-        k, v = (x.masked_fill(hidden[..., None, None], 0.0) for x in (k, v))
+        hidden = bias == float("-inf") if mask is None else (bias == float("-inf")) | ~mask
+        mask = bias.to(q.dtype).masked_fill(hidden, float("-inf"))
+        q = q.masked_fill(hidden.all(-1).transpose(1, 2)[..., None], 0.0)
+        hidden = hidden.all(-2)  # [B or 1, H or 1, Tk or 1]
+        if hidden.shape[1] > 1:
+            hidden = hidden.unflatten(1, (k.shape[2], -1)).all(2)  # from all query heads of a key head
+        k, v = (x.masked_fill(hidden.transpose(1, 2)[..., None], 0.0) for x in (k, v))
     out = F.scaled_dot_product_attention(
         *(x.transpose(1, 2) for x in (q, k, v)), attn_mask=mask, dropout_p=dropout, scale=scale,
         is_causal=causal and mask is None, enable_gqa=q.shape[2] != k.shape[2],

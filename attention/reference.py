@@ -24,8 +24,10 @@ def reference_attention(
     reach = visible
     if bias is not None:
         visible = visible & (bias != float("-inf"))
-    # What no query of a head sees may be NaN, and 0 * NaN is NaN.
+    # What no query of a head sees, and a query that sees no key, may be NaN, and 0 * NaN is NaN.
+    alive = visible.any(-1, keepdim=True)  # [B, H or 1, Tq, 1]
     hidden = ~visible.any(-2).transpose(1, 2)[..., None]  # [B, Tk, H or 1, 1]
+    q = q.masked_fill(~alive.transpose(1, 2), 0.0)
     k, v = (x.repeat_interleave(group, dim=2).masked_fill(hidden, 0.0) for x in (k, v))
 
     scores = scale * torch.einsum("bqhd,bkhd->bhqk", q, k)
@@ -40,7 +42,6 @@ def reference_attention(
         scores = scores + bias.to(scores.dtype)
 
     # A row that sees no key gives 0 and lse = -inf, without a NaN on the way back.
-    alive = visible.any(-1, keepdim=True)
     scores = scores.masked_fill(~visible, float("-inf")).masked_fill(~alive, 0.0)
     logits = scores
     if sink is not None:
