@@ -47,7 +47,8 @@ def attention(
         bias: floating tensor broadcastable to [B, H, Tq, Tk], added to the scores; -inf hides a key. Has a gradient,
             which costs one more pass over the scores.
         decay: [B, Tk, H] float32 or float64, log forget gate of each key's token, <= 0: a score of query position i
-            and key j gets sum(decay[j + 1 .. i]). Needs causal. A constant gives ALiBi. Has a gradient.
+            and key j gets sum(decay[j + 1 .. i]). Needs causal. A constant gives ALiBi. -1e4 forgets all before; past
+            about -1e9 later gates lose digits. Has a gradient.
         sink: [H] floating, a logit that joins each row's softmax denominator and has no value. Has a gradient.
         lengths: [B] int32, how many tokens of each row are valid: keys past it are invisible, queries standing past it
             give 0.

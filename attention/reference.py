@@ -34,10 +34,14 @@ def reference_attention(
     if softcap is not None:
         scores = softcap * torch.tanh(scores / softcap)
     if decay is not None and k_len > 0:  # the sum runs through all sequences of a row, which the difference cancels
-        gate = decay.cumsum(1).transpose(1, 2)  # [B, H, Tk]
+        gate = decay if decay.device.type == "mps" else decay.double()  # MPS has no float64
+        gate = gate.cumsum(1).transpose(1, 2)  # [B, H, Tk]
         at = torch.where(reach, torch.arange(k_len, device=q.device), 0).amax(-1)  # last key a query sees: its own
-        q_gate = gate.gather(2, at.expand(batch, heads, q_len))
-        scores = scores + (q_gate[..., :, None] - gate[..., None, :]).to(scores.dtype)
+        # The float64 sum as two numbers in the dtype of decay, in which gradients are summed then, as in the kernels.
+        high = gate.to(decay.dtype)
+        for part in (high, (gate - high).to(decay.dtype)):
+            q_part = part.gather(2, at.expand(batch, heads, q_len))
+            scores = scores + (q_part[..., :, None] - part[..., None, :]).to(scores.dtype)
     if bias is not None:
         scores = scores + bias.to(scores.dtype)
 

@@ -522,6 +522,19 @@ def test_reference_by_other_ways():
     same(reference_attention(q, k, v, softcap=1.5), torch.einsum("bhqk,bkhd->bqhd", scores.softmax(-1), v))
 
 
+@pytest.mark.parametrize("impl", ["triton", "reference"])
+def test_a_gate_that_forgets_all(impl, device):
+    """What follows a gate of -1e4, or of -1e9, is as exact as a call on it alone."""
+    q, k, v = (torch.randn(1, 40, 2, 16, device=device) for _ in range(3))
+    decay = F.logsigmoid(torch.randn(1, 40, 2, device=device))
+    alone = [x[:, 20:].double() for x in (q, k, v)]
+    expected = attention(*alone, decay=decay[:, 20:], impl="reference")
+    for gate in (-1e4, -1e9):
+        decay[:, 20] = gate
+        out = attention(q, k, v, decay=decay, impl=impl)[:, 20:]
+        torch.testing.assert_close(out.double(), expected, rtol=1e-3, atol=1e-3)
+
+
 def integers(*values):
     return torch.tensor(values, dtype=torch.int32, device="cuda" if ON_GPU else "cpu")
 
