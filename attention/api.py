@@ -13,7 +13,7 @@ import torch.nn.functional as F
 
 from . import ops
 from .checks import DTYPES, check_call, check_is_tensor, check_ragged, pair
-from .reference import reference_attention
+from .reference import hides, narrowed, reference_attention
 
 # asked once, here: torch.compile cannot trace the question in PyTorch 2.11
 AUTOCAST_DEVICES = frozenset(d for d in ("cpu", "cuda", "mps", "xpu") if torch.amp.is_autocast_available(d))
@@ -44,8 +44,8 @@ def attention(
         dropout: probability in [0, 1) with which a normalised weight is dropped; the others grow by 1 / (1 - dropout).
         seed: int or int64 tensor of one element on the device of q, for dropout; None draws one from torch's generator.
             The same seed drops the same (sequence, head, query, key), whatever the tile sizes.
-        bias: floating tensor broadcastable to [B, H, Tq, Tk], added to the scores; -inf hides a key. Has a gradient,
-            which costs one more pass over the scores.
+        bias: floating tensor broadcastable to [B, H, Tq, Tk], added to the scores; -inf hides a key, and so does all
+            below -2.3e38, such as float32's least number. Has a gradient, which costs one more pass over the scores.
         decay: [B, Tk, H] float32 or float64, log forget gate of each key's token, <= 0: a score of query position i
             and key j gets sum(decay[j + 1 .. i]). Needs causal. A constant gives ALiBi. -1e4 forgets all before; past
             about -1e9 later gates lose digits. Has a gradient.
@@ -355,8 +355,8 @@ def _sdpa(q, k, v, causal, window, scale, dropout, bias):
         if window is not None:
             mask = mask & (distance.abs() < window)
     if bias is not None:
-        hidden = bias == float("-inf") if mask is None else (bias == float("-inf")) | ~mask
-        mask = bias.to(q.dtype).masked_fill(hidden, float("-inf"))
+        hidden = hides(bias) if mask is None else hides(bias) | ~mask
+        mask = narrowed(bias, q.dtype).masked_fill(hidden, float("-inf"))
         q = q.masked_fill(hidden.all(-1).transpose(1, 2)[..., None], 0.0)
         hidden = hidden.all(-2)  # [B or 1, H or 1, Tk or 1]
         if hidden.shape[1] > 1:

@@ -3,7 +3,11 @@
 Memory is O(Tq Tk). Letters: B batch, T sequence, H query heads, G key heads, D head dim.
 """
 
+import math
+
 import torch
+
+LOWEST_BIAS = math.log(2) * torch.finfo(torch.float32).min  # what is less is -inf in float32 and base 2
 
 
 def reference_attention(
@@ -23,7 +27,7 @@ def reference_attention(
         visible = visible & (q_pos - k_pos < window) & (k_pos - q_pos < window)
     reach = visible
     if bias is not None:
-        visible = visible & (bias != float("-inf"))
+        visible = visible & ~hides(bias)
     # What no query of a head sees, and a query that sees no key, may be NaN, and 0 * NaN is NaN.
     alive = visible.any(-1, keepdim=True)  # [B, H or 1, Tq, 1]
     hidden = ~visible.any(-2).transpose(1, 2)[..., None]  # [B, Tk, H or 1, 1]
@@ -43,7 +47,7 @@ def reference_attention(
             q_part = part.gather(2, at.expand(batch, heads, q_len))
             scores = scores + (q_part[..., :, None] - part[..., None, :]).to(scores.dtype)
     if bias is not None:
-        scores = scores + bias.to(scores.dtype)
+        scores = scores + narrowed(bias, scores.dtype)
 
     # A row that sees no key gives 0 and lse = -inf, without a NaN on the way back.
     scores = scores.masked_fill(~visible, float("-inf")).masked_fill(~alive, 0.0)
@@ -58,6 +62,16 @@ def reference_attention(
         return out
     lse = torch.logsumexp(logits, -1).masked_fill(~alive.squeeze(-1), float("-inf"))
     return out, lse.float() if q.dtype != torch.float64 else lse
+
+
+def hides(bias):
+    """Where a bias hides a key; NaN does not."""
+    return bias < LOWEST_BIAS
+
+
+def narrowed(bias, dtype):
+    """In a dtype that may hold no numbers as low: what hides no key shall not become -inf, nor with a score added."""
+    return bias.clamp(min=torch.finfo(dtype).min / 2).to(dtype)
 
 
 def place(shape, lengths, cu_seqlens, device):

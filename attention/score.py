@@ -68,7 +68,7 @@ def shape_scores(qk, q_pos, k_pos, head, seq, terms, RULE: tl.constexpr, MASKED:
     if terms.bias is not None:
         q_index = seq.q_start + q_pos - (seq.k_len - seq.q_len)
         pointers = pair_pointers(terms.bias, seq.row, head, q_index, seq.k_start + k_pos)
-        bias = tl.load(pointers, q_exists & k_exists, float("-inf")).to(tl.float32)
+        bias = tl.load(pointers, q_exists & k_exists, float("-inf")).to(tl.float32) * LOG2E
         qk = tl.where(bias == float("-inf"), 0.0, qk)  # a hidden key may hold NaN
     if RULE.softcap > 0:
         cap = tanh(qk * (terms.scale / RULE.softcap))
@@ -83,7 +83,7 @@ def shape_scores(qk, q_pos, k_pos, head, seq, terms, RULE: tl.constexpr, MASKED:
         k_gate = tl.load(gate + k_pos * terms.gate.seq, k_exists, 0.0)
         scores += (q_gate - k_gate).to(tl.float32) * LOG2E
     if terms.bias is not None:
-        scores += bias * LOG2E
+        scores += bias
     if MASKED:
         visible = k_exists
         if RULE.causal:

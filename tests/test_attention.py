@@ -522,6 +522,25 @@ def test_reference_by_other_ways():
     same(reference_attention(q, k, v, softcap=1.5), torch.einsum("bhqk,bkhd->bqhd", scores.softmax(-1), v))
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("impl", ["triton", "reference", "sdpa"])
+def test_least_bias(impl, dtype, device):
+    """What is -inf in base 2 hides as -inf does, a row or a key that is NaN; what is a little more does not."""
+    q, k, v = (torch.randn(1, 20, 1, 16, device=device, dtype=dtype) for _ in range(3))
+    bias = floats(20, 20)
+    bias[3], bias[:, 5] = -2.2e38, float("-inf")
+    k[:, 5] = v[:, 5] = float("nan")
+    found = []
+    for least in (float("-inf"), torch.finfo(torch.float32).min):
+        bias[7] = bias[:, 5] = least
+        leaves = [x.clone().requires_grad_() for x in (q, k, v)]
+        out = attention(*leaves, bias=bias, causal=False, impl=impl)
+        found.append([out, *torch.autograd.grad(out[:, 4:].float().sum(), leaves)])
+        assert out[:, 3].all() and out[:, 3].isfinite().all() and not out[:, 7].any()
+    for infinite, finite in zip(*found, strict=True):
+        assert torch.equal(infinite, finite)
+
+
 @pytest.mark.parametrize("impl", ["triton", "reference"])
 def test_a_gate_that_forgets_all(impl, device):
     """What follows a gate of -1e4, or of -1e9, is as exact as a call on it alone."""
