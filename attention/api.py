@@ -4,6 +4,7 @@ import inspect
 import math
 import os
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from functools import cache
 from typing import NamedTuple
@@ -241,13 +242,18 @@ def _choose_for(device, dtype, hopper, ragged=False):
 
 
 def _passes(device, dtype, ragged, impl):
-    """Whether the kernels of an implementation compute a tiny case right, and how well or why not, in words."""
+    """Whether the kernels of an implementation compute a tiny case right, and how well or why not, in words.
+
+    Runs out of memory with the caller, who may go on with less: that says nothing of the kernels.
+    """
     deterministic = torch.get_deterministic_debug_mode()
     torch.set_deterministic_debug_mode(0)  # in which the Hopper backward would not run
     try:
-        # whatever the caller's context is, which may be autocast or inference
-        with torch.inference_mode(False), torch.autocast(device.type, enabled=False):
-            worst = _self_check(device, dtype, ragged, impl)
+        # Another thread has no mode of the caller's: inference, autocast, fake tensors, torch.func, hooks of autograd.
+        with ThreadPoolExecutor(1) as apart:
+            worst = apart.submit(_self_check, device, dtype, ragged, impl).result()
+    except torch.cuda.OutOfMemoryError:
+        raise
     except Exception as error:  # what breaks here would break training later: a missing package, driver or compiler
         return False, f"the {impl} kernels failed their self-check: {type(error).__name__}: {error}"
     finally:
@@ -265,8 +271,7 @@ def _self_check(device, dtype, ragged, impl):
     def run(impl, device, dtype):
         leaves = [x.to(device, dtype).requires_grad_() for x in (q, k, v)]
         starts = torch.tensor([0, 33, 69], dtype=torch.int32, device=device) if ragged else None
-        with torch.enable_grad():
-            out = attention(*leaves, cu_seqlens=starts, impl=impl)
+        out = attention(*leaves, cu_seqlens=starts, impl=impl)
         return [x.double().cpu() for x in (out.detach(), *torch.autograd.grad(out, leaves, dout.to(device, dtype)))]
 
     pairs = zip(run(impl, device, dtype), run("reference", "cpu", torch.float32), strict=True)

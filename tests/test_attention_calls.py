@@ -5,6 +5,7 @@ import re
 import pytest
 import torch
 from test_attention import ON_GPU, floats, integers, make_problem
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from attention import attention, explain
 from attention.api import hopper_misses
@@ -41,6 +42,53 @@ def test_auto_survives_a_broken_kernel(device, monkeypatch):
     assert choose().name == "triton" and "hopper kernels failed" in choose().reason
     monkeypatch.setattr(api, "_self_check", lambda *check: float("nan"))
     assert choose().name == "sdpa"
+
+
+def test_a_full_gpu_is_no_verdict(monkeypatch):
+    """It is the caller's error, and the next call asks again."""
+    from attention import api
+
+    def full(*check):
+        raise torch.cuda.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setattr(api, "_self_check", full)
+    with pytest.raises(torch.cuda.OutOfMemoryError):
+        api._choose_for(torch.device("cuda"), torch.bfloat16, True)
+
+
+def fake(call, x):
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        call(x)
+
+
+def hooked(call, x):
+    with torch.autograd.graph.saved_tensors_hooks(lambda x: 1 / 0, lambda x: 1 / 0):
+        call(x)
+
+
+@torch.inference_mode()
+def inferring(call, x):
+    with torch.autocast(x.device.type, torch.bfloat16):
+        call(x)
+
+
+def transformed(call, x):
+    torch.vmap(torch.func.grad(call))(x)
+
+
+@pytest.mark.parametrize("within", [fake, hooked, inferring, transformed])
+def test_self_check_in_any_context(within, device):
+    """What the first call happens to stand in has no say in what serves all later ones."""
+    from attention import api
+
+    found = []
+
+    def call(x):
+        found.append(api._passes(torch.device(device), torch.float32, False, "triton"))
+        return x.sum()
+
+    within(call, torch.zeros(1, 2, device=device))
+    assert found[0][0], found
 
 
 BAD = {
