@@ -280,6 +280,26 @@ def test_tf32(case, device, poisoned):
         torch.set_float32_matmul_precision(before)
 
 
+@pytest.mark.skipif(not launch.BY_BACKEND, reason="this PyTorch has one API for it")
+def test_precision_by_either_api(device):
+    """PyTorch's older question raises after the newer API was used."""
+    matmul, q = torch.backends.cuda.matmul, torch.randn(1, 20, 1, 16, device=device)
+    before, asked = matmul.fp32_precision, torch.get_float32_matmul_precision()
+    found = {}
+    try:
+        for precision in ("highest", "high", "medium"):
+            torch.set_float32_matmul_precision(precision)
+            found[precision] = launch.float32_precision(torch.float32)
+        for precision in ("ieee", "tf32"):
+            matmul.fp32_precision = precision
+            found[precision] = launch.float32_precision(torch.float32)
+        assert attention(q, q, q, impl="triton").isfinite().all()
+    finally:
+        torch.set_float32_matmul_precision(asked)
+        matmul.fp32_precision = before
+    assert found == {"highest": "ieee", "high": "tf32", "medium": "tf32", "ieee": "ieee", "tf32": "tf32"}
+
+
 DIMS = range(8, 257, 8) if ON_GPU else (8, 24, 64, 72, 128, 200, 256)
 
 
