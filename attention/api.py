@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 
 from . import ops
-from .checks import DTYPES, check_call, check_is_tensor, check_ragged, pair
+from .checks import DTYPES, check_call, check_is_tensor, check_ragged, check_seed, pair
 from .reference import hides, narrowed, reference_attention
 
 # asked once, here: torch.compile cannot trace the question in PyTorch 2.11
@@ -79,8 +79,8 @@ def attention(
     Forgetting Transformer (2025), for decay.
     """
     q, k, v = _cast_for_autocast(q, k, v)
-    options, terms = (causal, window, scale, softcap, dropout, seed, impl), (bias, decay, sink)
-    impl, _ = _decide(q, k, v, options, terms, (lengths, cu_seqlens, max_seqlen), return_lse)
+    options, terms = (causal, window, scale, softcap, dropout, impl, return_lse, seed), (bias, decay, sink)
+    impl, _ = _decide(q, k, v, options, terms, (lengths, cu_seqlens, max_seqlen))
     scale = q.shape[-1] ** -0.5 if scale is None else float(scale)
     if bias is not None:
         bias = bias.reshape((1,) * (4 - bias.dim()) + bias.shape)
@@ -127,10 +127,11 @@ def explain(q, k, v, **arguments):
     options, terms, ragged = (
         tuple(call.arguments[name] for name in names.split())
         for names in (
-            "causal window scale softcap dropout seed impl", "bias decay sink", "lengths cu_seqlens max_seqlen"
+            "causal window scale softcap dropout impl return_lse seed", "bias decay sink",
+            "lengths cu_seqlens max_seqlen",
         )
     )  # fmt: skip
-    impl, reason = _decide(*_cast_for_autocast(q, k, v), options, terms, ragged, call.arguments["return_lse"])
+    impl, reason = _decide(*_cast_for_autocast(q, k, v), options, terms, ragged)
     return f"{impl}: {reason}"
 
 
@@ -138,16 +139,18 @@ _SIMPLE = frozenset({bool, int, float, str, type(None)})
 _DECIDED = {}
 
 
-def _decide(q, k, v, options, terms, ragged, return_lse):
+def _decide(q, k, v, options, terms, ragged):
     """The implementation that serves a call, and why, in words; ValueError if a rule is broken.
 
-    options: causal, window, scale, softcap, dropout, seed, impl; terms: bias, decay, sink; ragged: lengths, cu_seqlens,
-    max_seqlen. Remembered for calls without further tensors but those of ragged: checking takes as long as launching.
+    options: causal, window, scale, softcap, dropout, impl, return_lse, seed; terms: bias, decay, sink; ragged: lengths,
+    cu_seqlens, max_seqlen. Remembered for calls without further tensors but those of ragged, and for any seed: checking
+    takes as long as launching.
     """
+    *fixed, seed = options
     call, types = None, tuple(map(type, options))  # the types too, since True == 1
     if all(x is None for x in terms) and _SIMPLE.issuperset(types) and not torch.compiler.is_compiling():
         given = tuple(x is not None for x in ragged)
-        call = (*((x.shape, x.stride(), x.dtype, x.device) for x in (q, k, v)), options, types, return_lse, given)
+        call = (*((x.shape, x.stride(), x.dtype, x.device) for x in (q, k, v)), *fixed, types, given)
         try:
             found = _DECIDED.get(call)
         except TypeError:  # symbolic shapes have no hash
@@ -155,9 +158,11 @@ def _decide(q, k, v, options, terms, ragged, return_lse):
         if found is not None:
             if any(given):
                 check_ragged(q, k, *ragged)
+            if seed is not None:
+                check_seed(seed, q.device)
             return found
     check_call(q, k, v, options, terms, ragged)
-    causal, window, _, softcap, dropout, seed, asked = options
+    causal, window, _, softcap, dropout, asked, return_lse = fixed
     rule = dict(causal=causal, window=window, softcap=softcap, dropout=dropout)
     names = ("bias", "decay", "sink")
     extra = dict(zip(names, terms, strict=True)) | dict(lengths=ragged[0], cu_seqlens=ragged[1])

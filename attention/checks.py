@@ -1,7 +1,7 @@
 """What attention() accepts: each rule as one sentence with the value, the rule and the remedy.
 
 Shapes and dtypes are always checked. The contents of lengths and cu_seqlens would cost a wait for the device on every
-call, so they are checked only when the environment variable ATTENTION_DEBUG is 1.
+call, so they are checked only when the environment variable ATTENTION_DEBUG is 1, and not in compiled graphs.
 """
 
 import os
@@ -18,8 +18,8 @@ IMPLEMENTATIONS = ("auto", "portable", "hopper", "triton", "sdpa", "reference")
 def check_call(q, k, v, options, terms, ragged):
     """Every rule of a call.
 
-    options: causal, window, scale, softcap, dropout, seed, impl; terms: bias, decay, sink; ragged: lengths, cu_seqlens,
-    max_seqlen.
+    options: causal, window, scale, softcap, dropout, impl, return_lse, seed; terms: bias, decay, sink; ragged: lengths,
+    cu_seqlens, max_seqlen.
     """
     check_tensors(q, k, v)
     check_options(q, *options)
@@ -32,14 +32,23 @@ def check_is_tensor(name, x):
         raise ValueError(f"{name} is {type(x).__name__}; it must be a torch.Tensor")
 
 
+def check_is(name, x, kind):
+    """kind: bool, int, or float, which may be given as an int."""
+    if not isinstance(x, (int, float) if kind is float else kind) or (isinstance(x, bool) and kind is not bool):
+        remedy = ": call .item()" if hasattr(x, "item") else ""  # NumPy's numbers and tensors
+        raise ValueError(f"{name}={x!r} is {type(x).__name__}; it must be a Python {kind.__name__}{remedy}")
+
+
 def check_int(name, x, low, high, remedy=""):
-    if not isinstance(x, int) or isinstance(x, bool) or not low <= x <= high:
-        raise ValueError(f"{name}={x!r} must be an int from {low} to {high}{remedy}")
+    check_is(name, x, int)
+    if not low <= x <= high:
+        raise ValueError(f"{name}={x!r} must be from {low} to {high}{remedy}")
 
 
 def check_number(name, x, holds, rule):
     """holds(x) of a number says whether `rule`, in words, is kept."""
-    if not isinstance(x, (int, float)) or isinstance(x, bool) or not holds(x):
+    check_is(name, x, float)
+    if not holds(x):
         raise ValueError(f"{name}={x!r} must be {rule}")
 
 
@@ -71,29 +80,33 @@ def check_tensors(q, k, v):
         raise ValueError(f"q has {q.shape[2]} heads, k and v {k.shape[2]}; the first must be a multiple of the second")
 
 
-def check_options(q, causal, window, scale, softcap, dropout, seed, impl):
+def check_options(q, causal, window, scale, softcap, dropout, impl, return_lse, seed):
     if impl not in IMPLEMENTATIONS:
         raise ValueError(f"impl={impl!r} is unknown; choose one of {', '.join(IMPLEMENTATIONS)}")
-    if not isinstance(causal, bool):
-        raise ValueError(f"causal={causal!r} must be True or False")
+    check_is("causal", causal, bool)
+    check_is("return_lse", return_lse, bool)
     if window is not None:
         check_int("window", window, 1, MAX_WINDOW, "; it counts the query's own position, and None means no limit")
     if scale is not None:
         check_number("scale", scale, lambda x: abs(x) < MAX_FLOAT, "a finite float32; None means 1 / sqrt(head_dim)")
     if softcap is not None:
-        check_number("softcap", softcap, lambda x: 0 < x < MAX_FLOAT, "positive and a finite float32; None = off")
+        check_number("softcap", softcap, lambda x: 1e-30 <= x <= 1e30, "from 1e-30 to 1e30; None = off")
     check_number("dropout", dropout, lambda x: 0 <= x < 1, "in [0, 1)")
-    if isinstance(seed, torch.Tensor):
-        if seed.dtype != torch.int64 or seed.numel() != 1 or seed.device != q.device:
-            raise ValueError(
-                f"seed is {seed.dtype} of {seed.numel()} elements on {seed.device}; it must be one int64 on {q.device}"
-            )
-    elif seed is not None:
-        check_int("seed", seed, -(2**63), 2**63 - 1)
+    check_seed(seed, q.device)
     if q.dtype == torch.float64 and impl == "triton":
         raise ValueError(
             "q is torch.float64; the kernels take float16, bfloat16 and float32: cast it or use 'reference'"
         )
+
+
+def check_seed(seed, device):
+    if isinstance(seed, torch.Tensor):
+        if seed.dtype != torch.int64 or seed.numel() != 1 or seed.device != device:
+            raise ValueError(
+                f"seed is {seed.dtype} of {seed.numel()} elements on {seed.device}; it must be one int64 on {device}"
+            )
+    elif seed is not None:
+        check_int("seed", seed, -(2**63), 2**63 - 1)
 
 
 def check_terms(q, k, causal, bias, decay, sink):
@@ -126,10 +139,10 @@ def check_ragged(q, k, lengths, cu_seqlens, max_seqlen):
     batch, q_len, k_len = q.shape[0], q.shape[1], k.shape[1]
     starts, limits = pair(cu_seqlens), pair(max_seqlen)
     half = cu_seqlens is not None and any(x is None for x in starts)  # `None in starts` is slow: it compares tensors
-    if len(starts) != 2 or half:
-        raise ValueError(f"cu_seqlens={cu_seqlens} must be one tensor, or a pair of them for queries and keys")
-    if len(limits) != 2:
-        raise ValueError(f"max_seqlen={max_seqlen} must be one int, or a pair of them for queries and keys")
+    if len(starts) != 2 or half or isinstance(cu_seqlens, list):
+        raise ValueError(f"cu_seqlens={cu_seqlens} must be one tensor, or a tuple of two, for queries and for keys")
+    if len(limits) != 2 or isinstance(max_seqlen, list):
+        raise ValueError(f"max_seqlen={max_seqlen} must be one int, or a tuple of two, for queries and for keys")
     for name, x in (("lengths", lengths), ("cu_seqlens", starts[0]), ("cu_seqlens", starts[1])):
         if x is None:
             continue
@@ -152,14 +165,14 @@ def check_ragged(q, k, lengths, cu_seqlens, max_seqlen):
                 f"cu_seqlens has {len(starts[0])} and {len(starts[1])} elements for queries and keys; "
                 "both need one more than there are sequences"
             )
-        if starts[0] is starts[1] and q_len != k_len:
-            raise ValueError(f"q has {q_len} tokens, k {k_len}; give cu_seqlens as a pair, for queries and for keys")
+        if not isinstance(cu_seqlens, tuple) and q_len != k_len:
+            raise ValueError(f"q has {q_len} tokens, k {k_len}; give two cu_seqlens, a tuple, for queries and for keys")
     elif max_seqlen is not None:
         raise ValueError(f"max_seqlen={max_seqlen} was given without cu_seqlens; leave it out")
     for limit in limits:
         if limit is not None:
             check_int("max_seqlen", limit, 1, MAX_WINDOW)
-    if os.environ.get("ATTENTION_DEBUG") == "1":
+    if os.environ.get("ATTENTION_DEBUG") == "1" and not torch.compiler.is_compiling():  # a graph cannot raise
         check_contents(q_len, k_len, lengths, starts, limits)
 
 

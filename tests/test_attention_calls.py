@@ -2,6 +2,7 @@
 
 import re
 
+import numpy as np
 import pytest
 import torch
 from test_attention import ON_GPU, floats, integers, make_problem
@@ -198,7 +199,7 @@ BAD = {
         "lengths is torch.int32 of 1 dims on meta",
     ),
     "lengths_stride": (lambda q, k, v: (q, k, v), dict(lengths=integers(1, 2, 3)[::2]), "lengths has stride 2"),
-    "packed_list": (lambda q, k, v: (q[:1], k[:1], v[:1]), dict(cu_seqlens=[0, 10]), "cu_seqlens is list"),
+    "packed_list": (lambda q, k, v: (q[:1], k[:1], v[:1]), dict(cu_seqlens=[0, 10]), "cu_seqlens=\\[0, 10\\] must be"),
     "packed_dtype": (
         lambda q, k, v: (q[:1], k[:1], v[:1]),
         dict(cu_seqlens=integers(0, 10).long()),
@@ -227,7 +228,7 @@ BAD = {
     "packed_3": (
         lambda q, k, v: (q[:1], k[:1], v[:1]),
         dict(cu_seqlens=3 * (integers(0, 10),)),
-        "must be one tensor, or a pair",
+        "must be one tensor, or a tuple of two",
     ),
     "packed_nothing": (
         lambda q, k, v: (q[:1], k[:1], v[:1]),
@@ -244,6 +245,35 @@ BAD = {
         dict(cu_seqlens=integers(0, 10), max_seqlen=(10, -1)),
         "max_seqlen=-1",
     ),
+    "packed_two_in_a_list": (
+        lambda q, k, v: (q[:1], k[:1], v[:1]),
+        dict(cu_seqlens=2 * [integers(0, 10)]),
+        "must be one tensor, or a tuple of two, for queries and for keys",
+    ),
+    "max_seqlen_tensor": (
+        lambda q, k, v: (q[:1], k[:1], v[:1]),
+        dict(cu_seqlens=integers(0, 10), max_seqlen=torch.tensor(10)),
+        "max_seqlen=tensor\\(10\\) is Tensor; it must be a Python int: call .item\\(\\)",
+    ),
+    "max_seqlen_list": (
+        lambda q, k, v: (q[:1], k[:1], v[:1]),
+        dict(cu_seqlens=integers(0, 10), max_seqlen=[10, 10]),
+        "max_seqlen=\\[10, 10\\] must be one int, or a tuple of two, for queries and for keys",
+    ),
+    "numpy_window": (
+        lambda q, k, v: (q, k, v),
+        dict(window=np.int64(5)),
+        "is int64; it must be a Python int: call",
+    ),
+    "numpy_scale": (
+        lambda q, k, v: (q, k, v),
+        dict(scale=np.float32(1)),
+        "is float32; it must be a Python float:",
+    ),
+    "numpy_causal": (lambda q, k, v: (q, k, v), dict(causal=np.bool_(1)), "it must be a Python bool: call .item"),
+    "return_lse": (lambda q, k, v: (q, k, v), dict(return_lse="x"), "return_lse='x' is str; it must be a Python bool"),
+    "big_softcap": (lambda q, k, v: (q, k, v), dict(softcap=3e38), "softcap=3e\\+38 must be from 1e-30 to 1e30"),
+    "small_softcap": (lambda q, k, v: (q, k, v), dict(softcap=1e-42), "softcap=1e-42 must be from 1e-30 to 1e30"),
     "big_max_seqlen": (
         lambda q, k, v: (q[:1], k[:1], v[:1]),
         dict(cu_seqlens=integers(0, 10), max_seqlen=2**30),
@@ -315,6 +345,48 @@ def test_rules_hold_for_calls_seen_before(device):
     attention(q, q, q, lengths=integers(10, 4))
     with pytest.raises(ValueError, match="lengths"):
         attention(q, q, q, lengths=integers(10))
+
+
+def test_any_seed_is_one_decision(device, monkeypatch):
+    """A seed of each step's own is not looked at for longer than its range takes."""
+    from attention import api
+
+    monkeypatch.setattr(api, "_DECIDED", {})
+    q = torch.randn(1, 10, 1, 16, device=device)
+    for seed in (0, 1, -(2**63), 2**63 - 1):
+        attention(q, q, q, dropout=0.1, seed=seed, impl="reference")
+    assert len(api._DECIDED) == 1
+    for seed in (2**63, True, 1.0, np.int64(1)):
+        with pytest.raises(ValueError, match="seed="):
+            attention(q, q, q, dropout=0.1, seed=seed, impl="reference")
+    attention(q, q, q, return_lse=True, impl="reference")
+    with pytest.raises(ValueError, match="return_lse=1 is int"):
+        attention(q, q, q, return_lse=1, impl="reference")
+    q = q.double()
+    assert explain(q, q, q, dropout=0.1).startswith("sdpa")
+    assert explain(q, q, q, dropout=0.1, seed=1).startswith("reference")
+
+
+def test_two_starts_that_are_one_tensor(device):
+    """The queries are more than the keys, the rest of which belong to no sequence."""
+    arguments, _, _ = make_problem(device, torch.float32, packed=[0, 5, 12], q_len=20, k_len=14)
+    arguments["cu_seqlens"] = (arguments["cu_seqlens"],) * 2
+    kernels, eager = (attention(**arguments, impl=impl) for impl in ("triton", "reference"))
+    torch.testing.assert_close(kernels, eager, rtol=1e-3 if ON_GPU else 1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("softcap", [1e-30, 1e30])
+def test_outermost_softcaps(softcap, device):
+    """All scores are all but equal, or nothing is capped."""
+    q, k, v = (torch.randn(1, 20, 1, 64, device=device, requires_grad=True) for _ in range(3))
+    other = dict(scale=1e-30) if softcap < 1 else {}
+    found = []
+    for options in (dict(softcap=softcap, impl="triton"), dict(softcap=softcap, impl="reference"), other):
+        out = attention(q, k, v, **{"impl": "reference"} | options)
+        found.append([out, *torch.autograd.grad(out.square().sum(), (q, k, v))])
+    for ours, capped, without in zip(*found, strict=True):
+        for x in (ours, capped):
+            torch.testing.assert_close(x, without, rtol=1e-2, atol=1e-4)
 
 
 @pytest.mark.parametrize("impl", ["triton", "hopper"])

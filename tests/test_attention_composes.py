@@ -34,7 +34,8 @@ def test_compiles_in_one_graph(impl, device):
 
 
 @pytest.mark.parametrize("case", ["all", "all_packed"])
-def test_compiles_with_every_argument(case, device):
+def test_compiles_with_every_argument(case, device, monkeypatch):
+    monkeypatch.setenv("ATTENTION_DEBUG", "1")  # which eager calls alone heed
     problem = make_problem(device, torch.float32, **CASES[case])
     compiled = torch.compile(kernels, fullgraph=True, backend=BACKEND)
     eager = results(kernels, problem, torch.float32)
