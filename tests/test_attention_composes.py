@@ -1,8 +1,11 @@
 """attention() among the rest of PyTorch: compile, autocast, CUDA graphs, checkpointing, streams, devices."""
 
+from functools import partial
+
 import pytest
 import torch
 from test_attention import CASES, DIFFERENTIABLE, ON_GPU, kernels, make_problem, results
+from test_hopper import on_hopper
 from torch.autograd import forward_ad
 from torch.utils.checkpoint import checkpoint
 
@@ -11,6 +14,7 @@ from attention import attention
 # Inductor's own CPU code is not what is tested.
 BACKEND = "inductor" if ON_GPU else "aot_eager"
 needs_gpu = pytest.mark.skipif(not ON_GPU, reason="needs a GPU")
+by_impl = pytest.mark.parametrize("impl", ["triton", pytest.param("hopper", marks=on_hopper)])
 
 
 def leaves(device, length=33, dtype=torch.float32):
@@ -190,8 +194,11 @@ def test_another_stream(device):
 
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
-def test_second_gpu_while_the_first_is_current():
-    problem = make_problem("cuda:1", torch.float16, q_len=100)
+@by_impl
+def test_second_gpu_while_the_first_is_current(impl):
+    """The same bits: the Hopper kernels too, since two tiles of keys add to dq the same in either order."""
+    kernels = partial(attention, impl=impl)
+    problem = make_problem("cuda:1", torch.float16, q_len=100, dim=64)
     found = results(kernels, problem, torch.float16)
     assert found["out"].device.index == 1 and torch.cuda.current_device() == 0
     arguments, dout, dlse = problem
@@ -201,16 +208,17 @@ def test_second_gpu_while_the_first_is_current():
 
 
 @needs_gpu
-def test_offsets_past_2_to_the_31(device):
+@by_impl
+def test_offsets_past_2_to_the_31(impl, device):
     """Elements beyond 2^31 of a row, forward and backward: the last head's tail equals a call on it alone."""
-    length, heads, dim, tail = 2**20 + 64, 16, 128, 300
+    length, heads, dim, tail = 2**20, 17, 128, 300  # of at most 2^20 positions, for the Hopper kernels
     q, k, v, dout = (torch.randn(1, length, heads, dim, device=device, dtype=torch.bfloat16) for _ in range(4))
     assert q.numel() > 2**31
     leaves = [x.requires_grad_() for x in (q, k, v)]
-    out = attention(*leaves, window=64, impl="triton")
+    out = attention(*leaves, window=64, impl=impl)
     gradients = torch.autograd.grad(out, leaves, dout)
     part = [x[:, -tail:, -1:].detach().clone().requires_grad_() for x in (q, k, v)]
-    expected = attention(*part, window=64, impl="triton")
+    expected = attention(*part, window=64, impl=impl)
     checked = slice(-tail + 63, None)  # what precedes sees keys that the part lacks
     torch.testing.assert_close(out[:, checked, -1:], expected[:, checked], rtol=1e-2, atol=1e-2)
     for ours, alone in zip(gradients, torch.autograd.grad(expected, part, dout[:, -tail:, -1:]), strict=True):
@@ -256,4 +264,4 @@ def test_memory_grows_with_the_length_only(device):
     attention(q, k, v, impl="triton").sum().backward()
     peak = torch.cuda.max_memory_allocated() - before
     print(f"peak memory beyond the inputs: {peak / 2**20:.0f} MiB")
-    assert peak < 8 * q.numel() * q.element_size()
+    assert peak < 6 * q.numel() * q.element_size()
