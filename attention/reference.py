@@ -71,7 +71,7 @@ def hides(bias):
 
 def narrowed(bias, dtype):
     """In a dtype that may hold no numbers as low: what hides no key shall not become -inf, nor with a score added."""
-    return bias.clamp(min=torch.finfo(dtype).min / 2).to(dtype)
+    return bias.to(dtype).clamp(min=torch.finfo(dtype).min / 2)
 
 
 def place(shape, lengths, cu_seqlens, device):
