@@ -35,13 +35,14 @@ def attention(
 
     Args:
         q: [B, Tq, H, D] float16, bfloat16 or float32; any strides as long as the last dimension is contiguous;
-            multiples of 8 elements from a 16-byte boundary need no copy.
+            multiples of 8 elements from a 16-byte boundary need no copy. The Hopper kernels also copy what is broadcast
+            and, with lengths, rows that do not follow each other.
         k, v: [B, Tk, Hkv, D] and [B, Tk, Hkv, Dv], dtype and device of q.
         causal: a query sees the keys up to its own position.
         window: a query at key position i sees keys i - window + 1 .. i, and without causal also the window - 1 after
             it; None = no limit.
         scale: factor of q.k; None = 1 / sqrt(D).
-        softcap: scores s become softcap * tanh(s / softcap) before bias and mask; None = off.
+        softcap: scores s become softcap * tanh(s / softcap) before bias and mask, 1e-30 to 1e30; None = off.
         dropout: probability in [0, 1) with which a normalised weight is dropped; the others grow by 1 / (1 - dropout).
         seed: int or int64 tensor of one element on the device of q, for dropout; None draws one from torch's generator.
             The same seed drops the same (sequence, head, query, key), whatever the tile sizes.
@@ -58,7 +59,7 @@ def attention(
             last start belong to no sequence and give 0.
         max_seqlen: length of the longest sequence, or a pair (queries, keys); None = T, which is safe and starts more
             programs than needed. What a smaller one than the longest gives is undefined. Triton's kernels are looked
-            up anew for each value: better round it up than pass that of every batch.
+            up anew for each value, as for each T and N: better round it up than pass that of every batch.
         return_lse: also return the logarithm of the softmax denominator (with the sink), natural log, differentiable.
         impl: "auto" takes, where they passed a self-check, the Hopper kernels on their chip for the calls they serve,
             else Triton on a CUDA GPU; SDPA elsewhere where it can express the call, else the reference. The first call
