@@ -1,6 +1,7 @@
 """What attention() takes and refuses, which implementation it chooses, and what it remembers of a call."""
 
 import re
+from contextlib import contextmanager
 
 import numpy as np
 import pytest
@@ -8,7 +9,7 @@ import torch
 from test_attention import ON_GPU, floats, integers, make_problem
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from attention import attention, explain
+from attention import attention, explain, launch, ops
 from attention.api import hopper_misses
 
 
@@ -389,30 +390,115 @@ def test_outermost_softcaps(softcap, device):
             torch.testing.assert_close(x, without, rtol=1e-2, atol=1e-4)
 
 
-@pytest.mark.parametrize("impl", ["triton", "hopper"])
+def strided(x):
+    """The same tensor as a slice of one with twice the heads."""
+    return torch.cat((x, -x), x.dim() - 2).narrow(x.dim() - 2, 0, x.shape[-2])
+
+
+def odd(x):
+    """The same tensor, not starting at 16 bytes."""
+    return torch.cat((x.flatten()[:1], x.flatten()))[1:].view_as(x)
+
+
+@contextmanager
+def remembers(new, what):
+    """Whether the block meets a problem that was not met before."""
+    before = set(launch.PROBLEMS)
+    yield
+    assert (set(launch.PROBLEMS) > before) == new, what
+
+
+@pytest.fixture(params=["triton", "hopper"])
+def impl(request, device, monkeypatch):
+    """An implementation that remembers nothing yet."""
+    if request.param == "hopper" and hopper_misses(torch.device(device)):
+        pytest.skip(hopper_misses(torch.device(device)))
+    monkeypatch.setattr(launch, "PROBLEMS", {})
+    return request.param
+
+
+def small(device):
+    """q, k, v and dout in bfloat16: in the interpreter two tiles of keys."""
+    length, heads = (40, 4) if ON_GPU else (20, 2)
+    return [torch.randn(2, length, n, 64, device=device).bfloat16() for n in (heads, heads // 2, heads // 2, heads)]
+
+
 def test_calls_that_look_alike(impl, device):
     """What is remembered of a call serves no other: each differs from the first in one thing, and all come twice."""
-    length, heads = (40, 4) if ON_GPU else (20, 2)  # in the interpreter two tiles of keys
-    q, dout, k, v = (torch.randn(2, length, n, 64, device=device).bfloat16() for n in (heads, heads, *[heads // 2] * 2))
-    if impl == "hopper" and hopper_misses(q.device):
-        pytest.skip(hopper_misses(q.device))
-    fused = torch.randn(2, length, 2 * heads, 64, device=device).bfloat16()
-    odd = torch.randn(1 + q.numel(), device=device).bfloat16()[1:].view_as(q)  # does not start at 16 bytes
-    calls = [
-        (q, {}), (fused[:, :, :heads], {}), (odd, {}), (q, dict(scale=0.3)), (q, dict(scale=-0.3)),
-        (q, dict(causal=False)), (q, dict(window=7)), (q, dict(softcap=2.0)), (q, dict(sink=floats(heads))),
-        (q, dict(return_lse=True)), (q, dict(lengths=integers(length, 7))), (q, dict(lengths=integers(3, length))),
+    q, k, v, dout = small(device)
+    length, heads = q.shape[1:3]
+    packed = [dict(cu_seqlens=integers(*starts)) for starts in ((0, 7, 12), (0, 5, 12), (0, 3, 7, 12))]
+    rows = dict(zip("qkv", (x[:1] for x in (q, k, v)), strict=True))
+    calls = [  # of tensors and options, and whether it is a new problem
+        ({}, True), (dict(q=strided(q)), True), (dict(k=strided(k)), True), (dict(v=strided(v)), True),
+        (dict(q=odd(q)), False), (dict(scale=0.3), True), (dict(scale=-0.3), True), (dict(causal=False), True),
+        (dict(window=7), True), (dict(softcap=2.0), True), (dict(softcap=3.0), True), (dict(sink=floats(heads)), True),
+        (dict(sink=floats(2 * heads)[::2]), True), (dict(return_lse=True), True),
+        (dict(lengths=integers(length, 7)), True), (dict(lengths=integers(3, length)), False),
+        (rows | packed[0], True), (rows | packed[1], False), (rows | packed[2], True),
+        (rows | packed[0] | dict(max_seqlen=9), impl == "triton"),
     ]  # fmt: skip
-    for query, options in 2 * calls:
+    if impl == "triton":
+        bias = torch.randn(2, heads, length, length, device=device)
+        whole, starts = [x.float() for x in (q, k, v)], packed[0]["cu_seqlens"]
+        calls += [
+            (dict(bias=bias), True), (dict(bias=bias[:1, :, :1]), True), (dict(bias=bias.bfloat16()), True),
+            (dict(bias=bias.mT), True), (dict(decay=-floats(2, length, heads) - 0.1), True),
+            (dict(dropout=0.1, seed=3), True), (dict(dropout=0.2, seed=3), True), (dict(dropout=0.2, seed=4), False),
+            (dict(dropout=0.2, seed=torch.arange(4, device=device)[3:]), True),
+            (rows | packed[0] | dict(max_seqlen=(9, length)), True), (dict(zip("qkv", whole, strict=True)), True),
+            *((rows | dict(cu_seqlens=pair), True) for pair in ((starts, odd(starts)), (odd(starts), starts))),
+        ]  # fmt: skip
+    for call, new in [*calls, *((call, False) for call, _ in calls)]:
         found = []
-        for other, dtype in ((impl, torch.bfloat16), ("reference", torch.float64)):
-            leaves = [x.detach().to(dtype).requires_grad_() for x in (query, k, v)]
-            out = attention(*leaves, **options, impl=other)
-            outputs = out if isinstance(out, tuple) else (out,)
-            gradients = [dout.to(dtype), *(torch.ones_like(lse) for lse in outputs[1:])]
-            found.append([x.double() for x in (*outputs, *torch.autograd.grad(outputs, leaves, gradients))])
+        for other, dtype in ((impl, None), ("reference", torch.float64)):
+            options = dict(q=q, k=k, v=v) | call
+            leaves = [options.pop(name) for name in "qkv"]
+            leaves = [(x if dtype is None else x.to(dtype)).detach().requires_grad_() for x in leaves]
+            with remembers(new and other == impl, call):
+                out = attention(*leaves, **options, impl=other)
+                outputs = out if isinstance(out, tuple) else (out,)
+                gradients = [dout[: len(out)].to(outputs[0].dtype), *(torch.ones_like(lse) for lse in outputs[1:])]
+                gradients = torch.autograd.grad(outputs, leaves, gradients)
+            found.append([x.double() for x in (*outputs, *gradients)])
         for ours, truth in zip(*found, strict=True):
-            assert (ours - truth).norm() < 0.02 * truth.norm(), options
+            assert (ours - truth).norm() < 0.02 * truth.norm(), call
+
+
+@pytest.mark.skipif(not launch.BY_BACKEND, reason="this PyTorch has one API for it")
+def test_precisions_are_remembered_apart(device, monkeypatch):
+    monkeypatch.setattr(launch, "PROBLEMS", {})
+    q, matmul = torch.randn(1, 20, 1, 16, device=device), torch.backends.cuda.matmul
+    before = matmul.fp32_precision
+    try:
+        for precision in ("tf32", "ieee"):
+            matmul.fp32_precision = precision
+            attention(q, q, q, impl="triton")
+    finally:
+        matmul.fp32_precision = before
+    assert [problem.tile.precision for problem in launch.PROBLEMS.values()] == ["tf32", "ieee"]
+
+
+def test_backwards_that_look_alike(impl, device):
+    """The same of all that the backward reads, which autograd gives it in any strides."""
+    q, k, v, dout = small(device)
+    options = ops.Options(
+        *[None] * ops.TENSOR_OPTIONS, *q.shape[1:2], *k.shape[1:2], True, 0, 0.0, 0.0, 0.1, impl == "hopper"
+    )
+    host = ops.host(impl == "hopper")
+    out, lse2 = host.forward(q, k, v, options)
+    tensors = dict(q=q, k=k, v=v, out=out, lse2=lse2, dout=dout, dlse=torch.randn_like(lse2))
+    calls = [{}, *({name: strided(x)} for name, x in tensors.items())]
+    calls += [dict(lse2=odd(lse2)), dict(dlse=odd(tensors["dlse"]))]
+    expected = host.backward(*tensors.values(), False, options)[:3]
+    for changed, new in [*((x, x != {}) for x in calls), *((x, False) for x in calls)]:
+        with remembers(new, changed):
+            found = host.backward(*(tensors | changed).values(), False, options)[:3]
+        for ours, first in zip(found, expected, strict=True):
+            torch.testing.assert_close(ours, first)
+    with remembers(True, "without dlse"):
+        without = host.backward(*(tensors | dict(dlse=None)).values(), False, options)[:3]
+    assert not torch.equal(without[0], expected[0])
 
 
 @pytest.mark.parametrize(
