@@ -75,6 +75,7 @@ def attention(
 
     Raises:
         ValueError: an argument breaks a rule above; decay without causal; lengths together with cu_seqlens.
+        RuntimeError: a second derivative of the kernels, or one in forward mode.
 
     Source: Dao et al., FlashAttention (2022) and FlashAttention-2 (2023); Ainslie et al., GQA (2023); Lin et al.,
     Forgetting Transformer (2025), for decay.

@@ -557,6 +557,9 @@ def test_least_bias(impl, dtype, device):
         out = attention(*leaves, bias=bias, causal=False, impl=impl)
         found.append([out, *torch.autograd.grad(out[:, 4:].float().sum(), leaves)])
         assert out[:, 3].all() and out[:, 3].isfinite().all() and not out[:, 7].any()
+        if impl != "sdpa":
+            lse = attention(q, k, v, bias=bias, causal=False, impl=impl, return_lse=True)[1]
+            assert lse[:, :, 7] == float("-inf") and lse[:, :, :7].isfinite().all() and lse[:, :, 8:].isfinite().all()
     for infinite, finite in zip(*found, strict=True):
         assert torch.equal(infinite, finite)
 
