@@ -7,7 +7,7 @@ import math
 
 import torch
 
-LOWEST_BIAS = math.log(2) * torch.finfo(torch.float32).min  # what is less is -inf in float32 and base 2
+LOWEST_BIAS = math.log(2) * torch.finfo(torch.float32).min  # what is lower is -inf in float32 and base 2
 
 
 def reference_attention(
@@ -66,7 +66,7 @@ def reference_attention(
 
 def hides(bias):
     """Where a bias hides a key; NaN does not."""
-    return bias < LOWEST_BIAS
+    return bias <= LOWEST_BIAS  # in float16 this is -inf itself
 
 
 def narrowed(bias, dtype):

@@ -547,21 +547,25 @@ def test_reference_by_other_ways():
 def test_least_bias(impl, dtype, device):
     """What is -inf in base 2 hides as -inf does, a row or a key that is NaN; what is a little more does not."""
     q, k, v = (torch.randn(1, 20, 1, 16, device=device, dtype=dtype) for _ in range(3))
-    bias = floats(20, 20)
-    bias[3], bias[:, 5] = -2.2e38, float("-inf")
     k[:, 5] = v[:, 5] = float("nan")
     found = []
-    for least in (float("-inf"), torch.finfo(torch.float32).min):
-        bias[7] = bias[:, 5] = least
+    for least, bias_dtype in (
+        (-float("inf"), dtype),
+        (-float("inf"), torch.float32),
+        (torch.finfo().min, torch.float32),
+    ):
+        bias = floats(20, 20)
+        bias[3], bias[7], bias[:, 5] = -2.2e38 if bias_dtype == torch.float32 else -1e4, least, least
         leaves = [x.clone().requires_grad_() for x in (q, k, v)]
-        out = attention(*leaves, bias=bias, causal=False, impl=impl)
-        found.append([out, *torch.autograd.grad(out[:, 4:].float().sum(), leaves)])
+        options = dict(bias=bias.to(bias_dtype), causal=False, impl=impl)
+        out = attention(*leaves, **options)
+        found.append([out[:, 4:], *torch.autograd.grad(out[:, 4:].float().sum(), leaves)])
         assert out[:, 3].all() and out[:, 3].isfinite().all() and not out[:, 7].any()
         if impl != "sdpa":
-            lse = attention(q, k, v, bias=bias, causal=False, impl=impl, return_lse=True)[1]
+            lse = attention(q, k, v, **options, return_lse=True)[1]
             assert lse[:, :, 7] == float("-inf") and lse[:, :, :7].isfinite().all() and lse[:, :, 8:].isfinite().all()
-    for infinite, finite in zip(*found, strict=True):
-        assert torch.equal(infinite, finite)
+    for others in zip(*found, strict=True):
+        assert all(torch.equal(x, others[0]) for x in others)
 
 
 @pytest.mark.parametrize("impl", ["triton", "reference"])
