@@ -148,11 +148,10 @@ def _decide(q, k, v, options, terms, ragged):
     cu_seqlens, max_seqlen. Remembered for calls without further tensors but those of ragged, and for any seed: checking
     takes as long as launching.
     """
-    *fixed, seed = options
     call, types = None, tuple(map(type, options))  # the types too, since True == 1
     if all(x is None for x in terms) and _SIMPLE.issuperset(types) and not torch.compiler.is_compiling():
         given = tuple(x is not None for x in ragged)
-        call = (*((x.shape, x.stride(), x.dtype, x.device) for x in (q, k, v)), *fixed, types, given)
+        call = (*((x.shape, x.stride(), x.dtype, x.device) for x in (q, k, v)), options[:-1], types, given)
         try:
             found = _DECIDED.get(call)
         except TypeError:  # symbolic shapes have no hash
@@ -160,11 +159,10 @@ def _decide(q, k, v, options, terms, ragged):
         if found is not None:
             if any(given):
                 check_ragged(q, k, *ragged)
-            if seed is not None:
-                check_seed(seed, q.device)
+            check_seed(options[-1], q.device)
             return found
     check_call(q, k, v, options, terms, ragged)
-    causal, window, _, softcap, dropout, asked, return_lse = fixed
+    causal, window, _, softcap, dropout, asked, return_lse, seed = options
     rule = dict(causal=causal, window=window, softcap=softcap, dropout=dropout)
     names = ("bias", "decay", "sink")
     extra = dict(zip(names, terms, strict=True)) | dict(lengths=ragged[0], cu_seqlens=ragged[1])
