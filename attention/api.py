@@ -4,7 +4,8 @@ import inspect
 import math
 import os
 import sys
-from concurrent.futures import ThreadPoolExecutor
+import threading
+from concurrent.futures import Future
 from contextlib import suppress
 from functools import cache
 from typing import NamedTuple
@@ -159,7 +160,8 @@ def _decide(q, k, v, options, terms, ragged):
         if found is not None:
             if any(given):
                 check_ragged(q, k, *ragged)
-            check_seed(options[-1], q.device)
+            if options[-1] is not None:
+                check_seed(options[-1], q.device)
             return found
     check_call(q, k, v, options, terms, ragged)
     causal, window, _, softcap, dropout, asked, return_lse, seed = options
@@ -254,18 +256,41 @@ def _passes(device, dtype, ragged, impl):
     deterministic = torch.get_deterministic_debug_mode()
     torch.set_deterministic_debug_mode(0)  # in which the Hopper backward would not run
     try:
-        # Another thread has no mode of the caller's: inference, autocast, fake tensors, torch.func, hooks of autograd.
-        with ThreadPoolExecutor(1) as apart:
-            worst = apart.submit(_self_check, device, dtype, ragged, impl).result()
-    except torch.cuda.OutOfMemoryError:
-        raise
+        worst = _apart(_self_check, device, dtype, ragged, impl)
     except Exception as error:  # what breaks here would break training later: a missing package, driver or compiler
+        if "out of memory" in str(error):
+            raise
         return False, f"the {impl} kernels failed their self-check: {type(error).__name__}: {error}"
     finally:
         torch.set_deterministic_debug_mode(deterministic)
     if not worst < 2e-2:  # bfloat16 rounds by 4e-3; a NaN must fail
         return False, f"the {impl} kernels failed their self-check: relative error {worst:.1e}, at most 2e-2"
     return True, f"self-check passed, relative error {worst:.1e}"
+
+
+def _apart(function, device, *arguments):
+    """function(device, *arguments), in a thread of its own, which stands in none of the caller's modes.
+
+    Those are inference, autocast, fake tensors, torch.func, hooks of autograd. Within a backward, which a GPU has a
+    single thread for, and where no thread can be started any more, it is called here.
+    """
+    answer = Future()
+
+    def answer_it():
+        try:
+            answer.set_result(function(device, *arguments))
+        except BaseException as error:
+            answer.set_exception(error)
+
+    if torch._C._current_graph_task_id() < 0:
+        try:
+            threading.Thread(target=answer_it, daemon=True).start()
+        except RuntimeError:  # at the end of the program, or too many
+            pass
+        else:
+            return answer.result()
+    with torch.inference_mode(False), torch.enable_grad(), torch.autocast(device.type, enabled=False):
+        return function(device, *arguments)
 
 
 def _self_check(device, dtype, ragged, impl):
@@ -348,6 +373,8 @@ def sdpa_lacks(q, k, rule, extra, seed, return_lse):
 
 def _sdpa(q, k, v, causal, window, scale, dropout, bias):
     """What nobody sees is cut off or zeroed: it may hold NaN, and 0 * NaN is NaN."""
+    if bias is not None:  # as narrow as it was before it was expanded
+        bias = bias[tuple(slice(1 if stride == 0 else None) for stride in bias.stride())]
     if window is not None:  # positions are counted from the last key, so nothing else moves
         before = max(k.shape[1] - q.shape[1] + 1 - window, 0)
         k, v = k[:, before:], v[:, before:]
@@ -372,9 +399,10 @@ def _sdpa(q, k, v, causal, window, scale, dropout, bias):
         if hidden.shape[1] > 1:
             hidden = hidden.unflatten(1, (k.shape[2], -1)).all(2)  # from all query heads of a key head
         k, v = (x.masked_fill(hidden.transpose(1, 2)[..., None], 0.0) for x in (k, v))
+    grouped = True if q.shape[2] != k.shape[2] else False  # noqa: SIM210, a bool where torch.compile has symbols
     out = F.scaled_dot_product_attention(
         *(x.transpose(1, 2) for x in (q, k, v)), attn_mask=mask, dropout_p=dropout, scale=scale,
-        is_causal=causal and mask is None, enable_gqa=q.shape[2] != k.shape[2],
+        is_causal=causal and mask is None, enable_gqa=grouped,
     )  # fmt: skip
     return out.transpose(1, 2)
 

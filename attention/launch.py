@@ -144,17 +144,12 @@ def loops_over_group(problem, programs, device):
     return max(problem.q_len, problem.k_len) <= 1024 and programs >= enough * processors(device)
 
 
-PRECISIONS = torch.backends.cuda.matmul
-BY_BACKEND = hasattr(PRECISIONS, "fp32_precision")  # the newer question; the older raises where the newer API was used
-
-
 def float32_precision(dtype):
     """Precision of matmuls, as PyTorch is set, by either of its APIs; without effect on 16-bit dtypes."""
     if dtype != torch.float32:
         return "tf32"
-    if BY_BACKEND:
-        return "tf32" if PRECISIONS.fp32_precision == "tf32" else "ieee"
-    return "ieee" if torch.get_float32_matmul_precision() == "highest" else "tf32"
+    # the older torch.get_float32_matmul_precision() raises where the newer API was used
+    return "tf32" if torch.backends.cuda.matmul.fp32_precision == "tf32" else "ieee"
 
 
 class Settings(NamedTuple):

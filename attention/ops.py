@@ -175,7 +175,11 @@ class Backward(torch.autograd.Function):
 
 def _refuse_tangents(*tensors):
     """Forward-mode derivatives would be silently zero: nothing below autograd hands them on."""
-    if any(x is not None and forward_ad.unpack_dual(x).tangent is not None for x in tensors):
+    for x in tensors:
+        while x is not None and torch._C._functorch.is_batchedtensor(x):  # of which tangents cannot be asked
+            x = torch._C._functorch.get_unwrapped(x)
+        if x is None or forward_ad.unpack_dual(x).tangent is None:
+            continue
         raise RuntimeError("attention() has no forward-mode derivative; for one, use impl='reference'")
 
 

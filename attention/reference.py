@@ -47,7 +47,7 @@ def reference_attention(
             q_part = part.gather(2, at.expand(batch, heads, q_len))
             scores = scores + (q_part[..., :, None] - part[..., None, :]).to(scores.dtype)
     if bias is not None:
-        scores = scores + narrowed(bias, scores.dtype)
+        scores = (scores + narrowed(bias, scores.dtype)).clamp(min=torch.finfo(scores.dtype).min)
 
     # A row that sees no key gives 0 and lse = -inf, without a NaN on the way back.
     scores = scores.masked_fill(~visible, float("-inf")).masked_fill(~alive, 0.0)
@@ -70,8 +70,8 @@ def hides(bias):
 
 
 def narrowed(bias, dtype):
-    """In a dtype that may hold no numbers as low: what hides no key shall not become -inf, nor with a score added."""
-    return bias.to(dtype).clamp(min=torch.finfo(dtype).min / 2)
+    """In a dtype that may hold no numbers as low: what hides no key shall not become -inf."""
+    return bias.to(dtype).clamp(min=torch.finfo(dtype).min)
 
 
 def place(shape, lengths, cu_seqlens, device):

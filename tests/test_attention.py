@@ -280,7 +280,6 @@ def test_tf32(case, device, poisoned):
         torch.set_float32_matmul_precision(before)
 
 
-@pytest.mark.skipif(not launch.BY_BACKEND, reason="this PyTorch has one API for it")
 def test_precision_by_either_api(device):
     """PyTorch's older question raises after the newer API was used."""
     matmul, q = torch.backends.cuda.matmul, torch.randn(1, 20, 1, 16, device=device)
@@ -566,6 +565,38 @@ def test_least_bias(impl, dtype, device):
             assert lse[:, :, 7] == float("-inf") and lse[:, :, :7].isfinite().all() and lse[:, :, 8:].isfinite().all()
     for others in zip(*found, strict=True):
         assert all(torch.equal(x, others[0]) for x in others)
+
+
+@pytest.mark.parametrize("dtype, low, least", [(torch.float16, -4e4, -6e4), (torch.float32, -1.8e38, -2.2e38)], ids=str)
+@pytest.mark.parametrize("impl", ["triton", "reference", "sdpa"])
+def test_low_biases_are_told_apart(impl, dtype, low, least, device):
+    q, k, v = (torch.randn(1, 20, 1, 16, device=device, dtype=dtype) for _ in range(3))
+    bias = torch.full((20, 20), least, device=device, dtype=dtype)
+    bias[:, 2] = low
+    bias.requires_grad_()
+    out = attention(q, k, v, bias=bias, causal=False, impl=impl)
+    assert torch.equal(out, v[:, 2:3].expand_as(out))
+    bias = torch.zeros(20, 20, device=device, dtype=dtype)
+    bias[3] = least if dtype == torch.float16 else -1e4  # hides nothing: weights of the row differ, and learn
+    bias.requires_grad_()
+    out = attention(q, k, v, bias=bias, causal=False, impl=impl)
+    (dbias,) = torch.autograd.grad(out.float().square().sum(), bias)
+    assert dbias[3].any() and dbias.isfinite().all()
+
+
+def test_an_expanded_bias_stays_narrow(monkeypatch):
+    """For SDPA, which reads it as it is, also where it hides something."""
+    masks, sdpa = [], F.scaled_dot_product_attention
+
+    def look(*args, attn_mask, **kwargs):
+        masks.append(attn_mask.shape)
+        return sdpa(*args, attn_mask=attn_mask, **kwargs)
+
+    monkeypatch.setattr(F, "scaled_dot_product_attention", look)
+    q, bias = torch.randn(3, 20, 2, 16), floats(20, 20).masked_fill(torch.eye(20).bool(), -float("inf"))
+    expanded = attention(q, q, q, bias=bias.expand(3, 2, -1, -1), causal=False, impl="sdpa")
+    assert torch.equal(expanded, attention(q, q, q, bias=bias, causal=False, impl="sdpa"))
+    assert masks == [(1, 1, 20, 20)] * 2
 
 
 @pytest.mark.parametrize("impl", ["triton", "reference"])

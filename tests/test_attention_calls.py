@@ -1,6 +1,7 @@
 """What attention() takes and refuses, which implementation it chooses, and what it remembers of a call."""
 
 import re
+import threading
 from contextlib import contextmanager
 
 import numpy as np
@@ -46,15 +47,16 @@ def test_auto_survives_a_broken_kernel(device, monkeypatch):
     assert choose().name == "sdpa"
 
 
-def test_a_full_gpu_is_no_verdict(monkeypatch):
+@pytest.mark.parametrize("error", [torch.cuda.OutOfMemoryError, RuntimeError])  # of the allocator, and of the driver
+def test_a_full_gpu_is_no_verdict(monkeypatch, error):
     """It is the caller's error, and the next call asks again."""
     from attention import api
 
     def full(*check):
-        raise torch.cuda.OutOfMemoryError("CUDA out of memory")
+        raise error("CUDA: out of memory")
 
     monkeypatch.setattr(api, "_self_check", full)
-    with pytest.raises(torch.cuda.OutOfMemoryError):
+    with pytest.raises(error, match="out of memory"):
         api._choose_for(torch.device("cuda"), torch.bfloat16, True)
 
 
@@ -78,7 +80,30 @@ def transformed(call, x):
     torch.vmap(torch.func.grad(call))(x)
 
 
-@pytest.mark.parametrize("within", [fake, hooked, inferring, transformed])
+class InBackward(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, call):
+        ctx.call = call
+        return x.sum()
+
+    @staticmethod
+    def backward(ctx, dout):
+        return ctx.call(torch.zeros(1, 2, device=dout.device)).expand(1, 2), None
+
+
+def backward(call, x):
+    InBackward.apply(x.requires_grad_(), call).backward()
+
+
+def without_threads(call, x):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(
+            threading.Thread, "start", lambda _: (_ for _ in ()).throw(RuntimeError("can't start new thread"))
+        )
+        inferring(call, x)
+
+
+@pytest.mark.parametrize("within", [fake, hooked, inferring, transformed, backward, without_threads])
 def test_self_check_in_any_context(within, device):
     """What the first call happens to stand in has no say in what serves all later ones."""
     from attention import api
@@ -465,7 +490,6 @@ def test_calls_that_look_alike(impl, device):
             assert (ours - truth).norm() < 0.02 * truth.norm(), call
 
 
-@pytest.mark.skipif(not launch.BY_BACKEND, reason="this PyTorch has one API for it")
 def test_precisions_are_remembered_apart(device, monkeypatch):
     monkeypatch.setattr(launch, "PROBLEMS", {})
     q, matmul = torch.randn(1, 20, 1, 16, device=device), torch.backends.cuda.matmul
