@@ -11,11 +11,11 @@ from functools import cache
 from typing import NamedTuple
 
 import torch
-import torch.nn.functional as F
 
 from . import ops
 from .checks import DTYPES, check_call, check_is_tensor, check_ragged, check_seed, pair
-from .reference import hides, narrowed, reference_attention
+from .reference import reference_attention
+from .sdpa import sdpa_attention, sdpa_lacks
 
 # asked once, here: torch.compile cannot trace the question in PyTorch 2.11
 AUTOCAST_DEVICES = frozenset(d for d in ("cpu", "cuda", "mps", "xpu") if torch.amp.is_autocast_available(d))
@@ -88,7 +88,7 @@ def attention(
     if bias is not None:
         bias = bias.reshape((1,) * (4 - bias.dim()) + bias.shape)
     if impl == "sdpa":
-        return _sdpa(q, k, v, causal, window, scale, dropout, bias)
+        return sdpa_attention(q, k, v, causal, window, scale, dropout, bias)
     if dropout > 0:
         seed = _seed_tensor(seed, q.device)
     if impl == "reference":
@@ -251,7 +251,7 @@ def _choose_for(device, dtype, hopper, ragged=False):
 def _passes(device, dtype, ragged, impl):
     """Whether the kernels of an implementation compute a tiny case right, and how well or why not, in words.
 
-    Runs out of memory with the caller, who may go on with less: that says nothing of the kernels.
+    That memory is out is an error of the caller's: it says nothing of the kernels, and the next call asks again.
     """
     deterministic = torch.get_deterministic_debug_mode()
     torch.set_deterministic_debug_mode(0)  # in which the Hopper backward would not run
@@ -268,44 +268,50 @@ def _passes(device, dtype, ragged, impl):
     return True, f"self-check passed, relative error {worst:.1e}"
 
 
-def _apart(function, device, *arguments):
-    """function(device, *arguments), in a thread of its own, which stands in none of the caller's modes.
+def _apart(function, *arguments):
+    """function(*arguments), in a thread of its own, which stands in none of the caller's modes.
 
-    Those are inference, autocast, fake tensors, torch.func, hooks of autograd. Within a backward, which a GPU has a
-    single thread for, and where no thread can be started any more, it is called here.
+    Those are inference, autocast, fake tensors, torch.func, hooks of autograd. At the end of a program, when no thread
+    can be started, it is called here.
     """
     answer = Future()
 
     def answer_it():
         try:
-            answer.set_result(function(device, *arguments))
+            answer.set_result(function(*arguments))
         except BaseException as error:
             answer.set_exception(error)
 
-    if torch._C._current_graph_task_id() < 0:
-        try:
-            threading.Thread(target=answer_it, daemon=True).start()
-        except RuntimeError:  # at the end of the program, or too many
-            pass
-        else:
-            return answer.result()
-    with torch.inference_mode(False), torch.enable_grad(), torch.autocast(device.type, enabled=False):
-        return function(device, *arguments)
+    try:
+        threading.Thread(target=answer_it, daemon=True).start()
+    except RuntimeError:
+        with torch.inference_mode(False), torch.enable_grad(), torch.autocast("cpu", enabled=False):
+            answer_it()
+    return answer.result()
 
 
 def _self_check(device, dtype, ragged, impl):
-    """Largest relative error of output and gradients on a tiny grouped, causal case of odd lengths."""
+    """Largest relative error of output and gradients on a tiny grouped, causal case of odd lengths.
+
+    No autograd on the device: a GPU has one thread for it, on which the caller may stand, and wait.
+    """
     generator = torch.Generator().manual_seed(0)
-    q, k, v, dout = (torch.randn(1, 70, heads, 64, generator=generator, device="cpu") for heads in (2, 1, 1, 2))
+    tensors = [torch.randn(1, 70, heads, 64, generator=generator, device="cpu") for heads in (2, 1, 1, 2)]
+    starts = torch.tensor([0, 33, 69], dtype=torch.int32, device="cpu") if ragged else None
 
-    def run(impl, device, dtype):
-        leaves = [x.to(device, dtype).requires_grad_() for x in (q, k, v)]
-        starts = torch.tensor([0, 33, 69], dtype=torch.int32, device=device) if ragged else None
-        out = attention(*leaves, cu_seqlens=starts, impl=impl)
-        return [x.double().cpu() for x in (out.detach(), *torch.autograd.grad(out, leaves, dout.to(device, dtype)))]
+    *leaves, dout = tensors
+    out = reference_attention(*(x.requires_grad_() for x in leaves), cu_seqlens=starts)
+    truths = out.detach(), *torch.autograd.grad(out, leaves, dout)
 
-    pairs = zip(run(impl, device, dtype), run("reference", "cpu", torch.float32), strict=True)
-    errors = [float((ours - truth).norm() / truth.norm()) for ours, truth in pairs]
+    q, k, v, dout = (x.detach().to(device, dtype) for x in tensors)
+    starts = None if starts is None else starts.to(device)
+    given = dict(q_starts=starts, k_starts=starts, max_q_len=70, max_k_len=70)
+    rule = dict(causal=True, window=0, softcap=0.0, dropout=0.0, scale=64**-0.5, hopper=impl == "hopper")
+    options = ops.Options(**dict.fromkeys(ops.Options._fields[: ops.TENSOR_OPTIONS]) | given | rule)
+    kernels = ops.host(options.hopper)
+    out, lse2 = kernels.forward(q, k, v, options)
+    found = out, *kernels.backward(q, k, v, out, lse2, dout, None, False, options)[:3]
+    errors = [float((x.double().cpu() - truth).norm() / truth.norm()) for x, truth in zip(found, truths, strict=True)]
     return max(errors, key=lambda error: (error != error, error))  # NaN counts as the largest
 
 
@@ -351,60 +357,6 @@ def hopper_lacks(q, k, v, rule, extra):
 def bounded(extra):
     """Whether sequences of a call are ragged: have lengths, or bounds in packed rows."""
     return extra["lengths"] is not None or extra["cu_seqlens"] is not None
-
-
-def sdpa_lacks(q, k, rule, extra, seed, return_lse):
-    """What of a call torch's scaled_dot_product_attention cannot express, in words; None if it can express all."""
-    for name, value in (rule | extra).items():
-        if name in ("softcap", "decay", "sink", "cu_seqlens") and value is not None:
-            return name
-    if return_lse:
-        return "return_lse"
-    if rule["dropout"] > 0 and seed is not None:
-        return "dropout with a given seed"
-    if rule["causal"] and q.shape[1] > k.shape[1]:
-        return f"causal attention of {q.shape[1]} queries to {k.shape[1]} keys (the first queries see no key)"
-    if rule["window"] is not None and q.shape[1] > k.shape[1]:
-        return f"a window with {q.shape[1]} queries and {k.shape[1]} keys"
-    if extra["lengths"] is not None:
-        return "lengths (queries past them see no key)"
-    return None
-
-
-def _sdpa(q, k, v, causal, window, scale, dropout, bias):
-    """What nobody sees is cut off or zeroed: it may hold NaN, and 0 * NaN is NaN."""
-    if bias is not None:  # as narrow as it was before it was expanded
-        bias = bias[tuple(slice(1 if stride == 0 else None) for stride in bias.stride())]
-    if window is not None:  # positions are counted from the last key, so nothing else moves
-        before = max(k.shape[1] - q.shape[1] + 1 - window, 0)
-        k, v = k[:, before:], v[:, before:]
-        if bias is not None and bias.shape[-1] > 1:
-            bias = bias[..., before:]
-    q_len, k_len = q.shape[1], k.shape[1]
-    mask = None
-    if q_len == 1:  # it sees all keys
-        causal = False
-    # PyTorch's causal attention on CPUs gives NaN unless the scale is positive
-    if window is not None or (causal and (q_len < k_len or bias is not None or scale <= 0)):
-        q_pos = torch.arange(q_len, device=q.device)[:, None] + k_len - q_len
-        distance = q_pos - torch.arange(k_len, device=q.device)
-        mask = distance >= 0 if causal else torch.ones_like(distance, dtype=torch.bool)
-        if window is not None:
-            mask = mask & (distance.abs() < window)
-    if bias is not None:
-        hidden = hides(bias) if mask is None else hides(bias) | ~mask
-        mask = narrowed(bias, q.dtype).masked_fill(hidden, float("-inf"))
-        q = q.masked_fill(hidden.all(-1).transpose(1, 2)[..., None], 0.0)
-        hidden = hidden.all(-2)  # [B or 1, H or 1, Tk or 1]
-        if hidden.shape[1] > 1:
-            hidden = hidden.unflatten(1, (k.shape[2], -1)).all(2)  # from all query heads of a key head
-        k, v = (x.masked_fill(hidden.transpose(1, 2)[..., None], 0.0) for x in (k, v))
-    grouped = True if q.shape[2] != k.shape[2] else False  # noqa: SIM210, a bool where torch.compile has symbols
-    out = F.scaled_dot_product_attention(
-        *(x.transpose(1, 2) for x in (q, k, v)), attn_mask=mask, dropout_p=dropout, scale=scale,
-        is_causal=causal and mask is None, enable_gqa=grouped,
-    )  # fmt: skip
-    return out.transpose(1, 2)
 
 
 def _cumulative(decay):

@@ -1,33 +1,26 @@
 """Data: pytest tests/test_data.py (CPU; no internet: downloads come from a server of ours on loopback)."""
 
-import base64
 import hashlib
-import json
 import os
 import subprocess
 import sys
 import threading
 import time
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from itertools import chain
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from test_tokenizer import BPE, BYTES, SPECS, VERSE, to_list
 
 from data import corpus, files, prepare, sources, tokenizer, tokens
 from data.corpus import open_corpus
 from data.loader import Batches
-from data.tokenizer import fingerprint, from_state, make_tokenizer, to_state
+from data.tokenizer import fingerprint, make_tokenizer
 from data.tokens import check_tokenizer, read_tokens, write_tokens
 
 ROOT = Path(__file__).parent.parent
-VERSE = "".join(f"ANNE:\nThe river bends at mile {mile}, and not before.\n\n" for mile in range(80))
-ODD = "naïve 東京 🦉\r\n\ttabs  and   spaces\x00 <|endoftext|> 12345's\n\n\n"
-SPECS = ["bytes", "char", "bpe:300"]
 ABOUT = {"text_bytes": 5, "source": "a test", "source_sha256": "0" * 64}
 
 
@@ -54,127 +47,6 @@ def leftovers(root):
 def token_file(path, count=5, spec="bytes"):
     write_tokens(path, np.arange(count), make_tokenizer(spec, VERSE), **ABOUT)
     return path
-
-
-# Tokenizers
-
-
-@pytest.mark.parametrize("spec", SPECS)
-@pytest.mark.parametrize("text", ["", VERSE, ODD], ids=["empty", "verse", "odd"])
-def test_tokenizer_round_trip(spec, text):
-    made = make_tokenizer(spec, VERSE + ODD)
-    again = from_state(json.loads(json.dumps(to_state(made))))
-    ids = made.encode_ordinary(text)
-    assert made.decode(ids) == text and made.decode_bytes(ids) == text.encode()
-    assert all(type(index) is int and 0 <= index < made.n_vocab for index in ids)
-    assert again.encode_ordinary(text) == ids and again.decode(ids) == text
-    assert (again.name, again.n_vocab) == (made.name, made.n_vocab) == (spec, made.n_vocab)
-    assert fingerprint(again) == fingerprint(made)
-
-
-BYTES, BPE = make_tokenizer("bytes", ""), make_tokenizer("bpe:300", VERSE)
-
-
-@given(st.text())
-@settings(max_examples=200, deadline=None)
-def test_any_text_round_trips(text):
-    assert BYTES.encode_ordinary(text) == list(text.encode())
-    for made in (BYTES, BPE):
-        assert made.decode(made.encode_ordinary(text)) == text
-
-
-@given(st.lists(st.integers(0, 255)))
-@settings(max_examples=100, deadline=None)
-def test_any_bytes_decode(ids):
-    """A model samples any ids, also those that are no UTF-8 together."""
-    assert BYTES.decode_bytes(ids) == bytes(ids)
-    assert BPE.decode_bytes(ids) == b"".join(BPE.decode_single_token_bytes(index) for index in ids)
-    assert isinstance(BPE.decode(ids), str)
-
-
-PIECES = ["word", "7", "\n", "\n\n", " ", "'s", "!", "…", "é", "_", "\r\n"]
-
-
-@given(st.lists(st.sampled_from(PIECES)), st.integers(1, 9))
-@settings(max_examples=200, deadline=None)
-def test_chunks_do_not_change_the_tokens(parts, size):
-    text = "".join(parts)
-    chunks = list(tokenizer.chunks(text, size))
-    assert "".join(chunks) == text
-    gpt2_cut = tokenizer._encoding("cut", tokenizer.GPT2_PATTERN, to_list(BPE))
-    for made in (BYTES, BPE, gpt2_cut):
-        assert list(chain(*map(made.encode_ordinary, chunks))) == made.encode_ordinary(text)
-
-
-def to_list(encoding):
-    return [encoding.decode_single_token_bytes(index) for index in range(encoding.n_vocab)]
-
-
-def test_state_travels_in_a_checkpoint(tmp_path):
-    for spec in SPECS:
-        made = make_tokenizer(spec, VERSE)
-        torch.save({"tokenizer": to_state(made)}, tmp_path / "checkpoint.pt")
-        loaded = torch.load(tmp_path / "checkpoint.pt", weights_only=True)["tokenizer"]
-        assert fingerprint(from_state(loaded)) == fingerprint(made)
-
-
-def test_fingerprints_differ():
-    texts = [("bytes", VERSE), ("char", VERSE), ("char", VERSE + "é"), ("bpe:300", VERSE), ("bpe:301", VERSE)]
-    assert len({fingerprint(make_tokenizer(spec, text)) for spec, text in texts}) == len(texts)
-    assert fingerprint(make_tokenizer("bpe:300", VERSE)) == fingerprint(BPE)
-
-
-def test_char_order_is_nanogpts():
-    assert make_tokenizer("char", "hello\n").encode_ordinary("\nehlo") == [0, 1, 2, 3, 4]
-
-
-def test_char_names_unknown_characters():
-    with pytest.raises(ValueError, match=r"no token for 'x', 'é'.*knows the 4 characters.*--tokenizer bytes"):
-        make_tokenizer("char", "helo").encode_ordinary("éxhéé")
-    with pytest.raises(KeyError):
-        make_tokenizer("char", "helo").decode([-1])
-
-
-def test_bpe_says_when_the_text_is_used_up(capsys):
-    assert make_tokenizer("bpe:5000", "ab ab").n_vocab < 300
-    assert "bpe:5000: the training text has pairs for only" in capsys.readouterr().err
-
-
-@pytest.mark.parametrize("spec", ["", "bep:300", "bpe", "bpe:", "bpe:256", "bpe:-5", "bpe:9999999", "gpt2:"])
-def test_wrong_specifications(spec):
-    with pytest.raises(ValueError, match=r"bpe:1024"):
-        make_tokenizer(spec, VERSE)
-
-
-@pytest.mark.parametrize("state", [None, {}, {"kind": "bpe"}, {**to_state(BPE), "tokens": ["?"]}])
-def test_wrong_states(state):
-    with pytest.raises(ValueError, match="no stored tokenizer"):
-        from_state(state)
-
-
-def test_gpt2_needs_the_right_rank_file(tmp_path, monkeypatch):
-    path = tmp_path / "ranks"
-    with pytest.raises(FileNotFoundError, match=r"cannot read rank file .*r50k_base"):
-        make_tokenizer(f"gpt2:{path}", "")
-    path.write_bytes(b"aGk= 0\n")
-    with pytest.raises(ValueError, match=r"sha256 .* give the r50k_base.tiktoken"):
-        make_tokenizer(f"gpt2:{path}", "")
-    monkeypatch.setattr(tokenizer, "GPT2_URL", closed_url())
-    with pytest.raises(OSError, match="--tokenizer gpt2:FILE"):
-        make_tokenizer("gpt2", "")
-
-
-def test_gpt2_from_a_rank_file(tmp_path, monkeypatch):
-    """GPT-2's own file is too large to keep here: a small one in its format, with the digest it has."""
-    tokens = map(base64.b64encode, to_list(BPE))
-    lines = b"".join(b"%s %d\n" % (token, rank) for rank, token in enumerate(tokens))
-    (tmp_path / "ranks").write_bytes(lines)
-    monkeypatch.setattr(tokenizer, "GPT2_SHA256", hashlib.sha256(lines).hexdigest())
-    made = make_tokenizer(f"gpt2:{tmp_path / 'ranks'}", "")
-    assert (made.name, made.n_vocab, made.eot_token) == ("gpt2", 301, 300)
-    assert made.decode(made.encode_ordinary(ODD)) == ODD
-    assert 300 not in made.encode_ordinary("<|endoftext|>")
-    assert from_state(to_state(made)).eot_token == 300
 
 
 # Token files
@@ -537,6 +409,18 @@ def test_local_copy_replaces_the_play(shakespeare, data_root, verse, monkeypatch
     assert open_corpus("shakespeare", "char").source == "tiny Shakespeare"
     assert open_corpus("shakespeare", "bytes").source == "tiny Shakespeare"  # the copy serves the others too
     assert "NOTICE" not in capsys.readouterr().err
+
+
+def test_gpt2_needs_the_right_rank_file(tmp_path, monkeypatch):
+    path = tmp_path / "ranks"
+    with pytest.raises(FileNotFoundError, match=r"cannot read rank file .*r50k_base"):
+        make_tokenizer(f"gpt2:{path}", "")
+    path.write_bytes(b"aGk= 0\n")
+    with pytest.raises(ValueError, match=r"sha256 .* give the r50k_base.tiktoken"):
+        make_tokenizer(f"gpt2:{path}", "")
+    monkeypatch.setattr(tokenizer, "GPT2_URL", closed_url())
+    with pytest.raises(OSError, match="--tokenizer gpt2:FILE"):
+        make_tokenizer("gpt2", "")
 
 
 # The command line

@@ -1,0 +1,66 @@
+"""attention() by torch's scaled_dot_product_attention: which calls it can express, and how."""
+
+import torch
+import torch.nn.functional as F
+from torch.autograd import forward_ad
+
+from .reference import hides, narrowed
+
+
+def sdpa_lacks(q, k, rule, extra, seed, return_lse):
+    """What of a call torch's scaled_dot_product_attention cannot express, in words; None if it can express all."""
+    for name, value in (rule | extra).items():
+        if name in ("softcap", "decay", "sink", "cu_seqlens") and value is not None:
+            return name
+    if return_lse:
+        return "return_lse"
+    if rule["dropout"] > 0 and seed is not None:
+        return "dropout with a given seed"
+    if rule["causal"] and q.shape[1] > k.shape[1]:
+        return f"causal attention of {q.shape[1]} queries to {k.shape[1]} keys (the first queries see no key)"
+    if rule["window"] is not None and q.shape[1] > k.shape[1]:
+        return f"a window with {q.shape[1]} queries and {k.shape[1]} keys"
+    if extra["lengths"] is not None:
+        return "lengths (queries past them see no key)"
+    return None
+
+
+def sdpa_attention(q, k, v, causal, window, scale, dropout, bias):
+    """out [B, Tq, H, Dv] of a call that lacks nothing; arguments as in attention(), bias with four dimensions.
+
+    What nobody sees is cut off or zeroed: it may hold NaN, and 0 * NaN is NaN.
+    """
+    if window is not None:  # positions are counted from the last key, so nothing else moves
+        before = max(k.shape[1] - q.shape[1] + 1 - window, 0)
+        k, v = k[:, before:], v[:, before:]
+        if bias is not None and bias.shape[-1] > 1:
+            bias = bias[..., before:]
+    q_len, k_len = q.shape[1], k.shape[1]
+    if bias is not None:
+        if not bias.requires_grad and forward_ad._current_level < 0:  # as narrow as it was before it was expanded
+            bias = bias[tuple(slice(1 if stride == 0 else None) for stride in bias.stride()[:-1])]
+        bias = bias.expand(*bias.shape[:-1], k_len)  # a kernel of PyTorch's for GPUs wants this dimension contiguous
+    mask = None
+    if q_len == 1:  # it sees all keys
+        causal = False
+    # PyTorch's causal attention on CPUs gives NaN unless the scale is positive
+    if window is not None or (causal and (q_len < k_len or bias is not None or scale <= 0)):
+        q_pos = torch.arange(q_len, device=q.device)[:, None] + k_len - q_len
+        distance = q_pos - torch.arange(k_len, device=q.device)
+        mask = distance >= 0 if causal else torch.ones_like(distance, dtype=torch.bool)
+        if window is not None:
+            mask = mask & (distance.abs() < window)
+    if bias is not None:
+        hidden = hides(bias) if mask is None else hides(bias) | ~mask
+        mask = narrowed(bias, q.dtype).masked_fill(hidden, float("-inf"))
+        q = q.masked_fill(hidden.all(-1).transpose(1, 2)[..., None], 0.0)
+        hidden = hidden.all(-2)  # [B or 1, H or 1, Tk or 1]
+        if hidden.shape[1] > 1:
+            hidden = hidden.unflatten(1, (k.shape[2], -1)).all(2)  # from all query heads of a key head
+        k, v = (x.masked_fill(hidden.transpose(1, 2)[..., None], 0.0) for x in (k, v))
+    grouped = True if q.shape[2] != k.shape[2] else False  # noqa: SIM210, a bool where torch.compile has symbols
+    out = F.scaled_dot_product_attention(
+        *(x.transpose(1, 2) for x in (q, k, v)), attn_mask=mask, dropout_p=dropout, scale=scale,
+        is_causal=causal and mask is None, enable_gqa=grouped,
+    )  # fmt: skip
+    return out.transpose(1, 2)

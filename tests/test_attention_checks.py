@@ -1,0 +1,267 @@
+"""What attention() accepts: each rule of checks.py, at its values."""
+
+import numpy as np
+import pytest
+import torch
+from test_attention import ON_GPU, floats, integers, make_problem
+
+from attention import attention
+
+BAD = {
+    "dims": (lambda q, k, v: (q[0], k, v), {}, "q has shape"),
+    "dtype": (lambda q, k, v: (q, k.half(), v), {}, "k is torch.float16"),
+    "integer": (lambda q, k, v: (q.int(), k, v), {}, "cast it"),
+    "heads": (lambda q, k, v: (q[:, :, :3], k, v), {}, "3 heads"),
+    "batch": (lambda q, k, v: (q[:1], k, v), {}, "batch 1"),
+    "head_dim": (lambda q, k, v: (q[..., :12], k[..., :12], v), {}, "head dim 12"),
+    "big_head_dim": (lambda q, k, v: tuple(x.repeat(1, 1, 1, 17) for x in (q, k, v)), {}, "head dim 272"),
+    "kv": (lambda q, k, v: (q, k[:, :5], v), {}, "k has shape"),
+    "stride": (lambda q, k, v: (q.transpose(2, 3).contiguous().transpose(2, 3), k, v), {}, "stride"),
+    "dropout": (lambda q, k, v: (q, k, v), dict(dropout=1.0), "dropout=1.0"),
+    "device": (lambda q, k, v: (q, k.to("meta"), v), {}, "k is torch.float32 on meta"),
+    "window": (lambda q, k, v: (q, k, v), dict(window=0), "window=0"),
+    "negative_window": (lambda q, k, v: (q, k, v), dict(window=-3), "window=-3"),
+    "softcap": (lambda q, k, v: (q, k, v), dict(softcap=-1.0), "softcap=-1.0"),
+    "scale": (lambda q, k, v: (q, k, v), dict(scale=float("nan")), "scale=nan"),
+    "impl": (lambda q, k, v: (q, k, v), dict(impl="flash"), "impl='flash'"),
+    "sdpa": (lambda q, k, v: (q, k, v), dict(impl="sdpa", softcap=3.0), "SDPA cannot express softcap"),
+    "bias": (lambda q, k, v: (q, k, v), dict(bias=floats(3, 10)), "bias has shape"),
+    "integer_bias": (lambda q, k, v: (q, k, v), dict(bias=integers(1)), "bias is torch.int32"),
+    "decay": (lambda q, k, v: (q, k, v), dict(decay=floats(2, 10, 3)), "decay has shape"),
+    "decay_full": (lambda q, k, v: (q, k, v), dict(decay=floats(2, 10, 4), causal=False), "causal=False"),
+    "sink": (lambda q, k, v: (q, k, v), dict(sink=floats(2)), "sink has shape"),
+    "lengths": (lambda q, k, v: (q, k, v), dict(lengths=integers(1)), "lengths has 1 elements"),
+    "long_lengths": (lambda q, k, v: (q, k, v), dict(lengths=integers(1, 2).long()), "lengths is torch.int64"),
+    "packed_batch": (lambda q, k, v: (q, k, v), dict(cu_seqlens=integers(0, 10)), "batch 2"),
+    "packed_pair": (
+        lambda q, k, v: (q[:1], k[:1], v[:1]),
+        dict(cu_seqlens=(integers(0, 10), integers(0, 5, 10))),
+        "2 and 3 elements",
+    ),
+    "both": (lambda q, k, v: (q, k, v), dict(cu_seqlens=integers(0, 10), lengths=integers(1, 2)), "leave them out"),
+    "max_seqlen": (lambda q, k, v: (q, k, v), dict(max_seqlen=5), "without cu_seqlens"),
+    "max_seqlen_0": (
+        lambda q, k, v: (q[:1], k[:1], v[:1]),
+        dict(cu_seqlens=integers(0, 10), max_seqlen=0),
+        "max_seqlen=0",
+    ),
+    "list": (lambda q, k, v: (q.tolist(), k, v), {}, "q is list"),
+    "no_key": (lambda q, k, v: (q, None, v), {}, "k is NoneType"),
+    "causal": (lambda q, k, v: (q, k, v), dict(causal="no"), "causal='no'"),
+    "float_window": (lambda q, k, v: (q, k, v), dict(window=2.5), "window=2.5"),
+    "bool_window": (lambda q, k, v: (q, k, v), dict(window=True), "window=True"),
+    "big_window": (lambda q, k, v: (q, k, v), dict(window=2**31), "window=2147483648"),
+    "string_scale": (lambda q, k, v: (q, k, v), dict(scale="1"), "scale='1'"),
+    "big_scale": (lambda q, k, v: (q, k, v), dict(scale=1e300), "scale=1e\\+300"),
+    "string_softcap": (lambda q, k, v: (q, k, v), dict(softcap="1"), "softcap='1'"),
+    "no_dropout": (lambda q, k, v: (q, k, v), dict(dropout=None), "dropout=None"),
+    "float_seed": (lambda q, k, v: (q, k, v), dict(seed=1.5), "seed=1.5"),
+    "big_seed": (lambda q, k, v: (q, k, v), dict(seed=2**63), "seed=9223372036854775808"),
+    "seed_dtype": (lambda q, k, v: (q, k, v), dict(seed=integers(1)), "seed is torch.int32"),
+    "half_decay": (lambda q, k, v: (q, k, v), dict(decay=floats(2, 10, 4).half()), "decay is torch.float16"),
+    "list_bias": (lambda q, k, v: (q, k, v), dict(bias=[1.0]), "bias is list"),
+    "list_lengths": (lambda q, k, v: (q, k, v), dict(lengths=[1, 2]), "lengths is list"),
+    "packed_none": (
+        lambda q, k, v: (q[:1], k[:1], v[:1]),
+        dict(cu_seqlens=(None, None)),
+        "cu_seqlens=\\(None, None\\)",
+    ),
+    "max_seqlen_3": (
+        lambda q, k, v: (q[:1], k[:1], v[:1]),
+        dict(cu_seqlens=integers(0, 10), max_seqlen=(1, 2, 3)),
+        "max_seqlen=\\(1, 2, 3\\) must be one int",
+    ),
+    "max_seqlen_bool": (
+        lambda q, k, v: (q[:1], k[:1], v[:1]),
+        dict(cu_seqlens=integers(0, 10), max_seqlen=True),
+        "max_seqlen=True",
+    ),
+    "value_dim": (lambda q, k, v: (q, k, v[..., :12]), {}, "v has head dim 12"),
+    "no_head_dim": (lambda q, k, v: (q[..., :0], k[..., :0], v), {}, "head dim 0"),
+    "query_dim": (lambda q, k, v: (q[..., :8], k, v), {}, "q has head dim 8, k 16"),
+    "value_stride": (lambda q, k, v: (q, k, v.repeat(1, 1, 1, 2)[..., ::2]), {}, "v has stride 2"),
+    "kv_heads": (lambda q, k, v: (q, k, v[:, :, :1]), {}, "v \\(2, 10, 1, 16\\)"),
+    "kv_batch": (lambda q, k, v: (q, k, v[:1]), {}, "v \\(1, 10, 2, 16\\)"),
+    "no_key_heads": (lambda q, k, v: (q, k[:, :, :0], v[:, :, :0]), {}, "4 heads, k and v 0"),
+    "double": (lambda q, k, v: (q.double(), k.double(), v.double()), dict(impl="triton"), "q is torch.float64"),
+    "infinite_scale": (lambda q, k, v: (q, k, v), dict(scale=-float("inf")), "scale=-inf"),
+    "bool_scale": (lambda q, k, v: (q, k, v), dict(scale=True), "scale=True"),
+    "no_softcap": (lambda q, k, v: (q, k, v), dict(softcap=0.0), "softcap=0.0"),
+    "infinite_softcap": (lambda q, k, v: (q, k, v), dict(softcap=float("inf")), "softcap=inf"),
+    "negative_dropout": (lambda q, k, v: (q, k, v), dict(dropout=-0.1), "dropout=-0.1"),
+    "nan_dropout": (lambda q, k, v: (q, k, v), dict(dropout=float("nan")), "dropout=nan"),
+    "bool_dropout": (lambda q, k, v: (q, k, v), dict(dropout=False), "dropout=False"),
+    "bool_seed": (lambda q, k, v: (q, k, v), dict(seed=True), "seed=True"),
+    "small_seed": (lambda q, k, v: (q, k, v), dict(seed=-(2**63) - 1), "seed=-9223372036854775809"),
+    "two_seeds": (lambda q, k, v: (q, k, v), dict(seed=integers(1, 2).long()), "seed is torch.int64 of 2 elements"),
+    "seed_device": (
+        lambda q, k, v: (q, k, v),
+        dict(seed=integers(1).long().to("meta")),
+        "seed is torch.int64 of 1 elements on meta",
+    ),
+    "bias_dims": (
+        lambda q, k, v: (q, k, v),
+        dict(bias=floats(1, 1, 1, 10, 10)),
+        "bias has shape \\(1, 1, 1, 10, 10\\)",
+    ),
+    "bias_device": (lambda q, k, v: (q, k, v), dict(bias=floats(1).to("meta")), "bias is torch.float32 on meta"),
+    "integer_decay": (lambda q, k, v: (q, k, v), dict(decay=integers(1)), "decay is torch.int32"),
+    "sink_device": (lambda q, k, v: (q, k, v), dict(sink=floats(4).to("meta")), "sink is torch.float32 on meta"),
+    "lengths_dims": (lambda q, k, v: (q, k, v), dict(lengths=integers(1, 2)[None]), "lengths is torch.int32 of 2 dims"),
+    "lengths_device": (
+        lambda q, k, v: (q, k, v),
+        dict(lengths=integers(1, 2).to("meta")),
+        "lengths is torch.int32 of 1 dims on meta",
+    ),
+    "lengths_stride": (lambda q, k, v: (q, k, v), dict(lengths=integers(1, 2, 3)[::2]), "lengths has stride 2"),
+    "packed_list": (lambda q, k, v: (q[:1], k[:1], v[:1]), dict(cu_seqlens=[0, 10]), "cu_seqlens=\\[0, 10\\] must be"),
+    "packed_dtype": (
+        lambda q, k, v: (q[:1], k[:1], v[:1]),
+        dict(cu_seqlens=integers(0, 10).long()),
+        "cu_seqlens is torch.int64",
+    ),
+    "packed_device": (
+        lambda q, k, v: (q[:1], k[:1], v[:1]),
+        dict(cu_seqlens=integers(0, 10).to("meta")),
+        "cu_seqlens is torch.int32 of 1 dims on meta",
+    ),
+    "packed_stride": (
+        lambda q, k, v: (q[:1], k[:1], v[:1]),
+        dict(cu_seqlens=integers(0, 5, 10)[::2]),
+        "cu_seqlens has stride 2",
+    ),
+    "packed_keys": (
+        lambda q, k, v: (q[:1], k[:1], v[:1]),
+        dict(cu_seqlens=(integers(0, 10), integers(0, 10).long())),
+        "cu_seqlens is torch.int64",
+    ),
+    "packed_half": (
+        lambda q, k, v: (q[:1], k[:1], v[:1]),
+        dict(cu_seqlens=(None, integers(0, 10))),
+        "cu_seqlens=\\(None, tensor",
+    ),
+    "packed_3": (
+        lambda q, k, v: (q[:1], k[:1], v[:1]),
+        dict(cu_seqlens=3 * (integers(0, 10),)),
+        "must be one tensor, or a tuple of two",
+    ),
+    "packed_nothing": (
+        lambda q, k, v: (q[:1], k[:1], v[:1]),
+        dict(cu_seqlens=integers(0)),
+        "cu_seqlens has 1 and 1 elements",
+    ),
+    "packed_once": (
+        lambda q, k, v: (q[:1], k[:1, :8], v[:1, :8]),
+        dict(cu_seqlens=integers(0, 8)),
+        "q has 10 tokens, k 8",
+    ),
+    "max_seqlen_of_keys": (
+        lambda q, k, v: (q[:1], k[:1], v[:1]),
+        dict(cu_seqlens=integers(0, 10), max_seqlen=(10, -1)),
+        "max_seqlen=-1",
+    ),
+    "packed_two_in_a_list": (
+        lambda q, k, v: (q[:1], k[:1], v[:1]),
+        dict(cu_seqlens=2 * [integers(0, 10)]),
+        "must be one tensor, or a tuple of two, for queries and for keys",
+    ),
+    "max_seqlen_tensor": (
+        lambda q, k, v: (q[:1], k[:1], v[:1]),
+        dict(cu_seqlens=integers(0, 10), max_seqlen=torch.tensor(10)),
+        "max_seqlen=tensor\\(10\\) is Tensor; it must be a Python int: call .item\\(\\)",
+    ),
+    "max_seqlen_list": (
+        lambda q, k, v: (q[:1], k[:1], v[:1]),
+        dict(cu_seqlens=integers(0, 10), max_seqlen=[10, 10]),
+        "max_seqlen=\\[10, 10\\] must be one int, or a tuple of two, for queries and for keys",
+    ),
+    "numpy_window": (
+        lambda q, k, v: (q, k, v),
+        dict(window=np.int64(5)),
+        "is int64; it must be a Python int: call",
+    ),
+    "numpy_scale": (
+        lambda q, k, v: (q, k, v),
+        dict(scale=np.float32(1)),
+        "is float32; it must be a Python float:",
+    ),
+    "numpy_causal": (lambda q, k, v: (q, k, v), dict(causal=np.bool_(1)), "it must be a Python bool: call .item"),
+    "return_lse": (lambda q, k, v: (q, k, v), dict(return_lse="x"), "return_lse='x' is str; it must be a Python bool"),
+    "big_softcap": (lambda q, k, v: (q, k, v), dict(softcap=3e38), "softcap=3e\\+38 must be from 1e-30 to 1e30"),
+    "small_softcap": (lambda q, k, v: (q, k, v), dict(softcap=1e-42), "softcap=1e-42 must be from 1e-30 to 1e30"),
+    "big_max_seqlen": (
+        lambda q, k, v: (q[:1], k[:1], v[:1]),
+        dict(cu_seqlens=integers(0, 10), max_seqlen=2**30),
+        "max_seqlen=1073741824",
+    ),
+}
+
+
+@pytest.mark.parametrize("change, options, message", BAD.values(), ids=BAD)
+def test_bad_input(change, options, message, device):
+    q, k, v = (torch.randn(2, 10, 4 if i == 0 else 2, 16, device=device) for i in range(3))
+    for impl in ("triton", "reference"):
+        with pytest.raises(ValueError, match=message):
+            attention(*change(q, k, v), **{"impl": impl} | options)
+
+
+@pytest.mark.parametrize(
+    "options, message",
+    [
+        (dict(cu_seqlens=[0, 7, 5]), "never decrease"),
+        (dict(cu_seqlens=[1, 5]), "start at 0"),
+        (dict(cu_seqlens=[0, 11]), "end at 10"),
+        (dict(cu_seqlens=[0, 8], max_seqlen=4), "at least 8"),
+        (dict(cu_seqlens=([0, 10], [0, 11])), "cu_seqlens=\\[0, 11\\] must .* end at 10"),
+        (dict(cu_seqlens=([0, 5], [0, 8]), max_seqlen=(5, 7)), "max_seqlen=7 must be at least 8"),
+        (dict(lengths=[11]), "from 0 to 10"),
+        (dict(lengths=[-1]), "lengths run from -1 to -1"),
+    ],
+)
+def test_contents_are_checked_on_request(options, message, device, monkeypatch):
+    monkeypatch.setenv("ATTENTION_DEBUG", "1")
+    q = torch.randn(1, 10, 2, 16, device=device)
+
+    def tensors(x):
+        return integers(*x) if isinstance(x, list) else tuple(map(tensors, x)) if isinstance(x, tuple) else x
+
+    with pytest.raises(ValueError, match=message):
+        attention(q, q, q, impl="triton", **{name: tensors(x) for name, x in options.items()})
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        dict(lengths=[0, 70]),
+        dict(packed=[0, 0, 20, 70]),
+        dict(packed=([0, 70], [0, 50]), k_len=50),
+    ],
+    ids=str,
+)
+def test_right_contents_pass(options, device, monkeypatch):
+    """The check of contents takes what is at the edge of its rules: 0, all of a row, the longest sequence."""
+    monkeypatch.setenv("ATTENTION_DEBUG", "1")
+    arguments, _, _ = make_problem(device, torch.float32, **options)
+    attention(**arguments, impl="reference")
+
+
+def test_two_starts_that_are_one_tensor(device):
+    """The queries are more than the keys, the rest of which belong to no sequence."""
+    arguments, _, _ = make_problem(device, torch.float32, packed=[0, 5, 12], q_len=20, k_len=14)
+    arguments["cu_seqlens"] = (arguments["cu_seqlens"],) * 2
+    kernels, eager = (attention(**arguments, impl=impl) for impl in ("triton", "reference"))
+    torch.testing.assert_close(kernels, eager, rtol=1e-3 if ON_GPU else 1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("softcap", [1e-30, 1e30])
+def test_outermost_softcaps(softcap, device):
+    """All scores are all but equal, or nothing is capped."""
+    q, k, v = (torch.randn(1, 20, 1, 64, device=device, requires_grad=True) for _ in range(3))
+    other = dict(scale=1e-30) if softcap < 1 else {}
+    found = []
+    for options in (dict(softcap=softcap, impl="triton"), dict(softcap=softcap, impl="reference"), other):
+        out = attention(q, k, v, **{"impl": "reference"} | options)
+        found.append([out, *torch.autograd.grad(out.square().sum(), (q, k, v))])
+    for ours, capped, without in zip(*found, strict=True):
+        for x in (ours, capped):
+            torch.testing.assert_close(x, without, rtol=1e-2, atol=1e-4)
