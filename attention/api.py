@@ -296,7 +296,8 @@ def _self_check(device, dtype, ragged, impl):
     No autograd on the device: a GPU has one thread for it, on which the caller may stand, and wait.
     """
     generator = torch.Generator().manual_seed(0)
-    tensors = [torch.randn(1, 70, heads, 64, generator=generator, device="cpu") for heads in (2, 1, 1, 2)]
+    options = dict(generator=generator, dtype=torch.float32, device="cpu")  # whatever the defaults are
+    tensors = [torch.randn(1, 70, heads, 64, **options) for heads in (2, 1, 1, 2)]
     starts = torch.tensor([0, 33, 69], dtype=torch.int32, device="cpu") if ragged else None
 
     *leaves, dout = tensors

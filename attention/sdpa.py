@@ -2,7 +2,6 @@
 
 import torch
 import torch.nn.functional as F
-from torch.autograd import forward_ad
 
 from .reference import hides, narrowed
 
@@ -37,8 +36,6 @@ def sdpa_attention(q, k, v, causal, window, scale, dropout, bias):
             bias = bias[..., before:]
     q_len, k_len = q.shape[1], k.shape[1]
     if bias is not None:
-        if not bias.requires_grad and forward_ad._current_level < 0:  # as narrow as it was before it was expanded
-            bias = bias[tuple(slice(1 if stride == 0 else None) for stride in bias.stride()[:-1])]
         bias = bias.expand(*bias.shape[:-1], k_len)  # a kernel of PyTorch's for GPUs wants this dimension contiguous
     mask = None
     if q_len == 1:  # it sees all keys
