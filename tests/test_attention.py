@@ -218,7 +218,9 @@ def by_rounding(problem, exact):
     - delta = dO.O - dlse, from the output as rounded to its dtype, after the weights were before they met V, which errs
       about as much: an error acts as one of dlse does; float32 sums in it and in dP = dO.V count as two errors of it;
     - the LSE, kept in base 2, and 2^x: an error, here of two unit roundoffs, scales all that a row adds to gradients;
-    - the slope of the tanh, a difference from 1; dK and dV, summed over all queries.
+    - the slope of the tanh, a difference from 1; dK and dV, summed over all queries;
+    - dP, once more for gates, which learn from row sums of dS less column sums: two kernels make them, each from its
+      own dP. Where a key is alone the two cancel, and eager PyTorch, which has one dP, gets 0.
     """
     arguments, dout, dlse = problem
     half, single = (torch.finfo(dtype).eps / 2 for dtype in (dout.dtype, torch.float32))
@@ -230,9 +232,8 @@ def by_rounding(problem, exact):
     scores = 0.3 * single * (dim * torch.einsum("bqhd,bkhd->bhqk", q**2, k**2)).sqrt() * scale
     scores = (scores + of_tanh * (arguments.get("softcap") or 0.0)) * torch.randn_like(scores)
     bias = arguments.get("bias")
-    moved = results(
-        reference, (arguments | dict(bias=scores if bias is None else scores + bias), dout, dlse), torch.float64
-    )
+    whole_bias = torch.zeros_like(scores) if bias is None else bias.expand_as(scores).double()
+    moved = results(reference, (arguments | dict(bias=whole_bias + scores), dout, dlse), torch.float64)
     dscores = moved["dbias"]
     if bias is not None:
         moved["dbias"] = dscores.sum_to_size(bias.shape)
@@ -252,6 +253,14 @@ def by_rounding(problem, exact):
     squares["dk"] += torch.einsum("bhqk,bqhd->", slopes, q**2)
     for name in ("dk", "dv"):
         squares[name] += (0.3 * single) ** 2 * dout.shape[1] * group * exact[name].square().sum()
+    if "ddecay" in squares:
+        of_lse = arguments | dict(bias=whole_bias), torch.zeros_like(dout), torch.ones_like(scores[..., 0])
+        weights = results(reference, of_lse, torch.float64)["dbias"]
+        v = arguments["v"].double().repeat_interleave(group, dim=2)
+        dweights = (0.3 * single) ** 2 * v.shape[-1] * torch.einsum("bqhd,bkhd->bhqk", dout.double() ** 2, v**2)
+        columns = (weights**2 * dweights).sum(2) / (1 - arguments.get("dropout", 0.0))
+        # what a key adds, all gates up to it learn
+        squares["ddecay"] += 2 * (columns * torch.arange(1, columns.shape[-1] + 1, device=columns.device)).sum()
     if dlse is not None:
         squares["lse"] += (single * (exact["lse"].abs() + 1)).square().sum()
     return squares

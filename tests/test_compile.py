@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-pytest.importorskip("triton", reason="Triton exists for Linux only")
+triton = pytest.importorskip("triton", reason="Triton exists for Linux only")
 
 SHARED_KB = {80: 163, 89: 99, 90: 227, 100: 227}  # chip -> shared memory one program may take
 COMPILE_ALL = os.environ.get("COMPILE_ALL") == "1"
@@ -33,6 +33,16 @@ HOPPER = [
 if COMPILE_ALL:
     values = ("bfloat16", "float16"), (None, "lengths", "packed"), (False, True), ("causal full",)
     HOPPER = list(itertools.product(*values))
+# Portable kernels that spill under Triton 3.6 and not under 3.9: (chip, dtype, head dim, kernel) -> bytes of a thread.
+SPILLED_BEFORE_3_9 = {
+    (80, "float32", 128, "dkdv_kernel"): 8,
+    (90, "float16", 128, "dkdv_kernel"): 80,  # of a group's partials
+    (90, "bfloat16", 128, "dkdv_kernel"): 144,
+    (90, "tf32", 128, "dkdv_kernel"): 32,
+    (90, "float32", 256, "delta_kernel"): 8,
+    (90, "tf32", 256, "delta_kernel"): 8,
+    (100, "bfloat16", 128, "forward_kernel"): 36,
+}
 # Hopper kernels that do spill: (kernel, head dim) -> bytes of a thread, out and in, under Triton 3.9; 3.6 spills less.
 SPILLED = {("backward_kernel", 64): 28, ("backward_kernel", 128): 64, ("backward_kernel", 256): 72}
 SPILLED_WITH_FEATURES = {
@@ -41,6 +51,13 @@ SPILLED_WITH_FEATURES = {
     ("backward_kernel", 128): 316,
     ("backward_kernel", 256): 52,
 }
+
+
+def misfits(chip, kernels):
+    """Of the portable kernels' reports those that spill, or ask for more shared memory than the chip has."""
+    known = SPILLED_BEFORE_3_9 if tuple(map(int, triton.__version__.split(".")[:2])) < (3, 9) else {}
+    spilled = [k for k in kernels if k["spilled"] > known.get((chip, k["dtype"], k["dim"], k["kernel"]), 0)]
+    return spilled + [k for k in kernels if k["shared"] > SHARED_KB[chip] * 1024]
 
 
 def compile_kernels(chip, *options):
@@ -61,7 +78,7 @@ def compile_kernels(chip, *options):
 def test_kernels_fit_the_chip(chip, dtype):
     options = ["--groups", "1"] + ([] if COMPILE_ALL else ["--masks", "causal"])
     kernels = compile_kernels(chip, "--dtypes", dtype, *options)
-    bad = [k for k in kernels if k["spilled"] > 0 or k["shared"] > SHARED_KB[chip] * 1024]
+    bad = misfits(chip, kernels)
     assert not bad, "\n".join(map(str, bad))
 
 
@@ -72,7 +89,7 @@ def test_grouped_kernels_fit_the_chip(chip, dims, ways):
     kernels = compile_kernels(chip, *options, *([] if COMPILE_ALL else ["--masks", "causal"]))
     compiled = {(k["kernel"], k["dim"]) for k in kernels}
     assert compiled >= set(itertools.product(("dkdv_kernel", "group_sum_kernel"), dims))
-    bad = [k for k in kernels if k["spilled"] > 0 or k["shared"] > SHARED_KB[chip] * 1024]
+    bad = misfits(chip, kernels)
     assert not bad, "\n".join(map(str, bad))
 
 
