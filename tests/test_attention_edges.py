@@ -61,7 +61,7 @@ def test_low_biases_are_told_apart(impl, dtype, low, least, device):
     bias[:, 2] = low
     bias.requires_grad_()
     out = attention(q, k, v, bias=bias, causal=False, impl=impl)
-    assert torch.equal(out, v[:, 2:3].expand_as(out))
+    torch.testing.assert_close(out, v[:, 2:3].expand_as(out), rtol=1e-3, atol=1e-3)  # SDPA's weights of 1 are inexact
     if dtype == torch.float32:
         return  # a row of such a bias cannot tell its keys apart, and learns nothing of use (docs, section 10)
     bias = torch.zeros(20, 20, device=device, dtype=dtype)
