@@ -128,7 +128,8 @@ def results(function, problem, dtype):
             x = x.double() if dtype == torch.float64 else x if name in ("decay", "sink") else x.to(dtype)
             leaves[name] = x.detach().requires_grad_()
     drawn = arguments.get("dropout", 0.0) > 0 and "seed" not in arguments
-    with torch.random.fork_rng(enabled=drawn):
+    q = arguments["q"]
+    with torch.random.fork_rng(devices=[q.device] if q.is_cuda else [], enabled=drawn):
         if drawn:  # all functions shall draw the same
             torch.manual_seed(5)
         found = function(**arguments | leaves, return_lse=dlse is not None)
