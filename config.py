@@ -72,8 +72,8 @@ class Config(GPTConfig):
     # optimizer
     optimizer: Literal["adamw", "muon"] = "adamw"
     """muon: orthogonal steps for the matrices of the blocks, AdamW's for the rest."""
-    muon_learning_rate: float = 0.0
-    """Of the matrices of the blocks, scheduled like learning_rate; 0 = the same; try up to twice that."""
+    muon_scale: float = 1.0
+    """Learning rate of the blocks' matrices with muon, as a multiple of learning_rate; try up to 2."""
     muon_momentum: float = 0.95
     shard_optimizer: bool = False
     """Of several GPUs, let each hold its share of the optimizer's state, for models that otherwise do not fit."""
@@ -122,7 +122,6 @@ class Config(GPTConfig):
             "grad_clip",
             "skip_zscore",
             "min_learning_rate",
-            "muon_learning_rate",
         ):
             if getattr(self, name) != "auto" and getattr(self, name) < 0:
                 raise ValueError(f"{name}={getattr(self, name)} must not be negative")
@@ -131,10 +130,10 @@ class Config(GPTConfig):
                 f"learning_rate={self.learning_rate} must be positive and at least "
                 f"min_learning_rate={self.min_learning_rate}"
             )
+        if self.muon_scale <= 0:
+            raise ValueError(f"muon_scale={self.muon_scale} must be positive")
         if not 0 <= self.muon_momentum < 1:
             raise ValueError(f"muon_momentum={self.muon_momentum} must be in [0, 1)")
-        if self.muon_learning_rate and self.optimizer != "muon":
-            raise ValueError(f"muon_learning_rate={self.muon_learning_rate} needs --optimizer muon")
         if not 0 <= self.decay_fraction <= 1:
             raise ValueError(f"decay_fraction={self.decay_fraction} must be in [0, 1]")
         if self.data == "text" and not self.input:

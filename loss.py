@@ -68,17 +68,16 @@ def _pieces(
         launch_cross_entropy(logits, targets[piece], losses[piece], vocabulary, softcap, gradients)
         if gradients:
             torch.mm(logits, head, out=dx[piece])
-            _add_product(dhead, logits.T, x[piece])
+            dhead += _product(logits.T, x[piece])
     return losses.sum(), dx, dhead[:vocabulary]
 
 
-def _add_product(total, a, b):
-    """total += a @ b, in float32, of 16-bit operands on the tensor cores."""
+def _product(a, b):
+    """a @ b in float32, of 16-bit operands on the tensor cores."""
     if a.is_cuda and a.dtype != torch.float32:
-        torch.addmm(total, a, b, out_dtype=torch.float32, out=total)
-    else:
-        with torch.autocast(a.device.type, enabled=False):
-            total.addmm_(a.float(), b.float())
+        return torch.mm(a, b, out_dtype=torch.float32)
+    with torch.autocast(a.device.type, enabled=False):
+        return a.float() @ b.float()
 
 
 @_pieces.register_fake

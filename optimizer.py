@@ -21,8 +21,8 @@ def make_optimizer(model, config, distributed):
 
     of_blocks = {}
     if config.optimizer == "muon":
-        own = config.muon_learning_rate or config.learning_rate
-        of_blocks = dict(momentum=config.muon_momentum, lr=rate(own), relative=own / config.learning_rate)
+        scale = config.muon_scale
+        of_blocks = dict(momentum=config.muon_momentum, lr=rate(scale * config.learning_rate), relative=scale)
     make = partial(
         Muon if of_blocks else torch.optim.AdamW,
         lr=rate(config.learning_rate),

@@ -50,9 +50,9 @@ def sdpa_attention(q, k, v, causal, window, scale, dropout, bias):
     if bias is not None:
         hidden = hides(bias) if mask is None else hides(bias) | ~mask
         mask = narrowed(bias, q.dtype).masked_fill(hidden, float("-inf"))
-        # A 0 that depends on the bias: PyTorch's GPU kernel fails if the mask learns and q does not (its issue 148476).
-        zero = mask[..., :0].sum()
-        q = q.masked_fill(hidden.all(-1).transpose(1, 2)[..., None], zero)
+        # A 0 that depends on the bias: where the mask alone learns, PyTorch's GPU kernel reads past memory (its issue
+        # 148476, mended by its pull request 188302).
+        q = torch.where(hidden.all(-1).transpose(1, 2)[..., None], mask[..., :0].sum(), q)
         hidden = hidden.all(-2)  # [B or 1, H or 1, Tk or 1]
         if hidden.shape[1] > 1:
             hidden = hidden.unflatten(1, (k.shape[2], -1)).all(2)  # from all query heads of a key head

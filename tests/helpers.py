@@ -96,7 +96,9 @@ def in_process(capsys, *argv, **options):
 
 
 def metrics(folder, run="run"):
-    return [json.loads(line) for line in (folder / "runs" / run / "metrics.jsonl").read_text().splitlines()]
+    """All records; what follows the last end of a line is being written."""
+    *lines, _ = (folder / "runs" / run / "metrics.jsonl").read_text().split("\n")
+    return [json.loads(line) for line in lines]
 
 
 def losses(folder, run="run"):

@@ -221,7 +221,7 @@ def by_rounding(problem, exact):
     - the LSE, kept in base 2, and 2^x: an error, here of two unit roundoffs, scales all that a row adds to gradients;
     - the slope of the tanh, a difference from 1; dK and dV, summed over all queries;
     - dP, once more for gates, which learn from row sums of dS less column sums: two kernels make them, each from its
-      own dP. Where a key is alone the two cancel, and eager PyTorch, which has one dP, gets 0.
+      own dP. In a row that sees one key the two cancel, and eager PyTorch, which has one dP, gets 0.
     """
     arguments, dout, dlse = problem
     half, single = (torch.finfo(dtype).eps / 2 for dtype in (dout.dtype, torch.float32))
@@ -257,6 +257,7 @@ def by_rounding(problem, exact):
     if "ddecay" in squares:
         of_lse = arguments | dict(bias=whole_bias), torch.zeros_like(dout), torch.ones_like(scores[..., 0])
         weights = results(reference, of_lse, torch.float64)["dbias"]
+        weights = weights * ((weights > 0).sum(-1, keepdim=True) == 1)
         v = arguments["v"].double().repeat_interleave(group, dim=2)
         dweights = (0.3 * single) ** 2 * v.shape[-1] * torch.einsum("bqhd,bkhd->bhqk", dout.double() ** 2, v**2)
         columns = (weights**2 * dweights).sum(2) / (1 - arguments.get("dropout", 0.0))

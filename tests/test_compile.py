@@ -1,4 +1,4 @@
-"""Every entry of the launch table compiles for its chips, without register spills and within their shared memory.
+"""Every entry of the launch table compiles for its chips, within their shared memory and without spills (Triton 3.9).
 
 No GPU is needed: Triton and its ptxas compile for any chip. COMPILE_ALL=1 adds full attention, and all combinations for
 Hopper. Of the portable kernels grouped queries are compiled for two chips, and for sm_90 with dk/dv by partials only:
@@ -33,7 +33,8 @@ HOPPER = [
 if COMPILE_ALL:
     values = ("bfloat16", "float16"), (None, "lengths", "packed"), (False, True), ("causal full",)
     HOPPER = list(itertools.product(*values))
-# Portable kernels that spill under Triton 3.6 and not under 3.9: (chip, dtype, head dim, kernel) -> bytes of a thread.
+# Portable kernels that spill under Triton 3.6, not 3.9: (chip, dtype, head dim, kernel) -> bytes of a thread, out and
+# in. 3.7 and 3.8 were not asked, and are allowed as much.
 SPILLED_BEFORE_3_9 = {
     (80, "float32", 128, "dkdv_kernel"): 8,
     (90, "float16", 128, "dkdv_kernel"): 80,  # of a group's partials
@@ -57,7 +58,11 @@ def misfits(chip, kernels):
     """Of the portable kernels' reports those that spill, or ask for more shared memory than the chip has."""
     known = SPILLED_BEFORE_3_9 if tuple(map(int, triton.__version__.split(".")[:2])) < (3, 9) else {}
     spilled = [k for k in kernels if k["spilled"] > known.get((chip, k["dtype"], k["dim"], k["kernel"]), 0)]
-    return spilled + [k for k in kernels if k["shared"] > SHARED_KB[chip] * 1024]
+    return spilled + too_large(chip, kernels)
+
+
+def too_large(chip, kernels):
+    return [k for k in kernels if k["shared"] > SHARED_KB[chip] * 1024]
 
 
 def compile_kernels(chip, *options):
@@ -112,7 +117,7 @@ def test_hopper_kernels_fit_their_chip(dtype, bounds, features, masks):
     spilled = SPILLED_WITH_FEATURES if features else SPILLED
     serialized = {f"C75{i}" for i in range(10, 16)}
     bad = [k for k in kernels if k["spilled"] > spilled.get((k["kernel"], k["dim"]), 0)]
-    bad += [k for k in kernels if k["shared"] > SHARED_KB[90] * 1024 or serialized & set(k["warnings"])]
+    bad += too_large(90, kernels) + [k for k in kernels if serialized & set(k["warnings"])]
     assert not bad, "\n".join(map(str, bad))
 
 
@@ -120,5 +125,5 @@ def test_every_feature_fits_the_smallest_shared_memory():
     """They may cost registers; memory that is not there would be an error."""
     chip = min(SHARED_KB, key=SHARED_KB.get)
     kernels = compile_kernels(chip, "--dtypes", "bfloat16", "--masks", "causal", "--groups", "1", "--features")
-    bad = [k for k in kernels if k["shared"] > SHARED_KB[chip] * 1024]
+    bad = too_large(chip, kernels)
     assert not bad, "\n".join(map(str, bad))

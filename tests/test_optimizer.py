@@ -46,7 +46,7 @@ def test_steps_are_those_of_torch(model, monkeypatch, at_once):
         monkeypatch.setattr(optimizer, "AT_ONCE", at_once)
     # torch rounds to bfloat16, which small singular values amplify
     monkeypatch.setattr("torch.optim._muon._zeropower_via_newtonschulz", lambda x, *_: orthogonal(x[None])[0])
-    ours = make(model, learning_rate=0.01, muon_learning_rate=0.02, weight_decay=0.1)
+    ours = make(model, learning_rate=0.01, muon_scale=2.0, weight_decay=0.1)
     inner = {p for p in model.blocks.parameters() if p.dim() == 2}
     for _ in range(3):
         before = {p: p.detach().clone() for p in model.parameters()}
@@ -95,7 +95,7 @@ def test_a_skipped_step_leaves_matrices_and_momenta_alone(model):
 
 
 def test_every_parameter_is_in_one_group_and_has_its_rate(model):
-    optimizer = make(model, learning_rate=1e-3, muon_learning_rate=2e-2, min_learning_rate=0.0)
+    optimizer = make(model, learning_rate=1e-3, muon_scale=20.0, min_learning_rate=0.0)
     assert isinstance(optimizer, Muon)
     grouped = [p for group in optimizer.param_groups for p in group["params"]]
     assert len(grouped) == len(set(grouped)) == len(list(model.parameters()))
