@@ -11,7 +11,7 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 import test_hopper
-from test_attention import kernels, make_problem, results
+from problems import kernels, make_problem, results
 from test_attention_pairs import CASES, arguments
 
 from attention import launch

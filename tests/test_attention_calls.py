@@ -7,7 +7,7 @@ from contextlib import contextmanager
 import numpy as np
 import pytest
 import torch
-from test_attention import ON_GPU, floats, integers, make_problem
+from problems import ON_GPU, floats, integers, make_problem
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from attention import attention, explain, launch, ops

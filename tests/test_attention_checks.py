@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 import torch
-from test_attention import ON_GPU, floats, integers, make_problem
+from problems import ON_GPU, floats, integers, make_problem
 
 from attention import attention
 

@@ -4,7 +4,7 @@ from functools import partial
 
 import pytest
 import torch
-from test_attention import CASES, DIFFERENTIABLE, ON_GPU, kernels, make_problem, results
+from problems import CASES, DIFFERENTIABLE, ON_GPU, kernels, make_problem, results
 from test_hopper import on_hopper
 from torch.autograd import forward_ad
 from torch.utils.checkpoint import checkpoint

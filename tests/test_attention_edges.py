@@ -3,7 +3,7 @@
 import pytest
 import torch
 import torch.nn.functional as F
-from test_attention import ON_GPU, floats, integers
+from problems import ON_GPU, floats, integers
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from attention import attention, explain

@@ -27,7 +27,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))  # when run as a script
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"
 
-from test_attention import ON_GPU, check, make_problem
+from problems import ON_GPU, check, make_problem
 from test_attention_pairs import PARAMETERS, arguments, possible
 
 from attention import launch

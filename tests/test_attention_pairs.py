@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from allpairspy import AllPairs
-from test_attention import ON_GPU, check, kernels, make_problem, results
+from problems import ON_GPU, check, kernels, make_problem, results
 
 from attention import launch
 

@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 import pytest
 import torch
-from test_attention import ON_GPU, kernels, make_problem, results
+from problems import ON_GPU, kernels, make_problem, results
 
 from attention import backward, forward, launch
 

@@ -6,7 +6,7 @@ from functools import partial
 
 import pytest
 import torch
-from test_attention import check, make_problem, results
+from problems import check, make_problem, results
 
 from attention import attention, explain
 from attention.api import hopper_lacks, hopper_misses
