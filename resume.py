@@ -4,9 +4,13 @@ import math
 from dataclasses import asdict
 from typing import NamedTuple
 
+import typeguard
+
 from checkpoint import checkpoints, load_checkpoint, load_weights, peek, read_config
 from config import FREE_ON_RESUME
 from data import fingerprint
+
+MOST_THREADS = 1024  # that a checkpoint may ask for
 
 
 class Progress(NamedTuple):
@@ -47,14 +51,27 @@ def restore(path, record, config, corpus, model, parts):
     _check_data(contents, config, corpus, record.tokens_sha256, path)
     load_weights(model, contents, path)
     _load_parts(parts, contents, path)
-    step = contents["step"]
-    if step >= config.steps:
+    progress = _progress(contents, path)
+    if progress.step >= config.steps:
         raise ValueError(
-            f"run {config.resume} is finished at step {step}; give more --steps and --allow_changes True to go on"
+            f"run {config.resume} is finished at step {progress.step}; give more --steps and --allow_changes True to "
+            "go on"
         )
     # best.pt may be newer than the checkpoint, if that is not the newest
-    best = min(contents["best"], peek(path.with_name("best.pt"), "best") or math.inf)
-    return Progress(step, best, contents.get("micro_batch"), contents.get("threads"))
+    other = peek(path.with_name("best.pt"), "best")
+    return progress._replace(best=min(progress.best, other if isinstance(other, float) else math.inf))
+
+
+def _progress(contents, path):
+    progress = Progress(*(contents.get(name) for name in Progress._fields))
+    try:
+        for name, kind in Progress.__annotations__.items():
+            typeguard.check_type(getattr(progress, name), kind)
+        if progress.threads is not None and not 0 < progress.threads <= MOST_THREADS:
+            raise typeguard.TypeCheckError(f"{progress.threads} threads")
+    except typeguard.TypeCheckError as error:
+        raise ValueError(f"checkpoint {path} is damaged ({error}); use another one") from error
+    return progress
 
 
 def _check_edits(before, config, path):

@@ -105,7 +105,7 @@ def train(config):
     torch.manual_seed(config.seed)
     model = raw_model = GPT(config.model(corpus.tokenizer.n_vocab)).to(device)
     optimizer = make_optimizer(model, config, distributed)
-    guard = StepGuard(config.skip_zscore).to(device)
+    guard = StepGuard(config.skip_zscore, config.max_bad_steps).to(device)
     scaler = torch.amp.GradScaler(kind, enabled=dtype == torch.float16)
     autocast = torch.autocast(kind, dtype) if dtype != torch.float32 else nullcontext()
     with torch.no_grad(), autocast:  # what cannot run on this device fails here, before the run's folder exists
@@ -117,6 +117,7 @@ def train(config):
     start, best, before = 0, math.inf, None
     if path:  # none: a new run, or one that ended before its first checkpoint and begins again
         start, best, before, threads = restore(path, record, config, corpus, model, parts)
+        guard.row.mul_(guard.row < config.max_bad_steps)  # what ended a run does not end it again
         if kind == "cpu" and world == 1 and threads:
             torch.set_num_threads(threads)
 
@@ -200,17 +201,17 @@ def train(config):
             raise
 
     def check_row(step, row):
-        """End the run if the last `row` steps before `step`, too many, were not finite."""
+        """End the run if the last `row` steps before `step`, too many, were not taken."""
         if row < config.max_bad_steps:
             return
         try:
             if is_main:
                 bad = step - int(row)  # the first of the row
                 fail(
-                    f"no step from {bad + 1} to {step} was taken, because their loss or gradient norm was not "
-                    f"finite; the first had {batches.describe(bad)}; the last good checkpoint is "
-                    f"{saver.last_good()}; look at that batch, or go on with a lower rate: --resume {folder} "
-                    f"--learning_rate {config.learning_rate / 2:g} --allow_changes True"
+                    f"no step from {bad + 1} to {step} was taken, because the loss or gradient norm of "
+                    f"{config.max_bad_steps} in a row was not finite; the first had {batches.describe(bad)}; the last "
+                    f"good checkpoint is {saver.last_good()}; look at that batch, or go on with a lower rate: "
+                    f"--resume {folder} --learning_rate {config.learning_rate / 2:g} --allow_changes True"
                 )
         finally:
             distributed.share(None)  # else torchrun might end the first rank before it has said so
@@ -268,7 +269,7 @@ def train(config):
                     torch.cuda.synchronize()  # the steps still queued are not the evaluation's
                 since = time.perf_counter()
                 is_best = False
-                if due and step > start:
+                if step > start:
                     check_row(step, guard.row.item())
                 if due and (step > start or step == 0):
                     best, is_best = evaluate_and_record(step)

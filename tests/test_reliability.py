@@ -1,5 +1,6 @@
 """What breaks a run, made to happen: docs/reliability.md has a line for each test here and in the two files beside."""
 
+import itertools
 import os
 import pickle
 import re
@@ -291,6 +292,16 @@ def test_bad_steps_between_logs_are_noticed_at_an_evaluation(folder, run):
     code, err = run(**changes)
     assert code == 1
     one_sentence(err, "to 30 was taken", "last good checkpoint is none")
+
+
+def test_bad_steps_that_are_over_before_anyone_looks_are_noticed(folder, run, monkeypatch):
+    clip, steps = train.clip_grad_norm_, itertools.count(1)
+    monkeypatch.setattr(train, "clip_grad_norm_", lambda *args: clip(*args) / (not 6 <= next(steps) <= 10))
+    code, err = run(log_every=30, max_bad_steps=5)
+    assert code == 1
+    one_sentence(err, "no step from 6 to 20 was taken", "last good checkpoint is none")
+    steps = itertools.count(1)
+    assert run(log_every=30, max_bad_steps=6, name="patient")[0] == 0
 
 
 @pytest.mark.parametrize("kind", ["adamw", "muon"])

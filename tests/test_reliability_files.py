@@ -39,6 +39,16 @@ def test_a_damaged_checkpoint_gives_way_to_the_one_before(folder, run, how):
         assert (folder / "runs/run/checkpoint.pt.damaged").read_bytes() == changes[how]
 
 
+@pytest.mark.parametrize("name, value", [("step", "x"), ("best", None), ("threads", 10**6)])
+def test_a_checkpoint_that_holds_nonsense(folder, run, name, value):
+    run(keep=1)
+    path = folder / "runs/run/checkpoint.pt"
+    save_checkpoint(path, **contents(path) | {name: value})
+    code, err = run("--resume", "--steps", "60", "--allow_changes", "True")
+    assert code == 1
+    one_sentence(err, "checkpoint runs/run/checkpoint.pt is damaged", "use another one")
+
+
 def test_no_good_checkpoint_left(folder, run):
     run(keep=1)
     path = folder / "runs/run/checkpoint.pt"
