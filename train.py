@@ -105,7 +105,7 @@ def train(config):
     torch.manual_seed(config.seed)
     model = raw_model = GPT(config.model(corpus.tokenizer.n_vocab)).to(device)
     optimizer = make_optimizer(model, config, distributed)
-    guard = StepGuard(config.skip_zscore, config.max_bad_steps).to(device)
+    guard = StepGuard(config.skip_zscore, float(config.max_bad_steps)).to(device)
     scaler = torch.amp.GradScaler(kind, enabled=dtype == torch.float16)
     autocast = torch.autocast(kind, dtype) if dtype != torch.float32 else nullcontext()
     with torch.no_grad(), autocast:  # what cannot run on this device fails here, before the run's folder exists
@@ -117,7 +117,8 @@ def train(config):
     start, best, before = 0, math.inf, None
     if path:  # none: a new run, or one that ended before its first checkpoint and begins again
         start, best, before, threads = restore(path, record, config, corpus, model, parts)
-        guard.row.mul_(guard.row < config.max_bad_steps)  # what ended a run does not end it again
+        if not guard.row < config.max_bad_steps:
+            guard.row.zero_()  # what ended a run does not end it again
         if kind == "cpu" and world == 1 and threads:
             torch.set_num_threads(threads)
 
@@ -191,7 +192,8 @@ def train(config):
             yield
         except TokenFileError:
             due = step % config.eval_every == 0 or step == config.steps  # a resumed run would not evaluate it
-            if is_main and not due and (world == 1 or not config.shard_optimizer):  # whose state all ranks have
+            whole = world == 1 or not config.shard_optimizer  # else each rank holds a part of the state
+            if is_main and not due and whole and guard.row < config.max_bad_steps:
                 saver.wait()
                 if step > (saver.step or 0):
                     save(step, False)
