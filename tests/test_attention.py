@@ -6,10 +6,9 @@ from functools import partial
 import pytest
 import torch
 import torch.nn.functional as F
-from problems import CASES, DIFFERENTIABLE, ON_GPU, check, kernels, make_problem, results
-from torch.utils._python_dispatch import TorchDispatchMode
+from problems import CASES, DIFFERENTIABLE, ON_GPU, check, make_problem
 
-from attention import attention, launch, ops
+from attention import attention, launch
 from attention.reference import keep_mask, reference_attention
 
 
@@ -171,55 +170,6 @@ def test_dropout_draws_a_seed_from_torch(device):
         return attention(q, k, v, dropout=0.5, impl="triton")
 
     assert torch.equal(draw(1), draw(1)) and not torch.equal(draw(1), draw(2))
-
-
-# What opcheck() looks at, schemas, shapes and what autograd records, needs no second tile; it calls an op many times.
-SHORT = {
-    "causal": dict(q_len=20),
-    "all_packed": dict(q_len=20, heads=2, kv_heads=1, bias=(2, 1, 20), packed=[0, 6, 6, 18]),
-}
-
-
-@pytest.mark.parametrize("case", ["causal", "all_packed"])
-def test_custom_ops(case, device, monkeypatch):
-    """torch.library.opcheck of both ops, on the arguments that attention() gives them."""
-    monkeypatch.setattr(ops, "_plain", lambda *tensors: False)  # else eager calls go past the ops
-    calls = {}
-    for name in ("forward", "backward"):
-        op = getattr(ops, name)
-
-        def record(*args, name=name, op=op):
-            calls[name] = (op, [x.detach().clone() if isinstance(x, torch.Tensor) else x for x in args])
-            return op(*args)
-
-        monkeypatch.setattr(ops, name, record)
-    problem = CASES[case] if ON_GPU else CASES[case] | SHORT[case]
-    results(kernels, make_problem(device, torch.float32, **problem), torch.float32)
-    assert set(calls) == {"forward", "backward"}
-    for name, (op, args) in calls.items():
-        tests = ["test_schema", "test_faketensor", "test_autograd_registration"]
-        if name == "forward":  # the backward op has no derivative to trace
-            args = [x.requires_grad_() if isinstance(x, torch.Tensor) and x.is_floating_point() else x for x in args]
-            tests.append("test_aot_dispatch_dynamic")
-        torch.library.opcheck(op, tuple(args), test_utils=tests)
-
-
-@pytest.mark.parametrize("case", ["causal", "all_packed"])
-def test_modes_see_the_ops(case, device):
-    """Under a dispatch mode calls go through both ops, with the same results."""
-
-    seen = set()
-
-    class Log(TorchDispatchMode):
-        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-            seen.add(function)
-            return function(*args, **kwargs or {})
-
-    problem = make_problem(device, torch.float32, **CASES[case])
-    with Log():
-        found = results(kernels, problem, torch.float32)
-    assert {ops.forward, ops.backward} <= seen
-    assert all(torch.equal(x, found[name]) for name, x in results(kernels, problem, torch.float32).items())
 
 
 @pytest.mark.parametrize(

@@ -5,20 +5,45 @@ from functools import partial
 import pytest
 import torch
 from problems import CASES, DIFFERENTIABLE, ON_GPU, kernels, make_problem, results
+from test_hopper import CASES as HOPPER_CASES
 from test_hopper import on_hopper
 from torch.autograd import forward_ad
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
-from attention import attention
+from attention import attention, ops
 
 # Inductor's own CPU code is not what is tested.
 BACKEND = "inductor" if ON_GPU else "aot_eager"
 needs_gpu = pytest.mark.skipif(not ON_GPU, reason="needs a GPU")
-by_impl = pytest.mark.parametrize("impl", ["triton", pytest.param("hopper", marks=on_hopper)])
+# name -> implementation, dtype and problem, with all at once that it serves
+WHOLE = {
+    "all": ("triton", torch.float32, CASES["all"]),
+    "all_packed": ("triton", torch.float32, CASES["all_packed"]),
+    "hopper_all": ("hopper", torch.bfloat16, HOPPER_CASES["all"] | dict(dim=64)),
+    "hopper_lengths_all": ("hopper", torch.bfloat16, HOPPER_CASES["lengths_all"] | dict(dim=64)),
+    "hopper_packed_all": ("hopper", torch.bfloat16, HOPPER_CASES["packed_all"] | dict(dim=64)),
+}
 
 
-def leaves(device, length=33, dtype=torch.float32):
-    return [torch.randn(2, length, 2, 16, device=device, dtype=dtype, requires_grad=True) for _ in range(3)]
+def named(names):
+    """Parameters of a test; those of the Hopper kernels are for their chip."""
+    return [pytest.param(name, marks=on_hopper) if name.startswith("hopper") else name for name in names]
+
+
+def whole(name, device, **changes):
+    """A problem of WHOLE: which function is to solve it, its dtype, and what make_problem() makes of it."""
+    impl, dtype, problem = WHOLE[name]
+    return partial(attention, impl=impl), dtype, make_problem(device, dtype, **problem | changes)
+
+
+by_impl = pytest.mark.parametrize("impl", named(["triton", "hopper"]))
+
+
+def leaves(device, length=33, impl="triton"):
+    """q, k and v, as the kernels take them: those for Hopper neither in float32 nor of head dim 16."""
+    dtype, dim = (torch.bfloat16, 64) if impl == "hopper" else (torch.float32, 16)
+    return [torch.randn(2, length, 2, dim, device=device, dtype=dtype, requires_grad=True) for _ in range(3)]
 
 
 def loss_and_gradients(function, tensors):
@@ -27,40 +52,45 @@ def loss_and_gradients(function, tensors):
 
 
 @pytest.mark.parametrize("dynamic", [None, True])
-@pytest.mark.parametrize("impl", ["auto", "triton", "sdpa"])
+@pytest.mark.parametrize("impl", named(["auto", "triton", "sdpa", "hopper"]))
 def test_compiles_in_one_graph(impl, dynamic, device):
     def loss(q, k, v):
-        return attention(q, k, v, impl=impl).square().mean()
+        return attention(q, k, v, impl=impl).float().square().mean()
 
-    tensors = leaves(device)
+    tensors = leaves(device, impl=impl)
     compiled = torch.compile(loss, fullgraph=True, dynamic=dynamic, backend=BACKEND)
     for ours, eager in zip(loss_and_gradients(compiled, tensors), loss_and_gradients(loss, tensors), strict=True):
         torch.testing.assert_close(ours, eager)
 
 
-@pytest.mark.parametrize("case", ["all", "all_packed"])
-def test_compiles_with_every_argument(case, device, monkeypatch):
+@pytest.mark.parametrize("name", named(WHOLE))
+def test_compiles_with_every_argument(name, device, monkeypatch):
     monkeypatch.setenv("ATTENTION_DEBUG", "1")  # which eager calls alone heed
-    problem = make_problem(device, torch.float32, **CASES[case])
-    compiled = torch.compile(kernels, fullgraph=True, backend=BACKEND)
-    eager = results(kernels, problem, torch.float32)
-    for name, value in results(compiled, problem, torch.float32).items():
-        torch.testing.assert_close(value, eager[name], msg=name)
+    call, dtype, problem = whole(name, device)
+    compiled = torch.compile(call, fullgraph=True, backend=BACKEND)
+    eager = results(call, problem, dtype)
+    for which, value in results(compiled, problem, dtype).items():
+        torch.testing.assert_close(value, eager[which], msg=which)
+
+
+def halves(q, k, v, **options):
+    """A packed row of two sequences."""
+    starts = torch.zeros(3, dtype=torch.int32, device=q.device)
+    return attention(*(x[:1] for x in (q, k, v)), cu_seqlens=starts, max_seqlen=q.shape[1] // 2, **options)
 
 
 CALLS = {
-    "auto": lambda q, k, v: attention(q, k, v),
-    "sdpa": lambda q, k, v: attention(q, k, v, impl="sdpa"),
-    "plain": lambda q, k, v: attention(q, k, v, impl="triton"),
+    "auto": attention,
+    "sdpa": partial(attention, impl="sdpa"),
+    "plain": partial(attention, impl="triton"),
     "decay": lambda q, k, v: attention(q, k, v, window=7, decay=-q.abs().mean(-1), impl="triton"),
-    "packed": lambda q, k, v: attention(
-        *(x[:1] for x in (q, k, v)), cu_seqlens=torch.zeros(3, dtype=torch.int32, device=q.device),
-        max_seqlen=q.shape[1] // 2, impl="triton",
-    ),
-}  # fmt: skip
+    "packed": partial(halves, impl="triton"),
+    "hopper": partial(attention, window=7, impl="hopper"),
+    "hopper_packed": partial(halves, impl="hopper"),
+}
 
 
-@pytest.mark.parametrize("call", CALLS.values(), ids=CALLS)
+@pytest.mark.parametrize("call", named(CALLS))
 def test_no_recompilation_when_only_the_length_changes(call, device):
     """The second length makes the graph dynamic; no later one compiles again."""
     torch.compiler.reset()
@@ -70,28 +100,84 @@ def test_no_recompilation_when_only_the_length_changes(call, device):
         graphs.append(graph)
         return graph
 
-    compiled = torch.compile(call, fullgraph=True, backend=count)
+    compiled = torch.compile(CALLS[call], fullgraph=True, backend=count)
     for length in (20, 24, 31, 40, 57):
-        compiled(*leaves(device, length))
+        compiled(*leaves(device, length, call.split("_")[0]))
     assert len(graphs) == 2
 
 
-def test_autocast(device):
-    q, k, v = leaves(device)
+# What opcheck() looks at, schemas, shapes and what autograd records, needs no second tile; it calls an op many times.
+SHORT = {
+    "all": dict(q_len=15, k_len=20, bias=(3, 15, 20), lengths=[18]),
+    "all_packed": dict(q_len=20, heads=2, kv_heads=1, bias=(2, 1, 20), packed=[0, 6, 6, 18]),
+}
+
+
+@pytest.mark.parametrize("name", named(WHOLE))
+def test_custom_ops(name, device, monkeypatch):
+    """torch.library.opcheck of both ops, on the arguments that attention() gives them."""
+    call, dtype, problem = whole(name, device, **({} if ON_GPU else SHORT[name]))
+    monkeypatch.setattr(ops, "_plain", lambda *tensors: False)  # else eager calls go past the ops
+    calls = {}
+    for direction in ("forward", "backward"):
+        op = getattr(ops, direction)
+
+        def record(*args, direction=direction, op=op):
+            calls[direction] = (op, [x.detach().clone() if isinstance(x, torch.Tensor) else x for x in args])
+            return op(*args)
+
+        monkeypatch.setattr(ops, direction, record)
+    results(call, problem, dtype)
+    assert set(calls) == {"forward", "backward"}
+    for direction, (op, args) in calls.items():
+        tests = ["test_schema", "test_faketensor", "test_autograd_registration"]
+        if direction == "forward":  # the backward op has no derivative to trace
+            args = [x.requires_grad_() if isinstance(x, torch.Tensor) and x.is_floating_point() else x for x in args]
+            tests.append("test_aot_dispatch_dynamic")
+        torch.library.opcheck(op, tuple(args), test_utils=tests)
+
+
+@pytest.mark.parametrize("name", named(WHOLE))
+def test_modes_see_the_ops(name, device):
+    """Under a dispatch mode calls go through both ops, with the same results."""
+    seen = set()
+
+    class Log(TorchDispatchMode):
+        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+            seen.add(function)
+            return function(*args, **kwargs or {})
+
+    call, dtype, problem = whole(name, device)
+    with Log():
+        found = results(call, problem, dtype)
+    assert {ops.forward, ops.backward} <= seen
+    for which, x in results(call, problem, dtype).items():
+        if name.startswith("hopper") and which == "dq":  # added in any order
+            torch.testing.assert_close(x, found[which])
+        else:
+            assert torch.equal(x, found[which]), which
+
+
+@by_impl
+def test_autocast(impl, device):
+    q, k, v = (x.detach().float().requires_grad_() for x in leaves(device, impl=impl))
     with torch.autocast(device, torch.bfloat16):
-        out = attention(q, k.bfloat16(), v, impl="triton")
+        out = attention(q, k.bfloat16(), v, impl=impl)
     assert out.dtype == torch.bfloat16
     gradients = torch.autograd.grad(out.float().sum(), (q, k, v))
     low = [x.detach().bfloat16().requires_grad_() for x in (q, k, v)]
-    expected = torch.autograd.grad(attention(*low, impl="triton").float().sum(), low)
+    expected = torch.autograd.grad(attention(*low, impl=impl).float().sum(), low)
     assert all(torch.equal(a, b.float()) for a, b in zip(gradients, expected, strict=True))
 
 
-def test_activation_checkpointing_repeats_the_dropout(device):
-    def loss(q, k, v):
-        return attention(q, k, v, dropout=0.5, impl="triton").square().mean()
+@by_impl
+def test_activation_checkpointing_repeats_the_dropout(impl, device):
+    dropout = 0.0 if impl == "hopper" else 0.5  # which those kernels leave to the portable ones
 
-    tensors = leaves(device)
+    def loss(q, k, v):
+        return attention(q, k, v, dropout=dropout, impl=impl).square().mean()
+
+    tensors = leaves(device, impl=impl)
     torch.manual_seed(1)
     plain = loss_and_gradients(loss, tensors)
     torch.manual_seed(1)
@@ -99,20 +185,24 @@ def test_activation_checkpointing_repeats_the_dropout(device):
     assert all(torch.equal(a, b) for a, b in zip(plain, again, strict=True))
 
 
-def test_double_backward_says_that_it_is_not_there(device):
-    q, k, v = leaves(device)
-    (dq,) = torch.autograd.grad(attention(q, k, v, impl="triton").sum(), q, create_graph=True)
+@by_impl
+def test_double_backward_says_that_it_is_not_there(impl, device):
+    q, k, v = leaves(device, impl=impl)
+    (dq,) = torch.autograd.grad(attention(q, k, v, impl=impl).sum(), q, create_graph=True)
     with pytest.raises(RuntimeError, match="no second derivative"):
         dq.sum().backward()
 
 
-@pytest.mark.parametrize("name", ["q", "decay"])
-def test_forward_mode_says_that_it_is_not_there(name, device):
+@pytest.mark.parametrize("case", named(["q", "decay", "hopper_q"]))
+def test_forward_mode_says_that_it_is_not_there(case, device):
     """And does not say zero; nor does it refuse calls that only stand inside of one."""
-    arguments, _, _ = make_problem(device, torch.float32, batch=1, q_len=10, decay=True)
+    on_hopper = case.startswith("hopper")
+    which = dict(dtype=torch.bfloat16, dim=64) if on_hopper else dict(dtype=torch.float32, decay=True)
+    arguments, _, _ = make_problem(device, batch=1, q_len=10, **which)
+    name = case.removeprefix("hopper_")
     x = arguments.pop(name)
 
-    def call(x, impl="triton"):
+    def call(x, impl="hopper" if on_hopper else "triton"):
         return attention(**arguments | {name: x}, impl=impl)
 
     with pytest.raises(RuntimeError, match="no forward-mode derivative; for one, use impl='reference'"):
@@ -262,13 +352,14 @@ def test_one_long_row_of_gates_repeats(device):
 
 
 @needs_gpu
-def test_memory_grows_with_the_length_only(device):
+@by_impl
+def test_memory_grows_with_the_length_only(impl, device):
     """Peak beyond the inputs at T = 65,536: output, LSE, gradients and delta; nothing of size T^2 (4.3e9 scores)."""
     q, k, v = (torch.randn(1, 65_536, 2, 64, device=device, dtype=torch.bfloat16, requires_grad=True) for _ in range(3))
     torch.cuda.synchronize()
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()
-    attention(q, k, v, impl="triton").sum().backward()
+    attention(q, k, v, impl=impl).sum().backward()
     peak = torch.cuda.max_memory_allocated() - before
     print(f"peak memory beyond the inputs: {peak / 2**20:.0f} MiB")
     assert peak < 6 * q.numel() * q.element_size()
