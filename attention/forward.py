@@ -7,7 +7,9 @@ import triton.language as tl
 
 from .score import LOG2E, Terms, ahead, behind, drop, dropout_key, shape_scores
 from .tiles import (
+    Source,
     dot,
+    fetch_tile,
     first_step,
     last_step,
     load_tile,
@@ -47,7 +49,7 @@ def attend(state, queries, k, v, seq, terms, span, RULE: tl.constexpr, TILE: tl.
     for step in range(first_step(span, MASKED), last_step(span, MASKED), TILE.block_k):
         start = position(step, span, MASKED)
         k_pos = start + tl.arange(0, TILE.block_k)
-        k_tile = load_tile(k, start, queries.low, span.hi, TILE.block_k, TILE.dim, MASKED)
+        k_tile = fetch_tile(k, start, queries.low, span.hi, TILE.block_k, TILE.dim, MASKED)
         qk = dot(queries.tile, tl.trans(k_tile), None, TILE)
         scores, _ = shape_scores(qk, queries.pos[:, None], k_pos[None, :], queries.head, seq, terms, RULE, MASKED)
 
@@ -61,7 +63,7 @@ def attend(state, queries, k, v, seq, terms, span, RULE: tl.constexpr, TILE: tl.
         total = state.total * fade + tl.sum(weights, 1)
         # after the sum: dropout acts on normalised weights
         weights = drop(weights, queries.key, queries.pos[:, None], k_pos[None, :], RULE)
-        v_tile = load_tile(v, start, queries.low, span.hi, TILE.block_k, TILE.value_dim, MASKED)
+        v_tile = fetch_tile(v, start, queries.low, span.hi, TILE.block_k, TILE.value_dim, MASKED)
         if terms.bias is not None:  # a value hidden by -inf may hold NaN, and 0 * NaN is NaN
             v_tile = tl.where(tl.max(scores, 0)[:, None] == float("-inf"), 0.0, v_tile).to(v_tile.dtype)
         acc = dot(narrow(weights, v_tile), v_tile, state.acc * fade[:, None], TILE)
@@ -71,8 +73,9 @@ def attend(state, queries, k, v, seq, terms, span, RULE: tl.constexpr, TILE: tl.
 
 @triton.jit(do_not_specialize=["q_len", "k_len"])
 def forward_kernel(
-    q, k, v, out, lse2, sink, q_len, k_len, ragged, scale, seed, bias, gate, RULE: tl.constexpr, TILE: tl.constexpr
-):
+    q, k, v, k_tiles, v_tiles, out, lse2, sink, q_len, k_len, ragged, scale, seed, bias, gate,
+    RULE: tl.constexpr, TILE: tl.constexpr,
+):  # fmt: skip
     """out = softmax(rule(q k^T)) v and lse2 = log2 sum 2^score, for one tile of queries of one head.
 
     On chip: the query tile, one key and one value tile (double-buffered), and the Softmax state in registers.
@@ -89,8 +92,9 @@ def forward_kernel(
     last = first + tl.minimum(TILE.block_q, count) - 1
     span = meeting_range(first, last, behind(RULE), ahead(RULE), seq.k_len, TILE.block_k)
     q = tile_lane(q, seq.row, head, seq.q_start)
-    k = tile_lane(k, seq.row, head // TILE.group, seq.k_start)
-    v = tile_lane(v, seq.row, head // TILE.group, seq.k_start)
+    kv_head = head // TILE.group
+    k = Source(tile_lane(k, seq.row, kv_head, seq.k_start), k_tiles, seq.row, kv_head, seq.k_start)
+    v = Source(tile_lane(v, seq.row, kv_head, seq.k_start), v_tiles, seq.row, kv_head, seq.k_start)
     out = tile_lane(out, seq.row, head, seq.q_start)
     queries = Queries(
         load_tile(q, q_start, 0, seq.q_len, TILE.block_q, TILE.dim, True),

@@ -15,7 +15,7 @@ from .gluon import TensorDescriptor, gl
 from .hopper_backward import WIDTH, Plan, backward_kernel, finish_kernel, prepare_kernel
 from .hopper_forward import ROWS, Pipeline, hopper_forward_kernel
 from .hopper_ragged import POSITIONS, blank_kernel, end_shape, end_strides, list_kernel
-from .launch import Launch, Settings, describe, empty, output, processors, start
+from .launch import Launch, Settings, describe, descriptor, empty, output, processors, start
 from .tiles import aligned
 
 
@@ -71,30 +71,15 @@ def shared_layout(block, dtype):
 
 
 def described(x, block, shape=None, strides=None):
-    """Fields of the TMA descriptor of a tensor in blocks; past its end they hold zeros, and are not written."""
+    """TMA descriptor of a tensor in blocks; past its end they hold zeros, and are not written."""
     shape, strides = shape or x.shape, strides or x.stride()
-    fields = vars(TensorDescriptor(x, list(shape), list(strides), list(block), shared_layout(block, x.dtype)))
-    return fields | dict(base=None)
+    return TensorDescriptor(x, list(shape), list(strides), list(block), shared_layout(block, x.dtype))
 
 
 def described_tiles(x, rows, ragged):
     """The same of a [B, T, H, D] tensor in tiles of `rows` positions of one head, at corner()."""
     block = (1, rows, 1, padded(x.shape[-1]))
     return described(x, (1, *block), end_shape(x), end_strides(x)) if ragged else described(x, block)
-
-
-def descriptor(problem, name, x, fields_of, *args):
-    """TMA descriptor of a tensor by fields_of(x, *args).
-
-    It is made and checked, which takes as long as a launch, for the first tensor of a name: the others of the problem
-    differ from that in where they begin.
-    """
-    fields = problem.made.get((name, fields_of))
-    if fields is None:
-        fields = problem.made[name, fields_of] = fields_of(x, *args)
-    found = object.__new__(TensorDescriptor)
-    vars(found).update(fields, base=x)
-    return found
 
 
 def tiles_of(problem, name, x, rows):

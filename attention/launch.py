@@ -9,11 +9,12 @@ from typing import NamedTuple
 import torch
 import triton
 from triton.runtime.errors import OutOfResources
+from triton.tools.tensor_descriptor import TensorDescriptor
 
 from .backward import Spread, dbias_kernel, delta_kernel, dkdv_kernel, dq_kernel, group_sum_kernel
 from .forward import forward_kernel
 from .score import LOG2E, Rule, Terms
-from .tiles import INTERPRETED, Ragged, Tile, View, aligned, pair_view, rows_view, view
+from .tiles import INTERPRETED, Ragged, Tile, View, aligned, padded, pair_view, rows_view, view
 
 ANY = 2**31  # any way
 
@@ -23,6 +24,7 @@ class Launch(NamedTuple):
     block_k: int
     num_warps: int
     num_stages: int
+    tma: bool = False  # whether whole tiles of keys and values are loaded by TMA, of Hopper GPUs and later
 
 
 # (kernel, bytes per element) -> rows (largest head dim, longest way, settings); the first row that holds serves.
@@ -119,7 +121,8 @@ def way(q_len, k_len, rule):
 def launches_for(dim, way, element_size, device):
     """{kernel: Launch} for the larger head dim, the way, bytes per element and device."""
     if INTERPRETED.value:
-        return {kernel: INTERPRETER for kernel in ("forward", "dq", "dkdv")}
+        by_tma = INTERPRETER._replace(tma=dim > 16)  # both ways of loading
+        return {"forward": by_tma, "dq": INTERPRETER, "dkdv": INTERPRETER}
     chosen = {}
     for (kernel, size), rows in CHIPS.get(torch.cuda.get_device_capability(device), PORTABLE).items():
         holds = [launch for max_dim, max_way, launch in rows if dim <= max_dim and way <= max_way]
@@ -209,6 +212,27 @@ class Problem(NamedTuple):
         """One per tile of queries ("q") or keys ("k"), head and sequence."""
         tiles = -(-self.q_len // tile.block_q) if axis == "q" else -(-self.k_len // tile.block_k)
         return tiles * tile.heads * self.sequences
+
+
+def described(x, rows):
+    """TMA descriptor of an aligned() [B, T, H, D] tensor in tiles of `rows` positions of a head; past its end are 0."""
+    return TensorDescriptor(x, list(x.shape), list(x.stride()), [1, rows, 1, padded(x.shape[-1])])
+
+
+def descriptor(problem, name, x, make, *args):
+    """TMA descriptor of a tensor, as make(x, *args) makes it.
+
+    It is made and checked, which takes as long as a launch, for the first tensor of a name: the others of the problem
+    differ from that in where they begin.
+    """
+    known = problem.made.get((name, make))
+    if known is None:
+        made = make(x, *args)
+        known = problem.made[name, make] = type(made), vars(made) | dict(base=None)
+    kind, fields = known
+    found = object.__new__(kind)
+    vars(found).update(fields, base=x)
+    return found
 
 
 BUFFERS_LESS = True  # benchmarks/tune.py turns it off: it wants to know
@@ -330,9 +354,13 @@ def forward(q, k, v, options):
 def launch_forward(problem, q, k, v, out, lse2, sink):
     """Fill out and lse2."""
     view = problem.view
+    tiles = [None, None]
+    if problem.launches["forward"].tma and 0 not in k.shape + k.stride() + v.stride():
+        block_k = problem.launches["forward"].block_k
+        tiles = [descriptor(problem, f"{name}_tiles", x, described, block_k) for name, x in (("k", k), ("v", v))]
     args = (
-        view("q", q), view("k", k), view("v", v), view("out", out), view("lse2", lse2), sink,
-        problem.q_len, problem.k_len, problem.ragged, *problem.terms,
+        view("q", q), view("k", k), view("v", v), *tiles, view("out", out), view("lse2", lse2), sink, problem.q_len,
+        problem.k_len, problem.ragged, *problem.terms,
     )  # fmt: skip
     start(forward_settings, problem, args)
 

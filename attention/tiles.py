@@ -41,6 +41,16 @@ class Lane(NamedTuple):
     stride: tl.tensor  # elements from one position to the next; int64 if a product with it may pass 2^31
 
 
+class Source(NamedTuple):
+    """What a loop loads tiles of, whole ones by TMA if `tiles` describes the tensor: x[row, start:, head]."""
+
+    lane: Lane
+    tiles: tl.tensor_descriptor | None  # of the [B, T, H, D] tensor, in blocks [1, positions, 1, D padded]
+    row: tl.tensor
+    head: tl.tensor
+    start: tl.tensor
+
+
 class PairView(NamedTuple):
     """A [B, H, Tq, Tk] tensor; strides are 0 where it is broadcast."""
 
@@ -227,6 +237,16 @@ def load_tile(x, start, low, high, BLOCK: tl.constexpr, DIM: tl.constexpr, BOUND
         tile = tl.load(pointers, tl.arange(0, padded(DIM))[None, :] < DIM, 0.0)
     else:
         tile = tl.load(pointers)
+    return tile
+
+
+@triton.jit
+def fetch_tile(x, start, low, high, BLOCK: tl.constexpr, DIM: tl.constexpr, BOUNDED: tl.constexpr):
+    """load_tile() of a Source. By TMA no thread computes addresses; it cannot repeat a position at a bound."""
+    if BOUNDED or x.tiles is None:
+        tile = load_tile(x.lane, start, low, high, BLOCK, DIM, BOUNDED)
+    else:
+        tile = x.tiles.load([x.row, x.start + start, x.head, 0]).reshape(BLOCK, padded(DIM))
     return tile
 
 
