@@ -31,6 +31,7 @@ from .tiles import (
     position,
     row_lane,
     sequence,
+    step_size,
     store_rows,
     store_tile,
     tile_lane,
@@ -97,12 +98,12 @@ def query_lanes(q, dout, lse2, delta, head, seq):
 
 
 @triton.jit
-def load_lse(lanes, start, seq, terms, TILE: tl.constexpr, BOUNDED: tl.constexpr):
-    """lse2 of queries [start, start + block_q). BOUNDED=False promises that all exist and see a key.
+def load_lse(lanes, start, seq, terms, BLOCK: tl.constexpr, BOUNDED: tl.constexpr):
+    """lse2 of queries [start, start + BLOCK). BOUNDED=False promises that all exist and see a key.
 
     +inf where there is none, so that 2^(score - lse2) is 0 for rows that see no key or do not exist.
     """
-    lse2 = load_rows(lanes.lse2, start, seq.q_len, float("inf"), TILE.block_q, BOUNDED)
+    lse2 = load_rows(lanes.lse2, start, seq.q_len, float("inf"), BLOCK, BOUNDED)
     if BOUNDED or terms.bias is not None:
         lse2 = tl.where(lse2 == float("-inf"), float("inf"), lse2)
     return lse2
@@ -114,7 +115,7 @@ def load_queries(lanes, head, start, seq, terms, RULE: tl.constexpr, TILE: tl.co
     return Queries(
         load_tile(lanes.q, start, 0, seq.q_len, TILE.block_q, TILE.dim, True),
         load_tile(lanes.dout, start, 0, seq.q_len, TILE.block_q, TILE.value_dim, True),
-        load_lse(lanes, start, seq, terms, TILE, True),
+        load_lse(lanes, start, seq, terms, TILE.block_q, True),
         load_rows(lanes.delta, start, seq.q_len, 0.0, TILE.block_q, True),
         start + seq.k_len - seq.q_len + tl.arange(0, TILE.block_q),
         head,
@@ -204,21 +205,22 @@ def gather_dkdv(
     Tiles are [keys, queries]: P'^T and dS^T are born so.
     """
     key = dropout_key(seq, head, terms, RULE)
-    for step in range(first_step(span, MASKED), last_step(span, MASKED), TILE.block_q):
+    BLOCK: tl.constexpr = step_size(TILE.block_q, MASKED and OUTPUTS == "dkdv")
+    for step in range(first_step(span, MASKED), last_step(span, MASKED), BLOCK):
         start = position(step, span, MASKED)
-        q_pos = (start + seq.k_len - seq.q_len + tl.arange(0, TILE.block_q))[None, :]
-        q_tile = load_tile(lanes.q, start, 0, seq.q_len, TILE.block_q, TILE.dim, MASKED)
-        dout_tile = load_tile(lanes.dout, start, 0, seq.q_len, TILE.block_q, TILE.value_dim, MASKED)
+        q_pos = (start + seq.k_len - seq.q_len + tl.arange(0, BLOCK))[None, :]
+        q_tile = load_tile(lanes.q, start, 0, seq.q_len, BLOCK, TILE.dim, MASKED)
+        dout_tile = load_tile(lanes.dout, start, 0, seq.q_len, BLOCK, TILE.value_dim, MASKED)
         qk = dot(k_tile, tl.trans(q_tile), None, TILE)
         scores, slope = shape_scores(qk, q_pos, k_pos, head, seq, terms, RULE, MASKED)
-        weights = tl.exp2(scores - load_lse(lanes, start, seq, terms, TILE, MASKED)[None, :])
+        weights = tl.exp2(scores - load_lse(lanes, start, seq, terms, BLOCK, MASKED)[None, :])
         main, value, gate = sums.main, sums.value, sums.gate
         if OUTPUTS != "dk":
             kept = drop(weights, key, q_pos, k_pos, RULE)
             value = dot(narrow(kept, dout_tile), dout_tile, value, TILE)
         if OUTPUTS != "dv":
             dweights = dot(v_tile, tl.trans(dout_tile), None, TILE)
-            delta = load_rows(lanes.delta, start, seq.q_len, 0.0, TILE.block_q, MASKED)
+            delta = load_rows(lanes.delta, start, seq.q_len, 0.0, BLOCK, MASKED)
             dscores = score_gradient(weights, dweights, delta[None, :], q_pos, k_pos, key, terms, RULE, MASKED)
             main = dot(narrow(dscores * slope, q_tile), q_tile, main, TILE)
             if terms.gate is not None:

@@ -18,6 +18,7 @@ from .tiles import (
     narrow,
     position,
     sequence,
+    step_size,
     store_rows,
     store_tile,
     tile_lane,
@@ -46,10 +47,11 @@ class Queries(NamedTuple):
 @triton.jit
 def attend(state, queries, k, v, seq, terms, span, RULE: tl.constexpr, TILE: tl.constexpr, MASKED: tl.constexpr):
     """Absorb the keys of a span: its interior, or (MASKED) its edges."""
-    for step in range(first_step(span, MASKED), last_step(span, MASKED), TILE.block_k):
+    BLOCK: tl.constexpr = step_size(TILE.block_k, MASKED)
+    for step in range(first_step(span, MASKED), last_step(span, MASKED), BLOCK):
         start = position(step, span, MASKED)
-        k_pos = start + tl.arange(0, TILE.block_k)
-        k_tile = fetch_tile(k, start, queries.low, span.hi, TILE.block_k, TILE.dim, MASKED)
+        k_pos = start + tl.arange(0, BLOCK)
+        k_tile = fetch_tile(k, start, queries.low, span.hi, BLOCK, TILE.dim, MASKED)
         qk = dot(queries.tile, tl.trans(k_tile), None, TILE)
         scores, _ = shape_scores(qk, queries.pos[:, None], k_pos[None, :], queries.head, seq, terms, RULE, MASKED)
 
@@ -63,7 +65,7 @@ def attend(state, queries, k, v, seq, terms, span, RULE: tl.constexpr, TILE: tl.
         total = state.total * fade + tl.sum(weights, 1)
         # after the sum: dropout acts on normalised weights
         weights = drop(weights, queries.key, queries.pos[:, None], k_pos[None, :], RULE)
-        v_tile = fetch_tile(v, start, queries.low, span.hi, TILE.block_k, TILE.value_dim, MASKED)
+        v_tile = fetch_tile(v, start, queries.low, span.hi, BLOCK, TILE.value_dim, MASKED)
         if terms.bias is not None:  # a value hidden by -inf may hold NaN, and 0 * NaN is NaN
             v_tile = tl.where(tl.max(scores, 0)[:, None] == float("-inf"), 0.0, v_tile).to(v_tile.dtype)
         acc = dot(narrow(weights, v_tile), v_tile, state.acc * fade[:, None], TILE)

@@ -35,9 +35,9 @@ class Launch(NamedTuple):
 HOPPER = {
     ("forward", 2): [
         (64, ANY, Launch(64, 64, 4, 3)),
-        (128, 512, Launch(64, 32, 4, 3)),
-        (128, ANY, Launch(64, 64, 4, 3)),
-        (256, ANY, Launch(128, 64, 8, 2)),
+        (128, 256, Launch(64, 32, 4, 3, tma=True)),
+        (128, ANY, Launch(64, 64, 4, 3, tma=True)),
+        (256, ANY, Launch(128, 64, 8, 2, tma=True)),
     ],
     ("dq", 2): [
         (64, 512, Launch(64, 32, 4, 3)),
@@ -47,7 +47,7 @@ HOPPER = {
         (256, ANY, Launch(128, 32, 8, 3)),
     ],
     ("dkdv", 2): [
-        (64, ANY, Launch(32, 64, 4, 3)),
+        (64, ANY, Launch(64, 64, 4, 3)),
         (128, 1024, Launch(64, 64, 4, 2)),
         (128, ANY, Launch(64, 128, 8, 3)),
     ],
@@ -99,7 +99,7 @@ PORTABLE = {
     ("dkdv", 4): [
         (64, ANY, Launch(16, 32, 8, 2)),
         (128, ANY, Launch(16, 16, 8, 1)),
-        (256, ANY, Launch(16, 16, 8, 1)),
+        (256, ANY, Launch(16, 16, 4, 1)),
     ],
 }
 CHIPS = {(9, 0): HOPPER}
@@ -214,7 +214,7 @@ class Problem(NamedTuple):
         return tiles * tile.heads * self.sequences
 
 
-def described(x, rows):
+def tma_tiles(x, rows):
     """TMA descriptor of an aligned() [B, T, H, D] tensor in tiles of `rows` positions of a head; past its end are 0."""
     return TensorDescriptor(x, list(x.shape), list(x.stride()), [1, rows, 1, padded(x.shape[-1])])
 
@@ -357,7 +357,7 @@ def launch_forward(problem, q, k, v, out, lse2, sink):
     tiles = [None, None]
     if problem.launches["forward"].tma and 0 not in k.shape + k.stride() + v.stride():
         block_k = problem.launches["forward"].block_k
-        tiles = [descriptor(problem, f"{name}_tiles", x, described, block_k) for name, x in (("k", k), ("v", v))]
+        tiles = [descriptor(problem, f"{name}_tiles", x, tma_tiles, block_k) for name, x in (("k", k), ("v", v))]
     args = (
         view("q", q), view("k", k), view("v", v), *tiles, view("out", out), view("lse2", lse2), sink, problem.q_len,
         problem.k_len, problem.ragged, *problem.terms,

@@ -324,6 +324,12 @@ def meeting_range(first, last, behind, ahead, length, BLOCK: tl.constexpr):
     return Span(lo, full_lo, tl.maximum(full_lo, full_hi), hi)
 
 
+@triton.constexpr_function
+def step_size(block, edges):
+    """Positions that a loop takes at a time: at the edges of a Span fewer, since masks take registers."""
+    return block // 2 if edges and block > 32 else block
+
+
 @triton.jit
 def first_step(span, EDGES: tl.constexpr):
     """Where a loop over the interior of a Span begins, or over its edges: see position()."""

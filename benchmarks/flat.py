@@ -8,9 +8,9 @@ import torch
 import triton
 import triton.language as tl
 
-from attention.launch import launches_for, way
+from attention.launch import tma_tiles, launches_for, way
 from attention.score import Rule
-from attention.tiles import Tile, locate_query_tile
+from attention.tiles import Tile, locate_query_tile, step_size
 
 LOG2E = 1.4426950408889634
 
@@ -21,12 +21,21 @@ def tile(x, start, stride, ROWS: tl.constexpr, D: tl.constexpr):
 
 
 @triton.jit
+def fetch(x, tiles, row, head, start, stride, ROWS: tl.constexpr, D: tl.constexpr, MASK: tl.constexpr):
+    if tiles is None or MASK:
+        found = tl.load(tile(x, start, stride, ROWS, D))
+    else:
+        found = tiles.load([row, start, head, 0]).reshape(ROWS, D)
+    return found
+
+
+@triton.jit
 def absorb(
-    acc, top, total, q, q_pos, k, v, lo, hi, stride, factor,
+    acc, top, total, q, q_pos, k, v, k_tiles, v_tiles, row, head, lo, hi, stride, factor,
     D: tl.constexpr, BK: tl.constexpr, MASK: tl.constexpr,
 ):  # fmt: skip
     for start in range(lo, hi, BK):
-        scores = tl.dot(q, tl.trans(tl.load(tile(k, start, stride, BK, D)))) * factor
+        scores = tl.dot(q, tl.trans(fetch(k, k_tiles, row, head, start, stride, BK, D, MASK))) * factor
         if MASK:
             k_pos = start + tl.arange(0, BK)
             scores = tl.where(k_pos[None, :] <= q_pos[:, None], scores, float("-inf"))
@@ -34,19 +43,18 @@ def absorb(
         weights = tl.exp2(scores - new[:, None])
         fade = tl.exp2(top - new)
         total = total * fade + tl.sum(weights, 1)
-        acc = tl.dot(weights.to(q.dtype), tl.load(tile(v, start, stride, BK, D)), acc * fade[:, None])
+        acc = tl.dot(weights.to(q.dtype), fetch(v, v_tiles, row, head, start, stride, BK, D, MASK), acc * fade[:, None])
         top = new
     return acc, top, total
 
 
 @triton.jit
 def forward_kernel(
-    Q, K, V, O, L, T, H, factor, D: tl.constexpr, CAUSAL: tl.constexpr, BQ: tl.constexpr, BK: tl.constexpr,
-    RULE: tl.constexpr, TILE: tl.constexpr,
+    Q, K, V, K_TILES, V_TILES, O, L, T, H, factor, D: tl.constexpr, CAUSAL: tl.constexpr, BQ: tl.constexpr,
+    BK: tl.constexpr, RULE: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
     index, head, row = locate_query_tile(T // BQ, T, RULE, TILE)  # the order is no feature
     base = row.to(tl.int64) * T * H * D + head * D
-    head += row * H
     stride = H * D
     q_pos = index * BQ + tl.arange(0, BQ)
     q = tl.load(tile(Q + base, index * BQ, stride, BQ, D))
@@ -55,12 +63,16 @@ def forward_kernel(
     total = tl.zeros([BQ], tl.float32)
     k, v = K + base, V + base
     full = index * BQ // BK * BK if CAUSAL else T
-    acc, top, total = absorb(acc, top, total, q, q_pos, k, v, 0, full, stride, factor, D, BK, False)
+    acc, top, total = absorb(
+        acc, top, total, q, q_pos, k, v, K_TILES, V_TILES, row, head, 0, full, stride, factor, D, BK, False
+    )
     if CAUSAL:
-        end = (index + 1) * BQ
-        acc, top, total = absorb(acc, top, total, q, q_pos, k, v, full, end, stride, factor, D, BK, True)
+        acc, top, total = absorb(
+            acc, top, total, q, q_pos, k, v, K_TILES, V_TILES, row, head, full, (index + 1) * BQ, stride, factor, D,
+            step_size(BK, True), True,
+        )  # fmt: skip
     tl.store(tile(O + base, index * BQ, stride, BQ, D), (acc / total[:, None]).to(O.dtype.element_ty))
-    tl.store(L + head * T + q_pos, top + tl.log2(total))
+    tl.store(L + (row * H + head) * T + q_pos, top + tl.log2(total))
 
 
 @triton.jit
@@ -151,7 +163,8 @@ def dkdv_kernel(
     if CAUSAL:
         first = index * BK // BQ * BQ
         full = tl.cdiv((index + 1) * BK, BQ) * BQ
-        dk, dv = add_dkdv(dk, dv, k, v, k_pos, q, dout, lse, delta, first, full, stride, factor, D, BQ, True)
+        BLOCK: tl.constexpr = step_size(BQ, True)
+        dk, dv = add_dkdv(dk, dv, k, v, k_pos, q, dout, lse, delta, first, full, stride, factor, D, BLOCK, True)
     dk, dv = add_dkdv(dk, dv, k, v, k_pos, q, dout, lse, delta, full, T, stride, factor, D, BQ, False)
     tl.store(tile(DK + base, index * BK, stride, BK, D), (dk * scale).to(DK.dtype.element_ty))
     tl.store(tile(DV + base, index * BK, stride, BK, D), dv.to(DV.dtype.element_ty))
@@ -173,8 +186,9 @@ class Flat(torch.autograd.Function):
         launch, *order = settings("forward", q, causal)
         grid = (length // launch.block_q * heads * batch,)
         factor = dim**-0.5 * LOG2E
+        tiles = [tma_tiles(x, launch.block_k) if launch.tma else None for x in (k, v)]
         forward_kernel[grid](
-            q, k, v, out, lse, length, heads, factor, dim, causal, launch.block_q, launch.block_k, *order,
+            q, k, v, *tiles, out, lse, length, heads, factor, dim, causal, launch.block_q, launch.block_k, *order,
             num_warps=launch.num_warps, num_stages=launch.num_stages,
         )  # fmt: skip
         ctx.save_for_backward(q, k, v, out, lse)

@@ -116,7 +116,7 @@ SHORT = {
 @pytest.mark.parametrize("name", named(WHOLE))
 def test_custom_ops(name, device, monkeypatch):
     """torch.library.opcheck of both ops, on the arguments that attention() gives them."""
-    call, dtype, problem = whole(name, device, **({} if ON_GPU else SHORT[name]))
+    call, dtype, problem = whole(name, device, **({} if ON_GPU else SHORT.get(name, {})))
     monkeypatch.setattr(ops, "_plain", lambda *tensors: False)  # else eager calls go past the ops
     calls = {}
     for direction in ("forward", "backward"):
@@ -354,7 +354,10 @@ def test_one_long_row_of_gates_repeats(device):
 @needs_gpu
 @by_impl
 def test_memory_grows_with_the_length_only(impl, device):
-    """Peak beyond the inputs at T = 65,536: output, LSE, gradients and delta; nothing of size T^2 (4.3e9 scores)."""
+    """Peak beyond the inputs at T = 65,536: output, LSE, gradients and delta; nothing of size T^2 (4.3e9 scores).
+
+    The Hopper kernels also add up dq in float32, and want the output's gradient, one number expanded, in full.
+    """
     q, k, v = (torch.randn(1, 65_536, 2, 64, device=device, dtype=torch.bfloat16, requires_grad=True) for _ in range(3))
     torch.cuda.synchronize()
     torch.cuda.reset_peak_memory_stats()
@@ -362,4 +365,4 @@ def test_memory_grows_with_the_length_only(impl, device):
     attention(q, k, v, impl=impl).sum().backward()
     peak = torch.cuda.max_memory_allocated() - before
     print(f"peak memory beyond the inputs: {peak / 2**20:.0f} MiB")
-    assert peak < 6 * q.numel() * q.element_size()
+    assert peak < (8 if impl == "hopper" else 6) * q.numel() * q.element_size()
