@@ -8,7 +8,7 @@ import torch
 import triton
 import triton.language as tl
 
-from attention.launch import tma_tiles, launches_for, way
+from attention.launch import launches_for, tma_tiles, way
 from attention.score import Rule
 from attention.tiles import Tile, locate_query_tile, step_size
 
