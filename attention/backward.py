@@ -19,6 +19,7 @@ from .tiles import (
     Lane,
     Ragged,
     dot,
+    fetch_tile,
     first_step,
     last_step,
     load_rows,
@@ -134,12 +135,13 @@ def score_gradient(weights, dweights, delta, q_pos, k_pos, key, terms, RULE: tl.
 
 @triton.jit
 def meet_keys(
-    queries, k, v, start, low, high, seq, terms, RULE: tl.constexpr, TILE: tl.constexpr, MASKED: tl.constexpr
-):
+    queries, k, v, k_tiles, v_tiles, start, low, high, seq, terms,
+    RULE: tl.constexpr, TILE: tl.constexpr, MASKED: tl.constexpr,
+):  # fmt: skip
     """The key tile at `start`, dS [queries, keys] and slope; low and high bound the keys any of the queries can see."""
     k_pos = start + tl.arange(0, TILE.block_k)
-    k_tile = load_tile(k, start, low, high, TILE.block_k, TILE.dim, MASKED)
-    v_tile = load_tile(v, start, low, high, TILE.block_k, TILE.value_dim, MASKED)
+    k_tile = fetch_tile(k, k_tiles, start, low, high, TILE.block_k, TILE.dim, MASKED)
+    v_tile = fetch_tile(v, v_tiles, start, low, high, TILE.block_k, TILE.value_dim, MASKED)
     q_pos, k_pos = queries.pos[:, None], k_pos[None, :]
     qk = dot(queries.tile, tl.trans(k_tile), None, TILE)
     scores, slope = shape_scores(qk, q_pos, k_pos, queries.head, seq, terms, RULE, MASKED)
@@ -150,11 +152,16 @@ def meet_keys(
 
 
 @triton.jit
-def gather_dq(sums, queries, k, v, low, span, seq, terms, RULE: tl.constexpr, TILE: tl.constexpr, MASKED: tl.constexpr):
+def gather_dq(
+    sums, queries, k, v, k_tiles, v_tiles, low, span, seq, terms,
+    RULE: tl.constexpr, TILE: tl.constexpr, MASKED: tl.constexpr,
+):  # fmt: skip
     """Add dS K over the keys of a span: its interior, or (MASKED) its edges."""
     for step in range(first_step(span, MASKED), last_step(span, MASKED), TILE.block_k):
         start = position(step, span, MASKED)
-        k_tile, dscores, slope = meet_keys(queries, k, v, start, low, span.hi, seq, terms, RULE, TILE, MASKED)
+        k_tile, dscores, slope = meet_keys(
+            queries, k, v, k_tiles, v_tiles, start, low, span.hi, seq, terms, RULE, TILE, MASKED
+        )
         if terms.bias is not None:  # and 0 * NaN is NaN
             k_tile = tl.where(tl.max(tl.abs(dscores), 0)[:, None] > 0, k_tile, 0.0).to(k_tile.dtype)
         gate = sums.gate
@@ -166,7 +173,7 @@ def gather_dq(sums, queries, k, v, low, span, seq, terms, RULE: tl.constexpr, TI
 
 @triton.jit(do_not_specialize=["q_len", "k_len"])
 def dq_kernel(
-    q, k, v, dout, lse2, delta, dq, dgate, q_len, k_len, ragged, scale, seed, bias, gate,
+    q, k, v, dout, lse2, delta, k_tiles, v_tiles, dq, dgate, q_len, k_len, ragged, scale, seed, bias, gate,
     RULE: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
     """dQ = scale dS K and the query half of dgate [B, H, Tk], for one tile of queries; walks the keys."""
@@ -186,8 +193,8 @@ def dq_kernel(
     k = tile_lane(k, seq.row, head // TILE.group, seq.k_start)
     v = tile_lane(v, seq.row, head // TILE.group, seq.k_start)
     sums = Gradients(zeros(TILE.block_q, TILE.dim), 0.0, tl.full([TILE.block_q], 0.0, tl.float32))
-    sums = gather_dq(sums, queries, k, v, low, span, seq, terms, RULE, TILE, MASKED=False)
-    sums = gather_dq(sums, queries, k, v, low, span, seq, terms, RULE, TILE, MASKED=True)
+    sums = gather_dq(sums, queries, k, v, k_tiles, v_tiles, low, span, seq, terms, RULE, TILE, MASKED=False)
+    sums = gather_dq(sums, queries, k, v, k_tiles, v_tiles, low, span, seq, terms, RULE, TILE, MASKED=True)
     dq = tile_lane(dq, seq.row, head, seq.q_start)
     store_tile(dq, sums.main * terms.scale, q_start, seq.q_len, TILE.block_q, TILE.dim)
     if dgate is not None:
@@ -197,7 +204,7 @@ def dq_kernel(
 
 @triton.jit
 def gather_dkdv(
-    sums, k_tile, v_tile, k_pos, lanes, head, span, seq, terms,
+    sums, k_tile, v_tile, k_pos, lanes, q_tiles, dout_tiles, head, span, seq, terms,
     RULE: tl.constexpr, TILE: tl.constexpr, OUTPUTS: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
     """Add dS^T Q and P'^T dO over the queries of a span: its interior, or (MASKED) its edges.
@@ -209,8 +216,8 @@ def gather_dkdv(
     for step in range(first_step(span, MASKED), last_step(span, MASKED), BLOCK):
         start = position(step, span, MASKED)
         q_pos = (start + seq.k_len - seq.q_len + tl.arange(0, BLOCK))[None, :]
-        q_tile = load_tile(lanes.q, start, 0, seq.q_len, BLOCK, TILE.dim, MASKED)
-        dout_tile = load_tile(lanes.dout, start, 0, seq.q_len, BLOCK, TILE.value_dim, MASKED)
+        q_tile = fetch_tile(lanes.q, q_tiles, start, 0, seq.q_len, BLOCK, TILE.dim, MASKED)
+        dout_tile = fetch_tile(lanes.dout, dout_tiles, start, 0, seq.q_len, BLOCK, TILE.value_dim, MASKED)
         qk = dot(k_tile, tl.trans(q_tile), None, TILE)
         scores, slope = shape_scores(qk, q_pos, k_pos, head, seq, terms, RULE, MASKED)
         weights = tl.exp2(scores - load_lse(lanes, start, seq, terms, BLOCK, MASKED)[None, :])
@@ -231,7 +238,7 @@ def gather_dkdv(
 
 @triton.jit(do_not_specialize=["q_len", "k_len"])
 def dkdv_kernel(
-    q, k, v, dout, lse2, delta, dk, dv, dgate, q_len, k_len, ragged, scale, seed, bias, gate,
+    q, k, v, dout, lse2, delta, q_tiles, dout_tiles, dk, dv, dgate, q_len, k_len, ragged, scale, seed, bias, gate,
     RULE: tl.constexpr, TILE: tl.constexpr, SPAN: tl.constexpr, OUTPUTS: tl.constexpr,
 ):  # fmt: skip
     """dK, dV and the key half of dgate for one tile of keys, summed over SPAN query heads (dgate: for each of them).
@@ -270,9 +277,13 @@ def dkdv_kernel(
         head = slot * SPAN + member
         lanes = query_lanes(q, dout, lse2, delta, head, seq)
         sums = gather_dkdv(
-            sums, k_tile, v_tile, k_pos, lanes, head, span, seq, terms, RULE, TILE, OUTPUTS, MASKED=False
-        )
-        sums = gather_dkdv(sums, k_tile, v_tile, k_pos, lanes, head, span, seq, terms, RULE, TILE, OUTPUTS, MASKED=True)
+            sums, k_tile, v_tile, k_pos, lanes, q_tiles, dout_tiles, head, span, seq, terms, RULE, TILE, OUTPUTS,
+            MASKED=False,
+        )  # fmt: skip
+        sums = gather_dkdv(
+            sums, k_tile, v_tile, k_pos, lanes, q_tiles, dout_tiles, head, span, seq, terms, RULE, TILE, OUTPUTS,
+            MASKED=True,
+        )  # fmt: skip
         if dgate is not None and OUTPUTS != "dv":
             store_rows(dgate, sums.gate, seq.row, head, at, 0, count, TILE.block_k)
             sums = Gradients(sums.main, sums.value, sums.gate * 0.0)
@@ -343,7 +354,7 @@ def dbias_kernel(
                 low = first - behind(RULE)
                 for start in range(tl.maximum(span.lo, k_lo), tl.minimum(span.hi, k_hi), TILE.block_k):
                     _k_tile, dscores, _slope = meet_keys(
-                        queries, k_lane, v_lane, start, low, span.hi, seq, terms, RULE, TILE, MASKED=True
+                        queries, k_lane, v_lane, None, None, start, low, span.hi, seq, terms, RULE, TILE, MASKED=True
                     )
                     acc += dscores
 

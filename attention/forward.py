@@ -7,7 +7,6 @@ import triton.language as tl
 
 from .score import LOG2E, Terms, ahead, behind, drop, dropout_key, shape_scores
 from .tiles import (
-    Source,
     dot,
     fetch_tile,
     first_step,
@@ -45,13 +44,18 @@ class Queries(NamedTuple):
 
 
 @triton.jit
-def attend(state, queries, k, v, seq, terms, span, RULE: tl.constexpr, TILE: tl.constexpr, MASKED: tl.constexpr):
+def attend(
+    state, queries, k, v, k_tiles, v_tiles, seq, terms, span,
+    RULE: tl.constexpr, TILE: tl.constexpr, MASKED: tl.constexpr,
+):  # fmt: skip
     """Absorb the keys of a span: its interior, or (MASKED) its edges."""
     BLOCK: tl.constexpr = step_size(TILE.block_k, MASKED)
-    for step in range(first_step(span, MASKED), last_step(span, MASKED), BLOCK):
+    # the edge of full attention is less than a block: there is nothing to load ahead
+    STAGES: tl.constexpr = 1 if MASKED and not RULE.causal and RULE.window == 0 else None
+    for step in tl.range(first_step(span, MASKED), last_step(span, MASKED), BLOCK, num_stages=STAGES):
         start = position(step, span, MASKED)
         k_pos = start + tl.arange(0, BLOCK)
-        k_tile = fetch_tile(k, start, queries.low, span.hi, BLOCK, TILE.dim, MASKED)
+        k_tile = fetch_tile(k, k_tiles, start, queries.low, span.hi, BLOCK, TILE.dim, MASKED)
         qk = dot(queries.tile, tl.trans(k_tile), None, TILE)
         scores, _ = shape_scores(qk, queries.pos[:, None], k_pos[None, :], queries.head, seq, terms, RULE, MASKED)
 
@@ -65,7 +69,7 @@ def attend(state, queries, k, v, seq, terms, span, RULE: tl.constexpr, TILE: tl.
         total = state.total * fade + tl.sum(weights, 1)
         # after the sum: dropout acts on normalised weights
         weights = drop(weights, queries.key, queries.pos[:, None], k_pos[None, :], RULE)
-        v_tile = fetch_tile(v, start, queries.low, span.hi, BLOCK, TILE.value_dim, MASKED)
+        v_tile = fetch_tile(v, v_tiles, start, queries.low, span.hi, BLOCK, TILE.value_dim, MASKED)
         if terms.bias is not None:  # a value hidden by -inf may hold NaN, and 0 * NaN is NaN
             v_tile = tl.where(tl.max(scores, 0)[:, None] == float("-inf"), 0.0, v_tile).to(v_tile.dtype)
         acc = dot(narrow(weights, v_tile), v_tile, state.acc * fade[:, None], TILE)
@@ -94,9 +98,8 @@ def forward_kernel(
     last = first + tl.minimum(TILE.block_q, count) - 1
     span = meeting_range(first, last, behind(RULE), ahead(RULE), seq.k_len, TILE.block_k)
     q = tile_lane(q, seq.row, head, seq.q_start)
-    kv_head = head // TILE.group
-    k = Source(tile_lane(k, seq.row, kv_head, seq.k_start), k_tiles, seq.row, kv_head, seq.k_start)
-    v = Source(tile_lane(v, seq.row, kv_head, seq.k_start), v_tiles, seq.row, kv_head, seq.k_start)
+    k = tile_lane(k, seq.row, head // TILE.group, seq.k_start)
+    v = tile_lane(v, seq.row, head // TILE.group, seq.k_start)
     out = tile_lane(out, seq.row, head, seq.q_start)
     queries = Queries(
         load_tile(q, q_start, 0, seq.q_len, TILE.block_q, TILE.dim, True),
@@ -110,8 +113,8 @@ def forward_kernel(
         tl.full([TILE.block_q], float("-inf"), tl.float32),
         tl.full([TILE.block_q], 0.0, tl.float32),
     )
-    state = attend(state, queries, k, v, seq, terms, span, RULE, TILE, MASKED=False)
-    state = attend(state, queries, k, v, seq, terms, span, RULE, TILE, MASKED=True)
+    state = attend(state, queries, k, v, k_tiles, v_tiles, seq, terms, span, RULE, TILE, MASKED=False)
+    state = attend(state, queries, k, v, k_tiles, v_tiles, seq, terms, span, RULE, TILE, MASKED=True)
 
     dead = state.total == 0  # a row that sees no key outputs zero and lse2 = -inf
     top, total, fade = state.top, state.total, 1.0

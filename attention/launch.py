@@ -42,14 +42,13 @@ HOPPER = {
     ("dq", 2): [
         (64, 512, Launch(64, 32, 4, 3)),
         (64, ANY, Launch(128, 64, 4, 3)),
-        (128, 512, Launch(64, 64, 4, 2)),
-        (128, ANY, Launch(128, 64, 8, 3)),
+        (128, 512, Launch(64, 64, 4, 2, tma=True)),
+        (128, ANY, Launch(128, 64, 8, 3, tma=True)),
         (256, ANY, Launch(128, 32, 8, 3)),
     ],
     ("dkdv", 2): [
         (64, ANY, Launch(64, 64, 4, 3)),
-        (128, 1024, Launch(64, 64, 4, 2)),
-        (128, ANY, Launch(64, 128, 8, 3)),
+        (128, ANY, Launch(64, 64, 4, 2, tma=True)),
     ],
     ("dk", 2): [(256, ANY, Launch(32, 128, 8, 3))],
     ("dv", 2): [(256, ANY, Launch(64, 128, 8, 2))],
@@ -65,7 +64,7 @@ HOPPER = {
     ],
     ("dkdv", 4): [
         (64, ANY, Launch(32, 32, 8, 2)),
-        (128, ANY, Launch(32, 32, 8, 1)),
+        (128, ANY, Launch(32, 16, 4, 1)),
         (256, ANY, Launch(16, 16, 4, 1)),
     ],
 }
@@ -121,8 +120,8 @@ def way(q_len, k_len, rule):
 def launches_for(dim, way, element_size, device):
     """{kernel: Launch} for the larger head dim, the way, bytes per element and device."""
     if INTERPRETED.value:
-        by_tma = INTERPRETER._replace(tma=dim > 16)  # both ways of loading
-        return {"forward": by_tma, "dq": INTERPRETER, "dkdv": INTERPRETER}
+        launch = INTERPRETER._replace(tma=dim > 16)  # both ways of loading
+        return {"forward": launch, "dq": launch, "dkdv": launch}
     chosen = {}
     for (kernel, size), rows in CHIPS.get(torch.cuda.get_device_capability(device), PORTABLE).items():
         holds = [launch for max_dim, max_way, launch in rows if dim <= max_dim and way <= max_way]
@@ -233,6 +232,15 @@ def descriptor(problem, name, x, make, *args):
     found = object.__new__(kind)
     vars(found).update(fields, base=x)
     return found
+
+
+def tiles_for(problem, kernel, block, *tensors):
+    """tma_tiles() of the tensors over which a kernel walks by a block of its Launch; None if it loads by pointers."""
+    launch = problem.launches[kernel]
+    if not launch.tma or any(0 in x.shape + x.stride() for x in tensors):
+        return [None] * len(tensors)
+    rows = getattr(launch, block)
+    return [descriptor(problem, (kernel, i), x, tma_tiles, rows) for i, x in enumerate(tensors)]
 
 
 BUFFERS_LESS = True  # benchmarks/tune.py turns it off: it wants to know
@@ -354,13 +362,9 @@ def forward(q, k, v, options):
 def launch_forward(problem, q, k, v, out, lse2, sink):
     """Fill out and lse2."""
     view = problem.view
-    tiles = [None, None]
-    if problem.launches["forward"].tma and 0 not in k.shape + k.stride() + v.stride():
-        block_k = problem.launches["forward"].block_k
-        tiles = [descriptor(problem, f"{name}_tiles", x, tma_tiles, block_k) for name, x in (("k", k), ("v", v))]
     args = (
-        view("q", q), view("k", k), view("v", v), *tiles, view("out", out), view("lse2", lse2), sink, problem.q_len,
-        problem.k_len, problem.ragged, *problem.terms,
+        view("q", q), view("k", k), view("v", v), *tiles_for(problem, "forward", "block_k", k, v), view("out", out),
+        view("lse2", lse2), sink, problem.q_len, problem.k_len, problem.ragged, *problem.terms,
     )  # fmt: skip
     start(forward_settings, problem, args)
 
@@ -416,9 +420,10 @@ def sink_gradient(sink, lse2, delta):
 
 def launch_dq(problem, inputs, dq, q_gate):
     """Fill dq [B, Tq, H, D] and the query half of dgate [B, H, Tk]."""
+    _, k, v, *_ = inputs
     args = (
-        *inputs, problem.view("dq", dq), problem.view("q_gate", q_gate), problem.q_len, problem.k_len, problem.ragged,
-        *problem.terms,
+        *inputs, *tiles_for(problem, "dq", "block_k", k.ptr, v.ptr), problem.view("dq", dq),
+        problem.view("q_gate", q_gate), problem.q_len, problem.k_len, problem.ragged, *problem.terms,
     )  # fmt: skip
     start(dq_settings, problem, args)
 
@@ -445,11 +450,13 @@ def launch_dkdv(problem, inputs, dk, dv, k_gate):
         kv_heads = heads
         dk_sum, dv_sum = (output(problem, x, (batch, k_len, heads, x.shape[-1]), dtype=torch.float32) for x in (dk, dv))
     args = (
-        *inputs, problem.view(("dk", partials), dk_sum), problem.view(("dv", partials), dv_sum),
+        problem.view(("dk", partials), dk_sum), problem.view(("dv", partials), dv_sum),
         problem.view("k_gate", k_gate), problem.q_len, problem.k_len, problem.ragged, *problem.terms,
     )  # fmt: skip
+    q, _, _, dout, *_ = inputs
     for outputs in parts:
-        start(dkdv_settings, problem, args, outputs, kv_heads)
+        tiles = tiles_for(problem, outputs, "block_q", q.ptr, dout.ptr)
+        start(dkdv_settings, problem, (*inputs, *tiles, *args), outputs, kv_heads)
     if partials:
         launch_group_sum(problem, dk_sum, dk)
         launch_group_sum(problem, dv_sum, dv)

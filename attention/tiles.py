@@ -39,16 +39,9 @@ class Lane(NamedTuple):
 
     ptr: tl.tensor  # to its first position
     stride: tl.tensor  # elements from one position to the next; int64 if a product with it may pass 2^31
-
-
-class Source(NamedTuple):
-    """What a loop loads tiles of, whole ones by TMA if `tiles` describes the tensor: x[row, start:, head]."""
-
-    lane: Lane
-    tiles: tl.tensor_descriptor | None  # of the [B, T, H, D] tensor, in blocks [1, positions, 1, D padded]
     row: tl.tensor
     head: tl.tensor
-    start: tl.tensor
+    start: tl.tensor  # its first position in the row
 
 
 class PairView(NamedTuple):
@@ -207,13 +200,14 @@ def index_type(wide):
 def tile_lane(x, row, head, start):
     """The Lane of x[row, start:, head] of a [B, T, H, D] tensor."""
     steps = tl.cast(row, tl.int64) * x.batch + tl.cast(head, tl.int64) * x.head
-    return Lane(x.ptr + steps * STEP + tl.cast(start, tl.int64) * x.seq, tl.cast(x.seq, index_type(x.wide)))
+    ptr = x.ptr + steps * STEP + tl.cast(start, tl.int64) * x.seq
+    return Lane(ptr, tl.cast(x.seq, index_type(x.wide)), row, head, start)
 
 
 @triton.jit
 def row_lane(x, row, head, start):
     """The Lane of x[row, start:, head] of a [B, T, H] tensor."""
-    return Lane(address(x, row, head, start), tl.cast(x.seq, index_type(x.wide)))
+    return Lane(address(x, row, head, start), tl.cast(x.seq, index_type(x.wide)), row, head, start)
 
 
 @triton.jit
@@ -241,12 +235,12 @@ def load_tile(x, start, low, high, BLOCK: tl.constexpr, DIM: tl.constexpr, BOUND
 
 
 @triton.jit
-def fetch_tile(x, start, low, high, BLOCK: tl.constexpr, DIM: tl.constexpr, BOUNDED: tl.constexpr):
-    """load_tile() of a Source. By TMA no thread computes addresses; it cannot repeat a position at a bound."""
-    if BOUNDED or x.tiles is None:
-        tile = load_tile(x.lane, start, low, high, BLOCK, DIM, BOUNDED)
+def fetch_tile(x, tiles, start, low, high, BLOCK: tl.constexpr, DIM: tl.constexpr, BOUNDED: tl.constexpr):
+    """load_tile(), by TMA if all positions count and `tiles` describes the tensor: so no thread computes addresses."""
+    if BOUNDED or tiles is None:
+        tile = load_tile(x, start, low, high, BLOCK, DIM, BOUNDED)
     else:
-        tile = x.tiles.load([x.row, x.start + start, x.head, 0]).reshape(BLOCK, padded(DIM))
+        tile = tiles.load([x.row, x.start + start, x.head, 0]).reshape(BLOCK, padded(DIM))
     return tile
 
 

@@ -36,7 +36,7 @@ DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 def candidates(kernel, element_size, dim):
     """Every Launch worth a try: tiles whose sums and scores, one float32 a register, may fit the 255 of a thread."""
     own_sizes, other_sizes = ((64, 128), (32, 64, 128)) if element_size == 2 else ((16, 32, 64), (16, 32, 64))
-    by_tma = kernel == "forward" and torch.cuda.get_device_capability() >= (9, 0)
+    by_tma = element_size == 2 and torch.cuda.get_device_capability() >= (9, 0)
     sums, scores = {"forward": (1, 1), "dq": (1, 2), "dkdv": (2, 2), "dk": (1, 2), "dv": (1, 1)}[kernel]
     for own, other, warps, stages, tma in itertools.product(own_sizes, other_sizes, (4, 8), (1, 2, 3), {False, by_tma}):
         if (sums * own * dim + scores * own * other) // (32 * warps) <= 255:

@@ -37,9 +37,6 @@ if COMPILE_ALL:
 # in. 3.7 and 3.8 were not asked, and are allowed as much.
 SPILLED_BEFORE_3_9 = {
     (80, "float32", 128, "dkdv_kernel"): 8,
-    (90, "float16", 128, "dkdv_kernel"): 48,
-    (90, "bfloat16", 128, "dkdv_kernel"): 48,
-    (90, "tf32", 128, "dkdv_kernel"): 32,
     (90, "float32", 256, "delta_kernel"): 8,
     (90, "tf32", 256, "delta_kernel"): 8,
     (100, "float16", 128, "forward_kernel"): 36,
