@@ -186,7 +186,7 @@ def dq_kernel(
         return
     first = q_start + seq.k_len - seq.q_len
     last = first + tl.minimum(TILE.block_q, count) - 1
-    span = meeting_range(first, last, behind(RULE), ahead(RULE), seq.k_len, TILE.block_k)
+    span = meeting_range(first, last, behind(RULE), ahead(RULE), seq.k_len, TILE.block_k, TILE.block_k)
     low = first - behind(RULE)
     lanes = query_lanes(q, dout, lse2, delta, head, seq)
     queries = load_queries(lanes, head, q_start, seq, terms, RULE, TILE)
@@ -267,7 +267,8 @@ def dkdv_kernel(
     # in query indices a key meets [k - shift - ahead, k - shift + behind]
     first = k_start - shift
     last = first + tl.minimum(TILE.block_k, count) - 1
-    span = meeting_range(first, last, ahead(RULE), behind(RULE), seq.q_len, TILE.block_q)
+    EDGE: tl.constexpr = step_size(TILE.block_q, OUTPUTS == "dkdv")
+    span = meeting_range(first, last, ahead(RULE), behind(RULE), seq.q_len, TILE.block_q, EDGE)
     sums = Gradients(
         zeros(TILE.block_k, TILE.dim if OUTPUTS != "dv" else 1),
         zeros(TILE.block_k, TILE.value_dim if OUTPUTS != "dk" else 1),
@@ -350,7 +351,7 @@ def dbias_kernel(
                 queries = load_queries(lanes, head, q_start, seq, terms, RULE, TILE)
                 first = q_start + seq.k_len - seq.q_len
                 last = first + TILE.block_q - 1
-                span = meeting_range(first, last, behind(RULE), ahead(RULE), seq.k_len, TILE.block_k)
+                span = meeting_range(first, last, behind(RULE), ahead(RULE), seq.k_len, TILE.block_k, TILE.block_k)
                 low = first - behind(RULE)
                 for start in range(tl.maximum(span.lo, k_lo), tl.minimum(span.hi, k_hi), TILE.block_k):
                     _k_tile, dscores, _slope = meet_keys(

@@ -121,7 +121,7 @@ def check_terms(q, k, causal, bias, decay, sink):
     if bias is not None:
         full = (batch, heads, q_len, k_len)
         shape = (1,) * (4 - bias.dim()) + tuple(bias.shape)
-        if len(shape) != 4 or any(n not in (1, m) for n, m in zip(shape, full, strict=True)):
+        if len(shape) != 4 or any(n != 1 and n != m for n, m in zip(shape, full, strict=True)):  # Dynamo errs at `in`
             raise ValueError(f"bias has shape {tuple(bias.shape)}; it must broadcast to [B, H, Tq, Tk] = {full}")
     if decay is not None:
         if tuple(decay.shape) != (batch, k_len, heads):

@@ -50,7 +50,7 @@ def attend(
 ):  # fmt: skip
     """Absorb the keys of a span: its interior, or (MASKED) its edges."""
     BLOCK: tl.constexpr = step_size(TILE.block_k, MASKED)
-    # the edge of full attention is less than a block: there is nothing to load ahead
+    # the edge of full attention is less than a block: too little to load ahead
     STAGES: tl.constexpr = 1 if MASKED and not RULE.causal and RULE.window == 0 else None
     for step in tl.range(first_step(span, MASKED), last_step(span, MASKED), BLOCK, num_stages=STAGES):
         start = position(step, span, MASKED)
@@ -96,7 +96,8 @@ def forward_kernel(
         return
     first = q_start + seq.k_len - seq.q_len  # query i stands at key i + k_len - q_len
     last = first + tl.minimum(TILE.block_q, count) - 1
-    span = meeting_range(first, last, behind(RULE), ahead(RULE), seq.k_len, TILE.block_k)
+    EDGE: tl.constexpr = step_size(TILE.block_k, True)
+    span = meeting_range(first, last, behind(RULE), ahead(RULE), seq.k_len, TILE.block_k, EDGE)
     q = tile_lane(q, seq.row, head, seq.q_start)
     k = tile_lane(k, seq.row, head // TILE.group, seq.k_start)
     v = tile_lane(v, seq.row, head // TILE.group, seq.k_start)

@@ -428,7 +428,8 @@ def plan_work(
     shift = k_len - q_len
     last = gl.minimum(k_start + PLAN.block_k, k_len) - 1
     # in query indices a key meets [k - shift - ahead, k - shift + behind]
-    meets = meeting_range(k_start - shift, last - shift, ahead(RULE), behind(RULE), q_len, PLAN.block_q)
+    BLOCK: gl.constexpr = PLAN.block_q
+    meets = meeting_range(k_start - shift, last - shift, ahead(RULE), behind(RULE), q_len, BLOCK, BLOCK)
     lo = meets.lo // PLAN.block_q
     hi = gl.maximum(gl.cdiv(meets.hi, PLAN.block_q), lo)
     full_lo = meets.full_lo // PLAN.block_q

@@ -81,7 +81,7 @@ def blocks(start, rows, problem, RULE: gl.constexpr, TILE: gl.constexpr):
     """Blocks of keys that `rows` queries from `start` on meet: (begin, full_begin, full_end, end), at least one."""
     first = start + problem.k_len - problem.q_len  # query i stands at key i + k_len - q_len
     last = gl.minimum(first + rows, problem.k_len) - 1
-    span = meeting_range(first, last, behind(RULE), ahead(RULE), problem.k_len, TILE.block_k)
+    span = meeting_range(first, last, behind(RULE), ahead(RULE), problem.k_len, TILE.block_k, TILE.block_k)
     begin = span.lo // TILE.block_k
     end = gl.maximum(gl.cdiv(span.hi, TILE.block_k), begin + 1)
     return begin, span.full_lo // TILE.block_k, span.full_hi // TILE.block_k, end

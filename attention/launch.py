@@ -24,7 +24,7 @@ class Launch(NamedTuple):
     block_k: int
     num_warps: int
     num_stages: int
-    tma: bool = False  # whether whole tiles of keys and values are loaded by TMA, of Hopper GPUs and later
+    tma: bool = False  # whether whole tiles of what a loop walks over come by TMA, of Hopper GPUs and later
 
 
 # (kernel, bytes per element) -> rows (largest head dim, longest way, settings); the first row that holds serves.
@@ -120,7 +120,7 @@ def way(q_len, k_len, rule):
 def launches_for(dim, way, element_size, device):
     """{kernel: Launch} for the larger head dim, the way, bytes per element and device."""
     if INTERPRETED.value:
-        launch = INTERPRETER._replace(tma=dim > 16)  # both ways of loading
+        launch = INTERPRETER._replace(tma=dim <= 16)  # both ways of loading
         return {"forward": launch, "dq": launch, "dkdv": launch}
     chosen = {}
     for (kernel, size), rows in CHIPS.get(torch.cuda.get_device_capability(device), PORTABLE).items():
@@ -234,12 +234,12 @@ def descriptor(problem, name, x, make, *args):
     return found
 
 
-def tiles_for(problem, kernel, block, *tensors):
-    """tma_tiles() of the tensors over which a kernel walks by a block of its Launch; None if it loads by pointers."""
+def tiles_for(problem, kernel, *tensors):
+    """TMA descriptors of the two tensors over which a kernel walks; None and None if it loads by pointers."""
     launch = problem.launches[kernel]
-    if not launch.tma or any(0 in x.shape + x.stride() for x in tensors):
-        return [None] * len(tensors)
-    rows = getattr(launch, block)
+    if not launch.tma or any(0 in x.shape + x.stride() for x in tensors):  # empty, or expanded
+        return None, None
+    rows = launch.block_k if kernel in ("forward", "dq") else launch.block_q
     return [descriptor(problem, (kernel, i), x, tma_tiles, rows) for i, x in enumerate(tensors)]
 
 
@@ -363,7 +363,7 @@ def launch_forward(problem, q, k, v, out, lse2, sink):
     """Fill out and lse2."""
     view = problem.view
     args = (
-        view("q", q), view("k", k), view("v", v), *tiles_for(problem, "forward", "block_k", k, v), view("out", out),
+        view("q", q), view("k", k), view("v", v), *tiles_for(problem, "forward", k, v), view("out", out),
         view("lse2", lse2), sink, problem.q_len, problem.k_len, problem.ragged, *problem.terms,
     )  # fmt: skip
     start(forward_settings, problem, args)
@@ -422,7 +422,7 @@ def launch_dq(problem, inputs, dq, q_gate):
     """Fill dq [B, Tq, H, D] and the query half of dgate [B, H, Tk]."""
     _, k, v, *_ = inputs
     args = (
-        *inputs, *tiles_for(problem, "dq", "block_k", k.ptr, v.ptr), problem.view("dq", dq),
+        *inputs, *tiles_for(problem, "dq", k.ptr, v.ptr), problem.view("dq", dq),
         problem.view("q_gate", q_gate), problem.q_len, problem.k_len, problem.ragged, *problem.terms,
     )  # fmt: skip
     start(dq_settings, problem, args)
@@ -455,7 +455,7 @@ def launch_dkdv(problem, inputs, dk, dv, k_gate):
     )  # fmt: skip
     q, _, _, dout, *_ = inputs
     for outputs in parts:
-        tiles = tiles_for(problem, outputs, "block_q", q.ptr, dout.ptr)
+        tiles = tiles_for(problem, outputs, q.ptr, dout.ptr)
         start(dkdv_settings, problem, (*inputs, *tiles, *args), outputs, kv_heads)
     if partials:
         launch_group_sum(problem, dk_sum, dk)

@@ -39,9 +39,9 @@ class Lane(NamedTuple):
 
     ptr: tl.tensor  # to its first position
     stride: tl.tensor  # elements from one position to the next; int64 if a product with it may pass 2^31
-    row: tl.tensor
+    row: tl.tensor  # where it lies in the whole tensor, for TMA
     head: tl.tensor
-    start: tl.tensor  # its first position in the row
+    start: tl.tensor
 
 
 class PairView(NamedTuple):
@@ -104,7 +104,8 @@ class Ragged(NamedTuple):
 class Span(NamedTuple):
     """A range of positions that meet a tile: all of it meets [full_lo, full_hi), some of it the edges around that.
 
-    All but hi are multiples of the block size; lo <= full_lo <= full_hi, and the interior may be empty.
+    full_lo and full_hi are multiples of the block size, lo of what a loop takes at the edges; lo <= full_lo <= full_hi,
+    and the interior may be empty.
     """
 
     lo: tl.tensor
@@ -309,9 +310,12 @@ def narrow(x, like):
 
 
 @triton.jit
-def meeting_range(first, last, behind, ahead, length, BLOCK: tl.constexpr):
-    """The Span that positions first..last of one axis meet of the other, if p meets [p - behind, p + ahead]."""
-    lo = tl.maximum(first - behind, 0) // BLOCK * BLOCK
+def meeting_range(first, last, behind, ahead, length, BLOCK: tl.constexpr, EDGE: tl.constexpr):
+    """The Span that positions first..last of one axis meet of the other, if p meets [p - behind, p + ahead].
+
+    A loop takes BLOCK positions at a time in the interior, EDGE at the edges, of which BLOCK is a multiple.
+    """
+    lo = tl.maximum(first - behind, 0) // EDGE * EDGE
     hi = tl.minimum(last + ahead + 1, length)
     full_lo = tl.cdiv(tl.maximum(last - behind, 0), BLOCK) * BLOCK
     full_hi = tl.maximum(tl.minimum(first + ahead + 1, length), 0) // BLOCK * BLOCK
@@ -320,8 +324,8 @@ def meeting_range(first, last, behind, ahead, length, BLOCK: tl.constexpr):
 
 @triton.constexpr_function
 def step_size(block, edges):
-    """Positions that a loop takes at a time: at the edges of a Span fewer, since masks take registers."""
-    return block // 2 if edges and block > 32 else block
+    """Positions that a loop takes at a time: at the edges of a Span half a large block, since masks take registers."""
+    return block // 2 if edges and (block > 32 or INTERPRETED.value) else block  # the interpreter's are small
 
 
 @triton.jit

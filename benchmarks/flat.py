@@ -86,16 +86,16 @@ def delta_kernel(O, DO, DELTA, T, H, D: tl.constexpr, BQ: tl.constexpr):
 
 @triton.jit
 def add_dq(
-    dq, q, dout, lse, delta, q_pos, k, v, lo, hi, stride, factor,
+    dq, q, dout, lse, delta, q_pos, k, v, k_tiles, v_tiles, row, head, lo, hi, stride, factor,
     D: tl.constexpr, BK: tl.constexpr, MASK: tl.constexpr,
 ):  # fmt: skip
     for start in range(lo, hi, BK):
-        k_tile = tl.load(tile(k, start, stride, BK, D))
+        k_tile = fetch(k, k_tiles, row, head, start, stride, BK, D, MASK)
         scores = tl.dot(q, tl.trans(k_tile)) * factor
         if MASK:
             k_pos = start + tl.arange(0, BK)
             scores = tl.where(k_pos[None, :] <= q_pos[:, None], scores, float("-inf"))
-        dweights = tl.dot(dout, tl.trans(tl.load(tile(v, start, stride, BK, D))))
+        dweights = tl.dot(dout, tl.trans(fetch(v, v_tiles, row, head, start, stride, BK, D, MASK)))
         dscores = tl.exp2(scores - lse[:, None]) * (dweights - delta[:, None])
         dq = tl.dot(dscores.to(q.dtype), k_tile, dq)
     return dq
@@ -103,36 +103,40 @@ def add_dq(
 
 @triton.jit
 def dq_kernel(
-    Q, K, V, DO, L, DELTA, DQ, T, H, factor, scale, D: tl.constexpr, CAUSAL: tl.constexpr, BQ: tl.constexpr,
-    BK: tl.constexpr, RULE: tl.constexpr, TILE: tl.constexpr,
+    Q, K, V, DO, L, DELTA, K_TILES, V_TILES, DQ, T, H, factor, scale, D: tl.constexpr, CAUSAL: tl.constexpr,
+    BQ: tl.constexpr, BK: tl.constexpr, RULE: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
     index, head, row = locate_query_tile(T // BQ, T, RULE, TILE)
     base = row.to(tl.int64) * T * H * D + head * D
-    head += row * H
     stride = H * D
     q_pos = index * BQ + tl.arange(0, BQ)
     q = tl.load(tile(Q + base, index * BQ, stride, BQ, D))
     dout = tl.load(tile(DO + base, index * BQ, stride, BQ, D))
-    lse = tl.load(L + head * T + q_pos)
-    delta = tl.load(DELTA + head * T + q_pos)
+    lse = tl.load(L + (row * H + head) * T + q_pos)
+    delta = tl.load(DELTA + (row * H + head) * T + q_pos)
     dq = tl.zeros([BQ, D], tl.float32)
     k, v = K + base, V + base
     full = index * BQ // BK * BK if CAUSAL else T
-    dq = add_dq(dq, q, dout, lse, delta, q_pos, k, v, 0, full, stride, factor, D, BK, False)
+    dq = add_dq(
+        dq, q, dout, lse, delta, q_pos, k, v, K_TILES, V_TILES, row, head, 0, full, stride, factor, D, BK, False
+    )
     if CAUSAL:
-        dq = add_dq(dq, q, dout, lse, delta, q_pos, k, v, full, (index + 1) * BQ, stride, factor, D, BK, True)
+        dq = add_dq(
+            dq, q, dout, lse, delta, q_pos, k, v, K_TILES, V_TILES, row, head, full, (index + 1) * BQ, stride, factor,
+            D, BK, True,
+        )  # fmt: skip
     tl.store(tile(DQ + base, index * BQ, stride, BQ, D), (dq * scale).to(DQ.dtype.element_ty))
 
 
 @triton.jit
 def add_dkdv(
-    dk, dv, k, v, k_pos, q, dout, lse, delta, lo, hi, stride, factor,
+    dk, dv, k, v, k_pos, q, dout, q_tiles, dout_tiles, row, head, lse, delta, lo, hi, stride, factor,
     D: tl.constexpr, BQ: tl.constexpr, MASK: tl.constexpr,
 ):  # fmt: skip
     for start in range(lo, hi, BQ):
         q_pos = start + tl.arange(0, BQ)
-        q_tile = tl.load(tile(q, start, stride, BQ, D))
-        dout_tile = tl.load(tile(dout, start, stride, BQ, D))
+        q_tile = fetch(q, q_tiles, row, head, start, stride, BQ, D, MASK)
+        dout_tile = fetch(dout, dout_tiles, row, head, start, stride, BQ, D, MASK)
         scores = tl.dot(k, tl.trans(q_tile)) * factor
         if MASK:
             scores = tl.where(k_pos[:, None] <= q_pos[None, :], scores, float("-inf"))
@@ -146,26 +150,31 @@ def add_dkdv(
 
 @triton.jit
 def dkdv_kernel(
-    Q, K, V, DO, L, DELTA, DK, DV, T, H, factor, scale, D: tl.constexpr, CAUSAL: tl.constexpr, BQ: tl.constexpr,
-    BK: tl.constexpr,
+    Q, K, V, DO, L, DELTA, Q_TILES, DO_TILES, DK, DV, T, H, factor, scale, D: tl.constexpr, CAUSAL: tl.constexpr,
+    BQ: tl.constexpr, BK: tl.constexpr,
 ):  # fmt: skip
     tiles = T // BK
-    index, head = tl.program_id(0) % tiles, tl.program_id(0) // tiles
-    base = (head // H).to(tl.int64) * T * H * D + (head % H) * D
+    index, head, row = tl.program_id(0) % tiles, tl.program_id(0) // tiles % H, tl.program_id(0) // tiles // H
+    base = row.to(tl.int64) * T * H * D + head * D
     stride = H * D
     k_pos = index * BK + tl.arange(0, BK)
     k = tl.load(tile(K + base, index * BK, stride, BK, D))
     v = tl.load(tile(V + base, index * BK, stride, BK, D))
     dk = tl.zeros([BK, D], tl.float32)
     dv = tl.zeros([BK, D], tl.float32)
-    q, dout, lse, delta = Q + base, DO + base, L + head * T, DELTA + head * T
+    q, dout, lse, delta = Q + base, DO + base, L + (row * H + head) * T, DELTA + (row * H + head) * T
     full = 0
     if CAUSAL:
         first = index * BK // BQ * BQ
         full = tl.cdiv((index + 1) * BK, BQ) * BQ
         BLOCK: tl.constexpr = step_size(BQ, True)
-        dk, dv = add_dkdv(dk, dv, k, v, k_pos, q, dout, lse, delta, first, full, stride, factor, D, BLOCK, True)
-    dk, dv = add_dkdv(dk, dv, k, v, k_pos, q, dout, lse, delta, full, T, stride, factor, D, BQ, False)
+        dk, dv = add_dkdv(
+            dk, dv, k, v, k_pos, q, dout, Q_TILES, DO_TILES, row, head, lse, delta, first, full, stride, factor, D,
+            BLOCK, True,
+        )  # fmt: skip
+    dk, dv = add_dkdv(
+        dk, dv, k, v, k_pos, q, dout, Q_TILES, DO_TILES, row, head, lse, delta, full, T, stride, factor, D, BQ, False
+    )
     tl.store(tile(DK + base, index * BK, stride, BK, D), (dk * scale).to(DK.dtype.element_ty))
     tl.store(tile(DV + base, index * BK, stride, BK, D), dv.to(DV.dtype.element_ty))
 
@@ -204,9 +213,10 @@ class Flat(torch.autograd.Function):
         delta_kernel[(length // 32, heads * batch)](out, dout, delta, length, heads, dim, 32)
         for kernel, outputs, name in ((dq_kernel, (dq,), "dq"), (dkdv_kernel, (dk, dv), "dkdv")):
             launch, *order = settings(name, q, ctx.causal)
-            tiles = length // (launch.block_q if name == "dq" else launch.block_k)
-            kernel[(tiles * heads * batch,)](
-                q, k, v, dout, lse, delta, *outputs, length, heads, scale * LOG2E, scale, dim, ctx.causal,
+            own, other = (launch.block_q, launch.block_k) if name == "dq" else (launch.block_k, launch.block_q)
+            walked = [tma_tiles(x, other) if launch.tma else None for x in ((k, v) if name == "dq" else (q, dout))]
+            kernel[(length // own * heads * batch,)](
+                q, k, v, dout, lse, delta, *walked, *outputs, length, heads, scale * LOG2E, scale, dim, ctx.causal,
                 launch.block_q, launch.block_k, *(order if name == "dq" else ()), num_warps=launch.num_warps,
                 num_stages=launch.num_stages,
             )  # fmt: skip

@@ -143,8 +143,9 @@ def main():
     for kernel, dtype, dim in jobs:
         for cost, ms, settings in rank(kernel, dtype, dim, args.lengths, flush)[: args.show]:
             times = " ".join(f"{t:.3f}" for t in ms)
-            row = f"({dim}, ANY, Launch{tuple(settings)}),"
-            print(f'("{kernel}", {dtype.itemsize}): {row:36}  # cost {cost:.3f}, ms {times}', flush=True)
+            launch = ", ".join(map(str, settings[:4])) + (", tma=True" if settings.tma else "")
+            row = f"({dim}, ANY, Launch({launch})),"
+            print(f'("{kernel}", {dtype.itemsize}): {row:46}  # cost {cost:.3f}, ms {times}', flush=True)
 
 
 if __name__ == "__main__":

@@ -16,10 +16,12 @@ from attention import attention, ops
 # Inductor's own CPU code is not what is tested.
 BACKEND = "inductor" if ON_GPU else "aot_eager"
 needs_gpu = pytest.mark.skipif(not ON_GPU, reason="needs a GPU")
-# name -> implementation, dtype and problem, with all at once that it serves
+# name -> implementation, dtype and problem, without any option or with all at once that it serves
 WHOLE = {
+    "none": ("triton", torch.float32, CASES["causal"]),
     "all": ("triton", torch.float32, CASES["all"]),
     "all_packed": ("triton", torch.float32, CASES["all_packed"]),
+    "hopper_none": ("hopper", torch.bfloat16, HOPPER_CASES["ragged"] | dict(dim=64)),
     "hopper_all": ("hopper", torch.bfloat16, HOPPER_CASES["all"] | dict(dim=64)),
     "hopper_lengths_all": ("hopper", torch.bfloat16, HOPPER_CASES["lengths_all"] | dict(dim=64)),
     "hopper_packed_all": ("hopper", torch.bfloat16, HOPPER_CASES["packed_all"] | dict(dim=64)),
@@ -73,9 +75,19 @@ def test_compiles_with_every_argument(name, device, monkeypatch):
         torch.testing.assert_close(value, eager[which], msg=which)
 
 
+def test_compiles_with_a_bias_once_sizes_are_dynamic(device):
+    """To Dynamo a size that has changed is a symbol, the same size of a bias that is new a number."""
+    torch.compiler.reset()
+    compiled = torch.compile(partial(attention, impl="triton"), fullgraph=True, backend=BACKEND)
+    for length, bias in ((20, None), (24, None), (31, (31, 31))):
+        q, k, v = leaves(device, length)
+        bias = None if bias is None else torch.randn(bias, device=device)
+        torch.testing.assert_close(compiled(q, k, v, bias=bias), attention(q, k, v, bias=bias, impl="triton"))
+
+
 def halves(q, k, v, **options):
     """A packed row of two sequences."""
-    starts = torch.zeros(3, dtype=torch.int32, device=q.device)
+    starts = torch.arange(3, dtype=torch.int32, device=q.device) * (q.shape[1] // 2)
     return attention(*(x[:1] for x in (q, k, v)), cu_seqlens=starts, max_seqlen=q.shape[1] // 2, **options)
 
 
@@ -108,6 +120,7 @@ def test_no_recompilation_when_only_the_length_changes(call, device):
 
 # What opcheck() looks at, schemas, shapes and what autograd records, needs no second tile; it calls an op many times.
 SHORT = {
+    "none": dict(q_len=20),
     "all": dict(q_len=15, k_len=20, bias=(3, 15, 20), lengths=[18]),
     "all_packed": dict(q_len=20, heads=2, kv_heads=1, bias=(2, 1, 20), packed=[0, 6, 6, 18]),
 }
@@ -171,8 +184,9 @@ def test_autocast(impl, device):
 
 
 @by_impl
-def test_activation_checkpointing_repeats_the_dropout(impl, device):
-    dropout = 0.0 if impl == "hopper" else 0.5  # which those kernels leave to the portable ones
+def test_activation_checkpointing(impl, device):
+    """The same gradients, and the same dropout, which the Hopper kernels leave to the portable ones."""
+    dropout = 0.0 if impl == "hopper" else 0.5
 
     def loss(q, k, v):
         return attention(q, k, v, dropout=dropout, impl=impl).square().mean()
@@ -196,13 +210,13 @@ def test_double_backward_says_that_it_is_not_there(impl, device):
 @pytest.mark.parametrize("case", named(["q", "decay", "hopper_q"]))
 def test_forward_mode_says_that_it_is_not_there(case, device):
     """And does not say zero; nor does it refuse calls that only stand inside of one."""
-    on_hopper = case.startswith("hopper")
-    which = dict(dtype=torch.bfloat16, dim=64) if on_hopper else dict(dtype=torch.float32, decay=True)
+    hopper = case.startswith("hopper")
+    which = dict(dtype=torch.bfloat16, dim=64) if hopper else dict(dtype=torch.float32, decay=True)
     arguments, _, _ = make_problem(device, batch=1, q_len=10, **which)
     name = case.removeprefix("hopper_")
     x = arguments.pop(name)
 
-    def call(x, impl="hopper" if on_hopper else "triton"):
+    def call(x, impl="hopper" if hopper else "triton"):
         return attention(**arguments | {name: x}, impl=impl)
 
     with pytest.raises(RuntimeError, match="no forward-mode derivative; for one, use impl='reference'"):

@@ -304,19 +304,20 @@ def test_dead_rows_have_no_weights():
 # Which tiles meet
 
 
-def meeting_range(first, last, behind, ahead, length, block):
-    lo = max(first - behind, 0) // block * block
+def meeting_range(first, last, behind, ahead, length, block, edge):
+    lo = max(first - behind, 0) // edge * edge
     hi = min(last + ahead + 1, length)
     full_lo = -(-max(last - behind, 0) // block) * block
     full_hi = max(min(first + ahead + 1, length), 0) // block * block
     return lo, full_lo, max(full_lo, full_hi), hi
 
 
-def visits(lo, full_lo, full_hi, hi, block):
-    """(position, masked) of the two loops of the kernels: the interior, then the edges, stepping over the interior."""
-    interior = [(start, False) for start in range(full_lo, full_hi, block)]
-    steps = range(lo, hi - (full_hi - full_lo), block)
-    return interior + [(step if step < full_lo else step + full_hi - full_lo, True) for step in steps]
+def visits(lo, full_lo, full_hi, hi, block, edge):
+    """(positions, masked) of the two loops of the kernels: the interior, then the edges, stepping over the interior."""
+    interior = [(range(start, start + block), False) for start in range(full_lo, full_hi, block)]
+    steps = range(lo, hi - (full_hi - full_lo), edge)
+    starts = [step if step < full_lo else step + full_hi - full_lo for step in steps]
+    return interior + [(range(start, start + edge), True) for start in starts]
 
 
 def sees(q_pos, k, behind, ahead):
@@ -333,45 +334,45 @@ MASKS = {
 
 @pytest.mark.parametrize("mask", MASKS.values(), ids=MASKS)
 @pytest.mark.parametrize("block_q, block_k", [(4, 2), (2, 4), (3, 3), (1, 1)])
-def test_tiles_of_keys_for_a_tile_of_queries(mask, block_q, block_k):
+@pytest.mark.parametrize("parts", [1, 2], ids=["edges by blocks", "edges by half blocks"])
+def test_tiles_of_keys_for_a_tile_of_queries(mask, block_q, block_k, parts):
     """Every visible pair is visited once, every unmasked tile is all visible, and no unseen tile is visited."""
-    behind, ahead = mask
+    (behind, ahead), edge = mask, max(block_k // parts, 1)
     for q_len, k_len in itertools.product(range(1, 11), range(0, 11)):
         for q_start in range(0, q_len, block_q):
             first = q_start + k_len - q_len
             last = first + min(block_q, q_len - q_start) - 1
-            bounds = meeting_range(first, last, behind, ahead, k_len, block_k)
+            bounds = meeting_range(first, last, behind, ahead, k_len, block_k, edge)
             seen = {(p, k) for p in range(first, last + 1) for k in range(k_len) if sees(p, k, behind, ahead)}
-            visited = []
-            for k_start, masked in visits(*bounds, block_k):
-                visited.append(k_start)
-                tile = {(p, k) for p in range(first, last + 1) for k in range(k_start, k_start + block_k)}
+            met = []
+            for keys, masked in visits(*bounds, block_k, edge):
+                tile = {(p, k) for p in range(first, last + 1) for k in keys}
                 assert masked or tile <= seen  # the promise of MASKED=False
                 assert tile & seen
-            assert len(visited) == len(set(visited))
-            assert {k // block_k * block_k for _, k in seen} <= set(visited)
+                met += tile & seen
+            assert sorted(met) == sorted(seen)
 
 
 @pytest.mark.parametrize("mask", MASKS.values(), ids=MASKS)
 @pytest.mark.parametrize("block_q, block_k", [(4, 2), (2, 4), (3, 3), (1, 1)])
-def test_tiles_of_queries_for_a_tile_of_keys(mask, block_q, block_k):
+@pytest.mark.parametrize("parts", [1, 2], ids=["edges by blocks", "edges by half blocks"])
+def test_tiles_of_queries_for_a_tile_of_keys(mask, block_q, block_k, parts):
     """The same for dk/dv, where queries are counted by their index."""
-    behind, ahead = mask
+    (behind, ahead), edge = mask, max(block_q // parts, 1)
     for q_len, k_len in itertools.product(range(0, 11), range(1, 11)):
         shift = k_len - q_len
         for k_start in range(0, k_len, block_k):
             keys = range(k_start, min(k_start + block_k, k_len))
             first, last = keys[0] - shift, keys[-1] - shift
-            bounds = meeting_range(first, last, ahead, behind, q_len, block_q)
+            bounds = meeting_range(first, last, ahead, behind, q_len, block_q, edge)
             seen = {(i, k) for i in range(q_len) for k in keys if sees(i + shift, k, behind, ahead)}
-            visited = []
-            for q_start, masked in visits(*bounds, block_q):
-                visited.append(q_start)
-                tile = {(i, k) for i in range(q_start, q_start + block_q) for k in keys}
+            met = []
+            for queries, masked in visits(*bounds, block_q, edge):
+                tile = {(i, k) for i in queries for k in keys}
                 assert masked or tile <= seen
                 assert tile & seen
-            assert len(visited) == len(set(visited))
-            assert {i // block_q * block_q for i, _ in seen} <= set(visited)
+                met += tile & seen
+            assert sorted(met) == sorted(seen)
 
 
 def test_lengths_shrink_both_counts():
