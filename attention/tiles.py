@@ -39,7 +39,7 @@ class Lane(NamedTuple):
 
     ptr: tl.tensor  # to its first position
     stride: tl.tensor  # elements from one position to the next; int64 if a product with it may pass 2^31
-    row: tl.tensor  # where it lies in the whole tensor, for TMA
+    row: tl.tensor  # row, head and start: where it lies in the whole tensor, for TMA
     head: tl.tensor
     start: tl.tensor
 

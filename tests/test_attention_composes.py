@@ -66,7 +66,7 @@ def test_compiles_in_one_graph(impl, dynamic, device):
 
 
 @pytest.mark.parametrize("name", named(WHOLE))
-def test_compiles_with_every_argument(name, device, monkeypatch):
+def test_compiles_forward_and_backward(name, device, monkeypatch):
     monkeypatch.setenv("ATTENTION_DEBUG", "1")  # which eager calls alone heed
     call, dtype, problem = whole(name, device)
     compiled = torch.compile(call, fullgraph=True, backend=BACKEND)

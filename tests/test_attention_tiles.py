@@ -43,8 +43,8 @@ class Bounds(NamedTuple):
     sees: torch.Tensor
 
 
-def make_case(case, device):
-    problem = make_problem(device, torch.float32, **dict(q_len=LONG, batch=1, heads=1) | CASES[case])
+def make_case(case, device, **sizes):
+    problem = make_problem(device, torch.float32, **dict(q_len=LONG, batch=1, heads=1) | CASES[case], **sizes)
     arguments = problem[0]
     (batch, q_len), k_len = arguments["q"].shape[:2], arguments["k"].shape[1]
     causal, window = arguments.get("causal", True), arguments.get("window") or 2**30
@@ -106,14 +106,15 @@ def test_visited_tiles(case, device, monkeypatch):
 
 
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")  # NumPy's, of NaN
+@pytest.mark.parametrize("dim", [16, 32])  # in the interpreter by TMA and by pointers
 @pytest.mark.parametrize("case", ["causal", "window_full", "lengths", "packed_pair_window"])
-def test_nan_in_tiles_that_a_tile_does_not_see(case, device):
+def test_nan_in_tiles_that_a_tile_does_not_see(case, dim, device):
     """NaN in tiles of keys that a tile of queries does not see, though others may, reaches nothing of that tile.
 
     Nor does NaN in tiles of queries reach dk and dv of a tile of keys that they do not see. A visit to keys before
     those that are seen would not show: load_tile() then reads the first of these.
     """
-    (arguments, dout, dlse), sequences = make_case(case, device)
+    (arguments, dout, dlse), sequences = make_case(case, device, dim=dim)
     clean = results(kernels, (arguments, dout, dlse), torch.float32)
     row, q_start, k_start, sees = max(sequences, key=lambda bounds: bounds.sees.numel())
 

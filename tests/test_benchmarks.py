@@ -2,16 +2,18 @@
 
 import pytest
 import torch
+from problems import ON_GPU
 
 from attention.reference import reference_attention
 from benchmarks.flat import flat_attention
 
 
+@pytest.mark.parametrize("dim", [64, 128 if ON_GPU else 16])  # by pointers and by TMA
 @pytest.mark.parametrize("causal", [True, False])
-def test_flat_attention(causal, device):
+def test_flat_attention(causal, dim, device):
     dtype = torch.bfloat16 if device == "cuda" else torch.float32
-    leaves = [torch.randn(2, 128, 2, 64, device=device, dtype=dtype, requires_grad=True) for _ in range(3)]
-    dout = torch.randn(2, 128, 2, 64, device=device, dtype=dtype)
+    leaves = [torch.randn(2, 128, 2, dim, device=device, dtype=dtype, requires_grad=True) for _ in range(3)]
+    dout = torch.randn(2, 128, 2, dim, device=device, dtype=dtype)
     found, expected = (function(*leaves, causal=causal) for function in (flat_attention, reference_attention))
     gradients = (torch.autograd.grad(out, leaves, dout) for out in (found, expected))
     tolerance = 3e-2 if device == "cuda" else 1e-5
