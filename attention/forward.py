@@ -50,8 +50,9 @@ def attend(
 ):  # fmt: skip
     """Absorb the keys of a span: its interior, or (MASKED) its edges."""
     BLOCK: tl.constexpr = step_size(TILE.block_k, MASKED)
-    # the edge of full attention is less than a block: too little to load ahead
-    STAGES: tl.constexpr = 1 if MASKED and not RULE.causal and RULE.window == 0 else None
+    # the edge of full attention is less than a block: too little to load ahead (but in float32 registers spill so)
+    FULL: tl.constexpr = not RULE.causal and RULE.window == 0
+    STAGES: tl.constexpr = 1 if MASKED and FULL and queries.tile.dtype.primitive_bitwidth == 16 else None
     for step in tl.range(first_step(span, MASKED), last_step(span, MASKED), BLOCK, num_stages=STAGES):
         start = position(step, span, MASKED)
         k_pos = start + tl.arange(0, BLOCK)
