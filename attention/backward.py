@@ -69,21 +69,28 @@ class Gradients(NamedTuple):
     gate: tl.tensor  # of the cumulative gates
 
 
+@triton.jit
+def find_delta(out, dlse, dout_tile, head, start, seq, TILE: tl.constexpr):
+    """delta_i = sum_d dO_id O_id - dlse_i of queries [start, start + block_q); dlse may be None."""
+    out = tile_lane(out, seq.row, head, seq.q_start)
+    out_tile = load_tile(out, start, 0, seq.q_len, TILE.block_q, TILE.value_dim, True)
+    delta = tl.sum(out_tile.to(tl.float32) * dout_tile.to(tl.float32), 1)
+    if dlse is not None:
+        delta -= load_rows(row_lane(dlse, seq.row, head, seq.q_start), start, seq.q_len, 0.0, TILE.block_q, True)
+    return delta
+
+
 @triton.jit(do_not_specialize=["q_len", "k_len"])
 def delta_kernel(out, dout, dlse, delta, q_len, k_len, ragged, TILE: tl.constexpr):
-    """delta_i = sum_d dO_id O_id - dlse_i for one tile of queries of one head; dlse may be None."""
+    """delta for one tile of queries of one head."""
     tile, head, index = locate(tl.cdiv(q_len, TILE.block_q), TILE.heads)
     seq = sequence(index, q_len, k_len, ragged)
     start = tile * TILE.block_q
     if start >= seq.q_len:
         return
-    out = tile_lane(out, seq.row, head, seq.q_start)
     dout = tile_lane(dout, seq.row, head, seq.q_start)
-    out_tile = load_tile(out, start, 0, seq.q_len, TILE.block_q, TILE.value_dim, True)
     dout_tile = load_tile(dout, start, 0, seq.q_len, TILE.block_q, TILE.value_dim, True)
-    rows = tl.sum(out_tile.to(tl.float32) * dout_tile.to(tl.float32), 1)
-    if dlse is not None:
-        rows -= load_rows(row_lane(dlse, seq.row, head, seq.q_start), start, seq.q_len, 0.0, TILE.block_q, True)
+    rows = find_delta(out, dlse, dout_tile, head, start, seq, TILE)
     store_rows(delta, rows, seq.row, head, seq.q_start + start, 0, seq.q_len - start, TILE.block_q)
 
 
@@ -111,13 +118,20 @@ def load_lse(lanes, start, seq, terms, BLOCK: tl.constexpr, BOUNDED: tl.constexp
 
 
 @triton.jit
-def load_queries(lanes, head, start, seq, terms, RULE: tl.constexpr, TILE: tl.constexpr):
-    """Queries [start, start + block_q) of a sequence."""
+def load_queries(lanes, out, dlse, head, start, seq, terms, RULE: tl.constexpr, TILE: tl.constexpr):
+    """Queries [start, start + block_q) of a sequence; their delta is found from `out`, or loaded if that is None."""
+    tile = load_tile(lanes.q, start, 0, seq.q_len, TILE.block_q, TILE.dim, True)
+    dout_tile = load_tile(lanes.dout, start, 0, seq.q_len, TILE.block_q, TILE.value_dim, True)
+    lse2 = load_lse(lanes, start, seq, terms, TILE.block_q, True)
+    if out is None:
+        delta = load_rows(lanes.delta, start, seq.q_len, 0.0, TILE.block_q, True)
+    else:
+        delta = find_delta(out, dlse, dout_tile, head, start, seq, TILE)
     return Queries(
-        load_tile(lanes.q, start, 0, seq.q_len, TILE.block_q, TILE.dim, True),
-        load_tile(lanes.dout, start, 0, seq.q_len, TILE.block_q, TILE.value_dim, True),
-        load_lse(lanes, start, seq, terms, TILE.block_q, True),
-        load_rows(lanes.delta, start, seq.q_len, 0.0, TILE.block_q, True),
+        tile,
+        dout_tile,
+        lse2,
+        delta,
         start + seq.k_len - seq.q_len + tl.arange(0, TILE.block_q),
         head,
         dropout_key(seq, head, terms, RULE),
@@ -173,10 +187,13 @@ def gather_dq(
 
 @triton.jit(do_not_specialize=["q_len", "k_len"])
 def dq_kernel(
-    q, k, v, dout, lse2, delta, k_tiles, v_tiles, dq, dgate, q_len, k_len, ragged, scale, seed, bias, gate,
+    q, k, v, dout, lse2, delta, k_tiles, v_tiles, out, dlse, dq, dgate, q_len, k_len, ragged, scale, seed, bias, gate,
     RULE: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
-    """dQ = scale dS K and the query half of dgate [B, H, Tk], for one tile of queries; walks the keys."""
+    """dQ = scale dS K and the query half of dgate [B, H, Tk], for one tile of queries; walks the keys.
+
+    Where `out` is given, it writes delta too, for the kernels after it.
+    """
     tile, head, index = locate_query_tile(tl.cdiv(q_len, TILE.block_q), k_len, RULE, TILE)
     seq = sequence(index, q_len, k_len, ragged)
     terms = Terms(scale, seed, bias, gate)
@@ -189,7 +206,9 @@ def dq_kernel(
     span = meeting_range(first, last, behind(RULE), ahead(RULE), seq.k_len, TILE.block_k, TILE.block_k)
     low = first - behind(RULE)
     lanes = query_lanes(q, dout, lse2, delta, head, seq)
-    queries = load_queries(lanes, head, q_start, seq, terms, RULE, TILE)
+    queries = load_queries(lanes, out, dlse, head, q_start, seq, terms, RULE, TILE)
+    if out is not None:
+        store_rows(delta, queries.delta, seq.row, head, seq.q_start + q_start, 0, count, TILE.block_q)
     k = tile_lane(k, seq.row, head // TILE.group, seq.k_start)
     v = tile_lane(v, seq.row, head // TILE.group, seq.k_start)
     sums = Gradients(zeros(TILE.block_q, TILE.dim), 0.0, tl.full([TILE.block_q], 0.0, tl.float32))
@@ -348,7 +367,7 @@ def dbias_kernel(
             k_lane = tile_lane(k, seq.row, head // TILE.group, seq.k_start)
             v_lane = tile_lane(v, seq.row, head // TILE.group, seq.k_start)
             for q_start in range(q_lo, q_hi, TILE.block_q):
-                queries = load_queries(lanes, head, q_start, seq, terms, RULE, TILE)
+                queries = load_queries(lanes, None, None, head, q_start, seq, terms, RULE, TILE)
                 first = q_start + seq.k_len - seq.q_len
                 last = first + TILE.block_q - 1
                 span = meeting_range(first, last, behind(RULE), ahead(RULE), seq.k_len, TILE.block_k, TILE.block_k)

@@ -3,7 +3,7 @@
 Nothing is tuned while training: the table is committed, so a run starts at once and repeats itself.
 """
 
-from functools import cache, lru_cache
+from functools import cache, lru_cache, partial
 from typing import NamedTuple
 
 import torch
@@ -76,7 +76,7 @@ PORTABLE = {
         (256, ANY, Launch(64, 32, 8, 1)),
     ],
     ("dq", 2): [
-        (64, ANY, Launch(64, 32, 4, 2)),
+        (64, ANY, Launch(64, 32, 4, 3)),
         (128, ANY, Launch(64, 32, 4, 2)),
         (256, ANY, Launch(32, 32, 4, 1)),
     ],
@@ -249,14 +249,14 @@ BUFFERS_LESS = True  # benchmarks/tune.py turns it off: it wants to know
 def start(make_settings, problem, args, *choices):
     """Run a kernel by make_settings(problem, *choices); args, then the constants of these are its parameters in order.
 
-    From the second call on without Triton's own look-up, which takes longer than a small kernel: what Triton looks at
-    in args must be decided by the problem and the choices.
+    From the second call on without Triton's own look-up, which takes longer than a small kernel, and its profiler's
+    hooks: what Triton looks at in args must be decided by the problem and the choices.
     """
     key = (start, make_settings, *choices)
     started = problem.made.get(key)
     if started is not None:
-        run, constants = started
-        run(*args, *constants)
+        run, state, constants = started
+        run(triton.runtime.driver.active.get_current_stream(problem.device.index), *state, *args, *constants)
         return
     kernel, programs, launch, constants, registers = problem.once(make_settings, *choices)
     if INTERPRETED.value:
@@ -269,7 +269,9 @@ def start(make_settings, problem, args, *choices):
                 enable_fp_fusion=True,  # Triton 3.10 will no longer do so by itself
                 **({} if registers is None else dict(maxnreg=registers)),  # which is NVIDIA's alone
             )  # fmt: skip
-            problem.made[key] = compiled[programs, 1, 1], constants
+            no_hooks = None, None, None  # nor what they would be told
+            state = compiled.function, compiled.packed_metadata, *no_hooks
+            problem.made[key] = partial(compiled.run, programs, 1, 1), state, constants
             return
         except OutOfResources:  # features take shared memory too: buffer less ahead
             if stages == 1 or not BUFFERS_LESS:
@@ -388,17 +390,14 @@ def backward(q, k, v, out, lse2, dout, dlse, bias_grad, options):
         zeros = [None if x is None else torch.zeros_like(x) for x in (bias, gate, sink)]
         return dq.zero_(), dk.zero_(), dv.zero_(), *zeros
     delta = output(problem, lse2)
-    dout_view, delta_view = view("dout", dout), view("delta", delta)
-    inputs = (view("q", q), view("k", k), view("v", v), dout_view, view("lse2", lse2), delta_view)
+    inputs = (
+        view("q", q), view("k", k), view("v", v), view("dout", dout), view("lse2", lse2), view("delta", delta)
+    )  # fmt: skip
     # the gate's gradient as a query and as a key, each at its key
     q_gate, k_gate = (None if gate is None else lse2.new_zeros(q.shape[0], q.shape[2], k.shape[1]) for _ in range(2))
 
     with torch.cuda.device_of(q):
-        args = (
-            view("out", out), dout_view, view("dlse", dlse), delta_view, problem.q_len, problem.k_len, problem.ragged
-        )  # fmt: skip
-        start(delta_settings, problem, args)
-        launch_dq(problem, inputs, dq, q_gate)
+        launch_dq(problem, inputs, view("out", out), view("dlse", dlse), dq, q_gate)
         launch_dkdv(problem, inputs, dk, dv, k_gate)
         dbias = None if bias is None else launch_dbias(problem, inputs, bias)
 
@@ -407,25 +406,28 @@ def backward(q, k, v, out, lse2, dout, dlse, bias_grad, options):
     return dq, dk, dv, dbias, dgate, dsink
 
 
-def delta_settings(problem):
-    tile = problem.tile_for(ROWS)
-    return Settings(delta_kernel, problem.programs(tile), ROWS, (tile,))
-
-
 def sink_gradient(sink, lse2, delta):
     """Of sink [H], from lse2 and delta [B, H, Tq]: its weight has no value, so dS = -weight * delta."""
     weight = torch.exp2(sink.double()[:, None] * LOG2E.value - lse2)
     return -torch.where(lse2 == float("-inf"), 0.0, weight * delta).sum((0, 2)).to(sink.dtype)
 
 
-def launch_dq(problem, inputs, dq, q_gate):
-    """Fill dq [B, Tq, H, D] and the query half of dgate [B, H, Tk]."""
-    _, k, v, *_ = inputs
+def launch_dq(problem, inputs, out, dlse, dq, q_gate):
+    """Fill dq [B, Tq, H, D], delta [B, H, Tq], which is among the inputs, and the query half of dgate [B, H, Tk]."""
+    _, k, v, dout, _, delta = inputs
+    if dq.element_size() > 2:  # in float32 a program for dq has no registers left for delta
+        start(delta_settings, problem, (out, dout, dlse, delta, problem.q_len, problem.k_len, problem.ragged))
+        out = dlse = None
     args = (
-        *inputs, *tiles_for(problem, "dq", k.ptr, v.ptr), problem.view("dq", dq),
+        *inputs, *tiles_for(problem, "dq", k.ptr, v.ptr), out, dlse, problem.view("dq", dq),
         problem.view("q_gate", q_gate), problem.q_len, problem.k_len, problem.ragged, *problem.terms,
     )  # fmt: skip
     start(dq_settings, problem, args)
+
+
+def delta_settings(problem):
+    tile = problem.tile_for(ROWS)
+    return Settings(delta_kernel, problem.programs(tile), ROWS, (tile,))
 
 
 def dq_settings(problem):

@@ -76,15 +76,6 @@ def forward_kernel(
 
 
 @triton.jit
-def delta_kernel(O, DO, DELTA, T, H, D: tl.constexpr, BQ: tl.constexpr):
-    index, head = tl.program_id(0), tl.program_id(1)
-    base = (head // H).to(tl.int64) * T * H * D + (head % H) * D
-    out = tl.load(tile(O + base, index * BQ, H * D, BQ, D)).to(tl.float32)
-    dout = tl.load(tile(DO + base, index * BQ, H * D, BQ, D))
-    tl.store(DELTA + head * T + index * BQ + tl.arange(0, BQ), tl.sum(out * dout, 1))
-
-
-@triton.jit
 def add_dq(
     dq, q, dout, lse, delta, q_pos, k, v, k_tiles, v_tiles, row, head, lo, hi, stride, factor,
     D: tl.constexpr, BK: tl.constexpr, MASK: tl.constexpr,
@@ -103,7 +94,7 @@ def add_dq(
 
 @triton.jit
 def dq_kernel(
-    Q, K, V, DO, L, DELTA, K_TILES, V_TILES, DQ, T, H, factor, scale, D: tl.constexpr, CAUSAL: tl.constexpr,
+    Q, K, V, DO, L, DELTA, K_TILES, V_TILES, O, DQ, T, H, factor, scale, D: tl.constexpr, CAUSAL: tl.constexpr,
     BQ: tl.constexpr, BK: tl.constexpr, RULE: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
     index, head, row = locate_query_tile(T // BQ, T, RULE, TILE)
@@ -113,7 +104,9 @@ def dq_kernel(
     q = tl.load(tile(Q + base, index * BQ, stride, BQ, D))
     dout = tl.load(tile(DO + base, index * BQ, stride, BQ, D))
     lse = tl.load(L + (row * H + head) * T + q_pos)
-    delta = tl.load(DELTA + (row * H + head) * T + q_pos)
+    out = tl.load(tile(O + base, index * BQ, stride, BQ, D)).to(tl.float32)
+    delta = tl.sum(out * dout, 1)
+    tl.store(DELTA + (row * H + head) * T + q_pos, delta)
     dq = tl.zeros([BQ, D], tl.float32)
     k, v = K + base, V + base
     full = index * BQ // BK * BK if CAUSAL else T
@@ -210,8 +203,7 @@ class Flat(torch.autograd.Function):
         batch, length, heads, dim = q.shape
         delta, dq, dk, dv = torch.empty_like(lse), torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
         scale = dim**-0.5
-        delta_kernel[(length // 32, heads * batch)](out, dout, delta, length, heads, dim, 32)
-        for kernel, outputs, name in ((dq_kernel, (dq,), "dq"), (dkdv_kernel, (dk, dv), "dkdv")):
+        for kernel, outputs, name in ((dq_kernel, (out, dq), "dq"), (dkdv_kernel, (dk, dv), "dkdv")):
             launch, *order = settings(name, q, ctx.causal)
             own, other = (launch.block_q, launch.block_k) if name == "dq" else (launch.block_k, launch.block_q)
             walked = [tma_tiles(x, other) if launch.tma else None for x in ((k, v) if name == "dq" else (q, dout))]

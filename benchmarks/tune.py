@@ -63,7 +63,7 @@ def runner(kernel, dtype, dim, length, causal):
         if kernel == "forward":
             launch.launch_forward(changed, q, k, v, out, lse2, None)
         elif kernel == "dq":
-            launch.launch_dq(changed, inputs, first, None)
+            launch.launch_dq(changed, inputs, view(out), None, first, None)
         else:
             launch.launch_dkdv(changed, inputs, first, second, None)
 
