@@ -147,6 +147,16 @@ def score_gradient(weights, dweights, delta, q_pos, k_pos, key, terms, RULE: tl.
     return dscores
 
 
+@triton.constexpr_function
+def gate_type(dtype):
+    """Of sums of dS for the gates, by the dtype of q.
+
+    All gates before a row's keys learn its row sum less the column sums of its keys. That is often 0, and then what
+    rounding leaves of it adds up.
+    """
+    return tl.float64 if dtype == tl.float32 else tl.float32
+
+
 @triton.jit
 def meet_keys(
     queries, k, v, k_tiles, v_tiles, start, low, high, seq, terms,
@@ -180,7 +190,7 @@ def gather_dq(
             k_tile = tl.where(tl.max(tl.abs(dscores), 0)[:, None] > 0, k_tile, 0.0).to(k_tile.dtype)
         gate = sums.gate
         if terms.gate is not None:
-            gate += tl.sum(dscores, 1)
+            gate += tl.sum(dscores.to(gate.dtype), 1)
         sums = Gradients(dot(narrow(dscores * slope, k_tile), k_tile, sums.main, TILE), sums.value, gate)
     return sums
 
@@ -211,7 +221,8 @@ def dq_kernel(
         store_rows(delta, queries.delta, seq.row, head, seq.q_start + q_start, 0, count, TILE.block_q)
     k = tile_lane(k, seq.row, head // TILE.group, seq.k_start)
     v = tile_lane(v, seq.row, head // TILE.group, seq.k_start)
-    sums = Gradients(zeros(TILE.block_q, TILE.dim), 0.0, tl.full([TILE.block_q], 0.0, tl.float32))
+    gate_sum = tl.full([TILE.block_q], 0.0, gate_type(q.ptr.dtype.element_ty))
+    sums = Gradients(zeros(TILE.block_q, TILE.dim), 0.0, gate_sum)
     sums = gather_dq(sums, queries, k, v, k_tiles, v_tiles, low, span, seq, terms, RULE, TILE, MASKED=False)
     sums = gather_dq(sums, queries, k, v, k_tiles, v_tiles, low, span, seq, terms, RULE, TILE, MASKED=True)
     dq = tile_lane(dq, seq.row, head, seq.q_start)
@@ -250,7 +261,7 @@ def gather_dkdv(
             dscores = score_gradient(weights, dweights, delta[None, :], q_pos, k_pos, key, terms, RULE, MASKED)
             main = dot(narrow(dscores * slope, q_tile), q_tile, main, TILE)
             if terms.gate is not None:
-                gate -= tl.sum(dscores, 1)
+                gate -= tl.sum(dscores.to(gate.dtype), 1)
         sums = Gradients(main, value, gate)
     return sums
 
@@ -291,7 +302,7 @@ def dkdv_kernel(
     sums = Gradients(
         zeros(TILE.block_k, TILE.dim if OUTPUTS != "dv" else 1),
         zeros(TILE.block_k, TILE.value_dim if OUTPUTS != "dk" else 1),
-        tl.full([TILE.block_k], 0.0, tl.float32),
+        tl.full([TILE.block_k], 0.0, gate_type(q.ptr.dtype.element_ty)),
     )
     for member in range(SPAN):
         head = slot * SPAN + member

@@ -394,7 +394,8 @@ def backward(q, k, v, out, lse2, dout, dlse, bias_grad, options):
         view("q", q), view("k", k), view("v", v), view("dout", dout), view("lse2", lse2), view("delta", delta)
     )  # fmt: skip
     # the gate's gradient as a query and as a key, each at its key
-    q_gate, k_gate = (None if gate is None else lse2.new_zeros(q.shape[0], q.shape[2], k.shape[1]) for _ in range(2))
+    gate_sums = torch.float64 if q.element_size() > 2 else torch.float32  # gate_type() in backward.py
+    q_gate, k_gate = (None if gate is None else empty(gate, dtype=gate_sums).zero_() for _ in range(2))
 
     with torch.cuda.device_of(q):
         launch_dq(problem, inputs, view("out", out), view("dlse", dlse), dq, q_gate)
