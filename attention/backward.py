@@ -120,7 +120,7 @@ def load_lse(lanes, start, seq, terms, BLOCK: tl.constexpr, BOUNDED: tl.constexp
 @triton.jit
 def load_queries(lanes, out, dlse, head, start, seq, terms, RULE: tl.constexpr, TILE: tl.constexpr):
     """Queries [start, start + block_q) of a sequence; their delta is found from `out`, or loaded if that is None."""
-    tile = load_tile(lanes.q, start, 0, seq.q_len, TILE.block_q, TILE.dim, True)
+    tile = load_tile(lanes.q, start, 0, seq.q_len, TILE.block_q, TILE.dim, True)  # after dO, sm_100 would spill
     dout_tile = load_tile(lanes.dout, start, 0, seq.q_len, TILE.block_q, TILE.value_dim, True)
     lse2 = load_lse(lanes, start, seq, terms, TILE.block_q, True)
     if out is None:
@@ -147,14 +147,14 @@ def score_gradient(weights, dweights, delta, q_pos, k_pos, key, terms, RULE: tl.
     return dscores
 
 
-@triton.constexpr_function
-def gate_type(dtype):
-    """Of sums of dS for the gates, by the dtype of q.
-
-    All gates before a row's keys learn its row sum less the column sums of its keys. That is often 0, and then what
-    rounding leaves of it adds up.
-    """
-    return tl.float64 if dtype == tl.float32 else tl.float32
+@triton.jit
+def gate_zeros(dgate, BLOCK: tl.constexpr):
+    """Sums for the gates, in the dtype of dgate, which may be None."""
+    if dgate is None:
+        sums = tl.full([BLOCK], 0.0, tl.float32)
+    else:
+        sums = tl.full([BLOCK], 0.0, dgate.ptr.dtype.element_ty)
+    return sums
 
 
 @triton.jit
@@ -221,8 +221,7 @@ def dq_kernel(
         store_rows(delta, queries.delta, seq.row, head, seq.q_start + q_start, 0, count, TILE.block_q)
     k = tile_lane(k, seq.row, head // TILE.group, seq.k_start)
     v = tile_lane(v, seq.row, head // TILE.group, seq.k_start)
-    gate_sum = tl.full([TILE.block_q], 0.0, gate_type(q.ptr.dtype.element_ty))
-    sums = Gradients(zeros(TILE.block_q, TILE.dim), 0.0, gate_sum)
+    sums = Gradients(zeros(TILE.block_q, TILE.dim), 0.0, gate_zeros(dgate, TILE.block_q))
     sums = gather_dq(sums, queries, k, v, k_tiles, v_tiles, low, span, seq, terms, RULE, TILE, MASKED=False)
     sums = gather_dq(sums, queries, k, v, k_tiles, v_tiles, low, span, seq, terms, RULE, TILE, MASKED=True)
     dq = tile_lane(dq, seq.row, head, seq.q_start)
@@ -302,7 +301,7 @@ def dkdv_kernel(
     sums = Gradients(
         zeros(TILE.block_k, TILE.dim if OUTPUTS != "dv" else 1),
         zeros(TILE.block_k, TILE.value_dim if OUTPUTS != "dk" else 1),
-        tl.full([TILE.block_k], 0.0, gate_type(q.ptr.dtype.element_ty)),
+        gate_zeros(dgate, TILE.block_k),
     )
     for member in range(SPAN):
         head = slot * SPAN + member

@@ -6,7 +6,7 @@ from functools import partial
 import pytest
 import torch
 import torch.nn.functional as F
-from problems import CASES, DIFFERENTIABLE, ON_GPU, check, make_problem
+from problems import CASES, DIFFERENTIABLE, ON_GPU, check, make_problem, results
 
 from attention import attention, launch
 from attention.reference import keep_mask, reference_attention
@@ -18,9 +18,26 @@ def test_output_and_gradients(case, device, poisoned):
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=["float16", "bfloat16"])
-@pytest.mark.parametrize("case", CASES if ON_GPU else ["causal", "grouped_full", "dropout", "all"])
+@pytest.mark.parametrize(
+    "case", CASES if ON_GPU else ["causal", "grouped_full", "dropout", "packed_pair", "all", "all_packed"]
+)
 def test_half_precision(case, dtype, device, poisoned):
     check(partial(make_problem, device, dtype, **CASES[case]), dtype)
+
+
+def test_gates_before_the_window(device):
+    """They learn the row sums of dS less its column sums, which two kernels make: together 0."""
+    squares = torch.zeros(2, dtype=torch.float64)
+    for _ in range(16):
+        case = dict(decay=True, window=20, packed=([0, 1], [0, 70]))
+        problem = make_problem(device, torch.float32, **case)
+        for i, impl in enumerate(("triton", "reference")):
+            found = results(partial(attention, impl=impl), problem, torch.float32)["ddecay"]
+            squares[i] += found[:, :50].double().square().sum().cpu()
+    ours, eager = squares.sqrt().tolist()
+    assert ours <= eager * (2 if ON_GPU else 0.01), (
+        f"{ours:.3g}, {eager:.3g} in eager PyTorch"
+    )  # interpreted dS are equal
 
 
 @pytest.mark.skipif(not ON_GPU, reason="the interpreter has no tf32")

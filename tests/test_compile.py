@@ -2,8 +2,8 @@
 
 No GPU is needed: Triton and its ptxas compile for any chip. COMPILE_ALL=1 adds full attention in 16 bits, and all
 combinations for Hopper. Of the portable kernels grouped queries are compiled for three chips, and for sm_90 with dk/dv
-by partials only: the dk/dv that loops over a group does spill there from head dim 128 on, and takes two thirds of the
-time of what does not (benchmarks/LOG.md). On sm_80 both spill at head dim 128, by 24 and 8 bytes, and are left out.
+by partials only: the dk/dv that loops over a group does spill there from head dim 128 on, and is the fastest all the
+same (benchmarks/LOG.md). On sm_80 both spill at head dim 128, by 24 and 8 bytes, and are left out.
 """
 
 import itertools
@@ -38,7 +38,7 @@ if COMPILE_ALL:
 SPILLED_BEFORE_3_9 = {
     (80, "float32", 128, "dkdv_kernel"): 28,
     (80, "float32", 128, "dq_kernel"): 8,
-    (80, "float32", 256, "forward_kernel"): 24,
+    (80, "tf32", 256, "forward_kernel"): 8,
     (90, "float32", 256, "delta_kernel"): 8,
     (90, "float32", 256, "dq_kernel"): 16,
     (90, "tf32", 256, "delta_kernel"): 8,
@@ -125,9 +125,10 @@ def test_hopper_kernels_fit_their_chip(dtype, bounds, features, masks):
     assert not bad, "\n".join(map(str, bad))
 
 
-def test_every_feature_fits_the_smallest_shared_memory():
+@pytest.mark.parametrize("dtype", ["bfloat16", "tf32"])
+def test_every_feature_fits_the_smallest_shared_memory(dtype):
     """They may cost registers; memory that is not there would be an error."""
     chip = min(SHARED_KB, key=SHARED_KB.get)
-    kernels = compile_kernels(chip, "--dtypes", "bfloat16", "--masks", "causal", "--groups", "1", "--features")
+    kernels = compile_kernels(chip, "--dtypes", dtype, "--masks", "causal", "--groups", "1", "--features")
     bad = too_large(chip, kernels)
     assert not bad, "\n".join(map(str, bad))
