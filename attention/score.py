@@ -61,15 +61,18 @@ def tanh(x):
 
 @triton.jit
 def shape_scores(qk, q_pos, k_pos, head, seq, terms, RULE: tl.constexpr, MASKED: tl.constexpr):
-    """Raw q.k -> (base-2 score, d score / d (scale * q.k) up to log2 e). MASKED=False promises that all is visible."""
+    """Raw q.k -> (base-2 score, d score / d (scale * q.k) up to log2 e). MASKED=False promises that all is visible.
+
+    Sums are fused by name: left to itself the compiler rounds them in one way in dq and in another in dk/dv.
+    """
     slope = 1.0
     q_exists = (q_pos >= seq.k_len - seq.q_len) & (q_pos < seq.k_len)
     k_exists = k_pos < seq.k_len
     if terms.bias is not None:
         q_index = seq.q_start + q_pos - (seq.k_len - seq.q_len)
         pointers = pair_pointers(terms.bias, seq.row, head, q_index, seq.k_start + k_pos)
-        bias = tl.load(pointers, q_exists & k_exists, float("-inf")).to(tl.float32) * LOG2E
-        qk = tl.where(bias == float("-inf"), 0.0, qk)  # a hidden key may hold NaN
+        bias = tl.load(pointers, q_exists & k_exists, float("-inf")).to(tl.float32)
+        qk = tl.where(bias * LOG2E == float("-inf"), 0.0, qk)  # a hidden key may hold NaN
     if RULE.softcap > 0:
         cap = tanh(qk * (terms.scale / RULE.softcap))
         scores = cap * (RULE.softcap * LOG2E)
@@ -81,9 +84,9 @@ def shape_scores(qk, q_pos, k_pos, head, seq, terms, RULE: tl.constexpr, MASKED:
         gate = address(terms.gate, seq.row, head, seq.k_start)
         q_gate = tl.load(gate + q_pos * terms.gate.seq, q_exists & (q_pos >= 0), 0.0)
         k_gate = tl.load(gate + k_pos * terms.gate.seq, k_exists, 0.0)
-        scores += (q_gate - k_gate).to(tl.float32) * LOG2E
+        scores = tl.fma((q_gate - k_gate).to(tl.float32), LOG2E, scores)
     if terms.bias is not None:
-        scores += bias
+        scores = tl.fma(bias, LOG2E, scores)
     if MASKED:
         visible = k_exists
         if RULE.causal:
