@@ -72,7 +72,8 @@ def shape_scores(qk, q_pos, k_pos, head, seq, terms, RULE: tl.constexpr, MASKED:
         q_index = seq.q_start + q_pos - (seq.k_len - seq.q_len)
         pointers = pair_pointers(terms.bias, seq.row, head, q_index, seq.k_start + k_pos)
         bias = tl.load(pointers, q_exists & k_exists, float("-inf")).to(tl.float32)
-        qk = tl.where(bias * LOG2E == float("-inf"), 0.0, qk)  # a hidden key may hold NaN
+        # what is -inf in base 2, if only there, hides a key, which may hold NaN
+        qk = tl.where(bias * LOG2E == float("-inf"), 0.0, qk)
     if RULE.softcap > 0:
         cap = tanh(qk * (terms.scale / RULE.softcap))
         scores = cap * (RULE.softcap * LOG2E)

@@ -9,6 +9,7 @@ that backward, whatever an implementation computes: for causal attention half of
 """
 
 import argparse
+import contextlib
 import csv
 import itertools
 import statistics
@@ -282,15 +283,14 @@ def overhead(names):
     The least of ten medians of fifty calls, taken by turns: other work on the host only ever adds to them.
     """
     cell = Cell("", 1, 128, 2, 2, 64)
-    found = {}
-    for _, name in itertools.product(range(10), names):
-        q, k, v = (torch.randn(1, 128, 2, 64, device="cuda", dtype=torch.bfloat16, requires_grad=True) for _ in "qkv")
-        try:
-            contender = Contender(IMPLEMENTATIONS[name](cell, None), (q, k, v), torch.randn_like(q))
-        except (ImportError, NotImplementedError):
-            continue
+    q, k, v = (torch.randn(1, 128, 2, 64, device="cuda", dtype=torch.bfloat16, requires_grad=True) for _ in "qkv")
+    contenders, found = {}, {}
+    for name in names:
+        with contextlib.suppress(ImportError, NotImplementedError):
+            contenders[name] = Contender(IMPLEMENTATIONS[name](cell, None), (q, k, v), torch.randn_like(q))
+    for _, name in itertools.product(range(10), contenders):
         medians = []
-        for function in (contender.forward, contender.backward):
+        for function in (contenders[name].forward, contenders[name].backward):
             times = []
             for _ in range(50):
                 torch.cuda.synchronize()
