@@ -1,4 +1,4 @@
-"""Hopper kernels (sm_90): their settings, TMA descriptors and launches. The same results as launch.py, sooner.
+"""Hopper kernels (sm_90): their settings, TMA descriptors and launches. The same results as portable.py, sooner.
 
 Dense batches take their tiles by number, ragged ones (lengths, packed sequences) from lists that a kernel makes of what
 is there: hopper_ragged.py. What they do not serve goes to the portable kernels: see hopper_lacks() in api.py.
@@ -10,12 +10,13 @@ from typing import NamedTuple
 import torch
 import triton
 
-from . import launch
+from . import launch, portable
 from .gluon import TensorDescriptor, gl
 from .hopper_backward import WIDTH, Plan, backward_kernel, finish_kernel, prepare_kernel
 from .hopper_forward import ROWS, Pipeline, hopper_forward_kernel
 from .hopper_ragged import POSITIONS, blank_kernel, end_shape, end_strides, list_kernel
-from .launch import Launch, Settings, describe, descriptor, empty, output, processors, start
+from .launch import Launch, processors
+from .problem import Settings, describe, descriptor, empty, output, start
 from .tiles import aligned
 
 
@@ -124,7 +125,7 @@ def of_whole_rows(options, q, k):
 
 
 def forward(q, k, v, options):
-    """As launch.forward()."""
+    """As portable.forward()."""
     q, k, v = (reachable(x, options.bounded) for x in (q, k, v))
     problem = describe(q, k, v, of_whole_rows(options, q, k))
     _, tile, _ = problem.once(forward_settings).constants
@@ -180,10 +181,10 @@ def share(problem):
 
 
 def backward(q, k, v, out, lse2, dout, dlse, bias_grad, options):
-    """As launch.backward(), but that dQ is added in any order; where torch is to be deterministic, that one serves."""
+    """As portable.backward(), but dQ is added in any order; where torch is to be deterministic, that one serves."""
     if torch.are_deterministic_algorithms_enabled():
         options = options._replace(hopper=False)  # what is compiled for it is not for the kernels here
-        return launch.backward(q, k, v, out, lse2, dout, dlse, bias_grad, options)
+        return portable.backward(q, k, v, out, lse2, dout, dlse, bias_grad, options)
     q, k, v, out, dout = (reachable(x, options.bounded) for x in (q, k, v, out, dout))
     problem = describe(q, k, v, of_whole_rows(options, q, k), out, lse2, dout, dlse)
     view, batch, q_len, k_len = problem.view, problem.batch, problem.q_len, problem.k_len
@@ -222,13 +223,13 @@ def backward(q, k, v, out, lse2, dout, dlse, bias_grad, options):
         start(finish_settings, problem, (dq_sum, view("dq", dq), *where, options.scale))
         if span < group:
             for part, total in zip(parts, (dk, dv), strict=True):
-                launch.launch_group_sum(problem, part[..., :dim], total)
+                portable.launch_group_sum(problem, part[..., :dim], total)
         if problem.bounded:
             blank(problem, dq)
         if problem.bounded and not options.window:
             blank(problem, dk, keys=True)
             blank(problem, dv, keys=True)
-    dsink = None if options.sink is None else launch.sink_gradient(options.sink, lse2, delta)
+    dsink = None if options.sink is None else portable.sink_gradient(options.sink, lse2, delta)
     return dq, dk, dv, None, None, dsink
 
 

@@ -56,7 +56,7 @@ def host(hopper):
     if hopper:
         from . import hopper as module
     else:
-        from . import launch as module
+        from . import portable as module
     return module
 
 

@@ -8,7 +8,8 @@ import torch
 import triton
 import triton.language as tl
 
-from attention.launch import launches_for, tma_tiles, way
+from attention.launch import launches_for, way
+from attention.problem import tma_tiles
 from attention.score import Rule
 from attention.tiles import Tile, locate_query_tile, step_size
 

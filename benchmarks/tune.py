@@ -3,7 +3,8 @@
     python benchmarks/tune.py                          every kernel, head dims 64, 128 and 256, bfloat16 and float32
     python benchmarks/tune.py --dims 128 --kernels dq
 
-A candidate's cost is the geometric mean of its times, causal and full, over the lengths, relative to the best of each.
+A candidate's cost is the geometric mean of its times, causal and full, over the lengths, relative to the best of each:
+of a single run at first, then, for the best dozen, of eleven.
 To find rows for short ways, run it for short --lengths and for long ones. Candidates that do not fit the chip drop
 out; take one that spills (tests/compile_kernels.py) only if it is worth it. Compilation runs in parallel first.
 """
@@ -23,7 +24,7 @@ import triton
 from triton.runtime.errors import OutOfResources
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
-from attention import launch
+from attention import portable, problem
 from attention.launch import Launch
 from attention.ops import TENSOR_OPTIONS, Options
 from attention.tiles import rows_view, view
@@ -34,12 +35,18 @@ DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 
 
 def candidates(kernel, element_size, dim):
-    """Every Launch worth a try: tiles whose sums and scores, one float32 a register, may fit the 255 of a thread."""
+    """Every Launch worth a try: tiles whose sums and scores, one float32 a register, may fit the 255 of a thread.
+
+    In float32 a product is unrolled into as many instructions as a thread has multiplications: a thousand take seconds
+    to compile, four thousand a minute.
+    """
     own_sizes, other_sizes = ((64, 128), (32, 64, 128)) if element_size == 2 else ((16, 32, 64), (16, 32, 64))
     by_tma = element_size == 2 and torch.cuda.get_device_capability() >= (9, 0)
     sums, scores = {"forward": (1, 1), "dq": (1, 2), "dkdv": (2, 2), "dk": (1, 2), "dv": (1, 1)}[kernel]
     for own, other, warps, stages, tma in itertools.product(own_sizes, other_sizes, (4, 8), (1, 2, 3), {False, by_tma}):
-        if (sums * own * dim + scores * own * other) // (32 * warps) <= 255:
+        threads = 32 * warps
+        unrolled = element_size == 4 and own * other * dim // threads > 1024
+        if (sums * own * dim + scores * own * other) // threads <= 255 and not unrolled:
             q, k = (own, other) if kernel in ("forward", "dq") else (other, own)
             yield Launch(q, k, warps, stages, tma)
 
@@ -49,33 +56,37 @@ def runner(kernel, dtype, dim, length, causal):
     batch, heads = TOKENS[dtype.itemsize] // length, 2048 // dim
     q, k, v, dout = (torch.randn(batch, length, heads, dim, device="cuda", dtype=dtype) for _ in range(4))
     options = Options(*[None] * TENSOR_OPTIONS, 0, 0, causal, window=0, softcap=0.0, dropout=0.0, scale=dim**-0.5)
-    problem = launch.describe(q, k, v, options)
-    out, lse2 = launch.forward(q, k, v, options)
+    call = problem.describe(q, k, v, options)
+    out, lse2 = portable.forward(q, k, v, options)
     first, second = torch.empty_like(q), torch.empty_like(q)
     inputs = (view(q), view(k), view(v), view(dout), rows_view(lse2), rows_view(torch.randn_like(lse2)))
 
     @cache
-    def problem_with(settings):
-        return problem._replace(launches={kernel: settings}, made={})
+    def call_with(settings):
+        return call._replace(launches={kernel: settings}, made={})
 
     def run(settings):
-        changed = problem_with(settings)
+        changed = call_with(settings)
         if kernel == "forward":
-            launch.launch_forward(changed, q, k, v, out, lse2, None)
+            portable.launch_forward(changed, q, k, v, out, lse2, None)
         elif kernel == "dq":
-            launch.launch_dq(changed, inputs, view(out), None, first, None)
+            portable.launch_dq(changed, inputs, view(out), None, first, None)
         else:
-            launch.launch_dkdv(changed, inputs, first, second, None)
+            portable.launch_dkdv(changed, inputs, first, second, None)
 
     return run
 
 
 def fits(run, settings):
-    """Whether the chip's shared memory holds these settings; compiles them."""
-    launch.BUFFERS_LESS = False
+    """Whether the chip's shared memory holds these settings and Triton can compile them, which this does."""
+    problem.BUFFERS_LESS = False
     try:
         run(settings)
     except OutOfResources:
+        return False
+    except RuntimeError as error:
+        if "PassManager" not in str(error):
+            raise
         return False
     return True
 
@@ -88,11 +99,11 @@ def compile_some(work):
         fits(run, settings)
 
 
-def milliseconds(function, flush):
-    """Median of eleven runs, each on a cold L2 cache; filling it also gives the CPU time to run ahead."""
+def milliseconds(function, flush, count):
+    """Median of so many runs, each on a cold L2 cache; filling it also gives the CPU time to run ahead."""
     function()
     events = []
-    for _ in range(11):
+    for _ in range(count):
         flush.zero_()
         start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
         start.record()
@@ -106,16 +117,16 @@ def milliseconds(function, flush):
 def rank(kernel, dtype, dim, lengths, flush):
     """(cost, times in ms, Launch) of each candidate that runs, best first."""
     runs = [runner(kernel, dtype, dim, length, causal) for length in lengths for causal in (True, False)]
-    times = {
-        settings: [milliseconds(partial(run, settings), flush) for run in runs]
-        for settings in candidates(kernel, dtype.itemsize, dim)
-        if all(fits(run, settings) for run in runs)
-    }
-    best = [min(column) for column in zip(*times.values(), strict=True)]
-    return sorted(
-        (math.prod(t / b for t, b in zip(ms, best, strict=True)) ** (1 / len(best)), ms, settings)
-        for settings, ms in times.items()
-    )
+    chosen = [x for x in candidates(kernel, dtype.itemsize, dim) if all(fits(run, x) for run in runs)]
+    for count in (1, 11):
+        times = {x: [milliseconds(partial(run, x), flush, count) for run in runs] for x in chosen}
+        best = [min(column) for column in zip(*times.values(), strict=True)]
+        ranking = sorted(
+            (math.prod(t / b for t, b in zip(ms, best, strict=True)) ** (1 / len(best)), ms, settings)
+            for settings, ms in times.items()
+        )
+        chosen = [settings for _, _, settings in ranking[:12]]
+    return ranking
 
 
 def main():
@@ -132,7 +143,7 @@ def main():
     work = []
     for kernel, dtype, dim in jobs:
         every = list(candidates(kernel, dtype.itemsize, dim))
-        pieces = max(1, args.processes // (2 * len(jobs)))
+        pieces = -(-len(every) // 6)
         for causal in (True, False):
             work += [(kernel, dtype, dim, 1024, causal, every[piece::pieces]) for piece in range(pieces)]
     with multiprocessing.get_context("spawn").Pool(args.processes) as pool:

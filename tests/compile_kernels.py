@@ -3,7 +3,7 @@
     python tests/compile_kernels.py 90 --dims 64 128 --masks causal
     python tests/compile_kernels.py 90 --hopper --dtypes bfloat16 --features --bounds packed
 
-The host functions of attention/launch.py run on meta tensors under a driver that compiles for the chip and launches
+The host functions of attention/portable.py run on meta tensors under a driver that compiles for the chip and launches
 nothing, so every kernel gets the arguments, the tile sizes and the specialisations of a real call.
 """
 
@@ -22,7 +22,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
-from attention import launch
+from attention import portable
 from attention.ops import TENSOR_OPTIONS, Options
 
 # name -> (dtype, torch.set_float32_matmul_precision)
@@ -95,10 +95,10 @@ def launch_kernels(dtype, dim, causal, group, features=False, length=4096, ways=
             softcap=30.0,
             dropout=0.1,
         )
-    out, lse2 = launch.forward(q, k, k, options)
+    out, lse2 = portable.forward(q, k, k, options)
     for way in ways[: 1 if group == 1 else 2]:
-        launch.loops_over_group = lambda problem, programs, device, way=way: way == "loop"
-        launch.backward(q, k, k, out, lse2, out, None, features, options)
+        portable.loops_over_group = lambda problem, programs, device, way=way: way == "loop"
+        portable.backward(q, k, k, out, lse2, out, None, features, options)
 
 
 UNEVEN = 4095  # a length that no tile divides
@@ -112,7 +112,7 @@ def launch_hopper_kernels(dtype, dim, causal, group, features=(), length=4096, b
     """
     from attention import hopper
 
-    launch.processors = hopper.processors = lambda device: 132
+    hopper.processors = lambda device: 132
     for batch in (1, 8) if group > 1 else (8,):
         rows, length_of_row = (1, batch * length) if bounds == "packed" else (batch, length)
         q, k = (torch.empty(rows, length_of_row, n, dim, dtype=dtype, device="meta") for n in (2 * group, 2))

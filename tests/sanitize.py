@@ -14,7 +14,7 @@ import test_hopper
 from problems import kernels, make_problem, results
 from test_attention_pairs import CASES, arguments
 
-from attention import launch
+from attention import portable
 
 # the others are PyTorch's
 KERNELS = "(forward|delta|dq|dkdv|group_sum|dbias|backward|prepare|finish|list|blank)_kernel"
@@ -39,7 +39,7 @@ def main():
             for _ in range(2):  # the second time as remembered
                 results(test_hopper.hopper, problem, torch.bfloat16)
     for case in () if args.hopper else cases:
-        launch.loops_over_group = lambda problem, programs, device, loops=case.loops: loops
+        portable.loops_over_group = lambda problem, programs, device, loops=case.loops: loops
         problem = make_problem("cuda", case.dtype, **arguments(case))
         for _ in range(2):
             results(kernels, problem, case.dtype)

@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from problems import CASES, DIFFERENTIABLE, ON_GPU, check, make_problem, results
 
-from attention import attention, launch
+from attention import attention, launch, portable, problem
 from attention.reference import keep_mask, reference_attention
 
 
@@ -102,11 +102,11 @@ def apart(launches):
 def test_dkdv_strategies(outputs, loops, group, device, poisoned, monkeypatch):
     length = 50 if ON_GPU else 33  # in the interpreter two tiles of queries and three of keys
     make = partial(make_problem, device, torch.float16, batch=1, q_len=length)
-    monkeypatch.setattr(launch, "loops_over_group", lambda problem, programs, device: loops)
-    monkeypatch.setattr(launch, "PROBLEMS", {})
+    monkeypatch.setattr(portable, "loops_over_group", lambda problem, programs, device: loops)
+    monkeypatch.setattr(problem, "PROBLEMS", {})
     if outputs == "apart":
-        table = launch.launches_for
-        monkeypatch.setattr(launch, "launches_for", lambda *args: apart(table(*args)))
+        table = problem.launches_for
+        monkeypatch.setattr(problem, "launches_for", lambda *args: apart(table(*args)))
         check(partial(make, heads=group, decay=True), torch.float16)
     check(partial(make, heads=group, kv_heads=1), torch.float16)
     check(partial(make, heads=2 * group, kv_heads=2), torch.float16)
@@ -147,7 +147,7 @@ def test_one_token_at_any_stride(device):
 
 def test_bias_without_gradient_is_not_differentiated(device, monkeypatch):
     """A constant bias, ALiBi say, does not pay for dbias."""
-    monkeypatch.setattr(launch, "launch_dbias", None)
+    monkeypatch.setattr(portable, "launch_dbias", None)
     problem = make_problem(device, torch.float32, bias=(1, 2, 40, 40), q_len=40)
     arguments, dout, _ = problem
     arguments["q"].requires_grad_()

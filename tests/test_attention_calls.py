@@ -10,7 +10,7 @@ import torch
 from problems import ON_GPU, floats, integers, make_problem
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from attention import attention, explain, launch, ops
+from attention import attention, explain, ops, problem
 from attention.api import hopper_misses
 
 
@@ -178,9 +178,9 @@ def odd(x):
 @contextmanager
 def remembers(new, what):
     """Whether the block meets a problem that was not met before."""
-    before = set(launch.PROBLEMS)
+    before = set(problem.PROBLEMS)
     yield
-    assert (set(launch.PROBLEMS) > before) == new, what
+    assert (set(problem.PROBLEMS) > before) == new, what
 
 
 @pytest.fixture(params=["triton", "hopper"])
@@ -188,7 +188,7 @@ def impl(request, device, monkeypatch):
     """An implementation that remembers nothing yet."""
     if request.param == "hopper" and hopper_misses(torch.device(device)):
         pytest.skip(hopper_misses(torch.device(device)))
-    monkeypatch.setattr(launch, "PROBLEMS", {})
+    monkeypatch.setattr(problem, "PROBLEMS", {})
     return request.param
 
 
@@ -241,7 +241,7 @@ def test_calls_that_look_alike(impl, device):
 
 
 def test_precisions_are_remembered_apart(device, monkeypatch):
-    monkeypatch.setattr(launch, "PROBLEMS", {})
+    monkeypatch.setattr(problem, "PROBLEMS", {})
     q, matmul = torch.randn(1, 20, 1, 16, device=device), torch.backends.cuda.matmul
     before = matmul.fp32_precision
     try:
@@ -250,7 +250,7 @@ def test_precisions_are_remembered_apart(device, monkeypatch):
             attention(q, q, q, impl="triton")
     finally:
         matmul.fp32_precision = before
-    assert [problem.tile.precision for problem in launch.PROBLEMS.values()] == ["tf32", "ieee"]
+    assert [x.tile.precision for x in problem.PROBLEMS.values()] == ["tf32", "ieee"]
 
 
 def test_backwards_that_look_alike(impl, device):

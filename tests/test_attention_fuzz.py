@@ -30,7 +30,7 @@ if not torch.cuda.is_available():
 from problems import ON_GPU, check, make_problem
 from test_attention_pairs import PARAMETERS, arguments, possible
 
-from attention import launch
+from attention import portable
 
 # To shrink a failing problem would run hundreds of others.
 BOUNDED = settings(deadline=None, suppress_health_check=list(HealthCheck), database=None, phases=[Phase.generate])
@@ -86,7 +86,7 @@ def problems(draw, numbers, parameters=PARAMETERS):
 def run(problem, seed):
     problem, dtype, loops = problem
     torch.manual_seed(seed)
-    with mock.patch.object(launch, "loops_over_group", lambda problem, programs, device: loops):
+    with mock.patch.object(portable, "loops_over_group", lambda problem, programs, device: loops):
         return check(partial(make_problem, "cuda" if ON_GPU else "cpu", dtype, **problem), dtype)
 
 

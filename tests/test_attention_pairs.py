@@ -11,7 +11,7 @@ import torch
 from allpairspy import AllPairs
 from problems import ON_GPU, check, kernels, make_problem, results
 
-from attention import launch
+from attention import portable
 
 PARAMETERS = {
     "q_len": [1, 2, 15, 16, 17, 63, 64, 65, 127, 128, 129, 200, 257, 300] if ON_GPU else [1, 16, 17, 33],
@@ -87,7 +87,7 @@ CASES = [
 
 @pytest.fixture
 def draw(case, device, poisoned, monkeypatch):
-    monkeypatch.setattr(launch, "loops_over_group", lambda problem, programs, device: case.loops)
+    monkeypatch.setattr(portable, "loops_over_group", lambda problem, programs, device: case.loops)
     return partial(make_problem, device, case.dtype, **arguments(case))
 
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 from problems import ON_GPU, kernels, make_problem, results
 
-from attention import backward, forward, launch
+from attention import backward, forward, launch, portable
 
 # Multiples of all tile sizes: of the GPUs' table, and of the interpreter.
 BLOCK_Q, BLOCK_K = (128, 128) if ON_GPU else (launch.INTERPRETER.block_q, launch.INTERPRETER.block_k)
@@ -82,8 +82,8 @@ def test_visited_tiles(case, device, monkeypatch):
         visits[running[-1]].append((sequence, head_number, *positions, bool(masked)))
         return original_scores(qk, q_pos, k_pos, head, seq, terms, rule, masked)
 
-    original_start, original_scores = launch.start, forward.shape_scores
-    monkeypatch.setattr(launch, "start", start)
+    original_start, original_scores = portable.start, forward.shape_scores
+    monkeypatch.setattr(portable, "start", start)
     for module in (forward, backward):
         monkeypatch.setattr(module, "shape_scores", shape_scores)
     problem, sequences = make_case(case, device)

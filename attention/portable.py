@@ -1,0 +1,179 @@
+"""The portable kernels: what each is started with, and the order in which they run.
+
+hopper.py does the same for Hopper's own.
+"""
+
+import torch
+
+from .backward import Spread, dbias_kernel, delta_kernel, dkdv_kernel, dq_kernel, group_sum_kernel
+from .forward import forward_kernel
+from .launch import ROWS, loops_over_group
+from .problem import Settings, describe, empty, output, start, tiles_for
+from .score import LOG2E
+from .tiles import aligned, pair_view, view
+
+
+def forward(q, k, v, options):
+    """Launch the forward. Shapes as in attention(); returns out [B, Tq, H, Dv] and lse2 [B, H, Tq] float32, base 2."""
+    q, k, v = map(aligned, (q, k, v))
+    problem = describe(q, k, v, options)
+    batch, q_len, heads, dim = q.shape
+    value_dim = problem.tile.value_dim
+    out = output(problem, q, None if value_dim == dim else (batch, q_len, heads, value_dim))
+    lse2 = output(problem, q, (batch, heads, q_len), fill=float("-inf"), dtype=torch.float32)
+    sink = None if options.sink is None else options.sink.contiguous()
+    if out.numel() > 0:
+        with torch.cuda.device_of(q):
+            launch_forward(problem, q, k, v, out, lse2, sink)
+    return out, lse2
+
+
+def launch_forward(problem, q, k, v, out, lse2, sink):
+    """Fill out and lse2."""
+    view = problem.view
+    args = (
+        view("q", q), view("k", k), view("v", v), *tiles_for(problem, "forward", k, v), view("out", out),
+        view("lse2", lse2), sink, problem.q_len, problem.k_len, problem.ragged, *problem.terms,
+    )  # fmt: skip
+    start(forward_settings, problem, args)
+
+
+def forward_settings(problem):
+    tile = problem.tile_for(launch := problem.launches["forward"])
+    return Settings(forward_kernel, problem.programs(tile), launch, (problem.rule, tile))
+
+
+def backward(q, k, v, out, lse2, dout, dlse, bias_grad, options):
+    """Launch the backward; returns dq, dk, dv, dbias, dgate, dsink, with None for those whose input is None.
+
+    dlse [B, H, Tq] float32 is the gradient of the natural-log LSE, or None. dbias is None too unless bias_grad.
+    """
+    q, k, v, dout = map(aligned, (q, k, v, dout))
+    problem = describe(q, k, v, options, out, lse2, dout, dlse)
+    view = problem.view
+    dq, dk, dv = (output(problem, x) for x in (q, k, v))
+    bias, gate, sink = options.bias if bias_grad else None, options.gate, options.sink
+    if q.numel() == 0 or k.numel() == 0:
+        zeros = [None if x is None else torch.zeros_like(x) for x in (bias, gate, sink)]
+        return dq.zero_(), dk.zero_(), dv.zero_(), *zeros
+    delta = output(problem, lse2)
+    inputs = (
+        view("q", q), view("k", k), view("v", v), view("dout", dout), view("lse2", lse2), view("delta", delta)
+    )  # fmt: skip
+    # The gate's gradient as a query and as a key, each at its key. All gates before the keys of a row learn what these
+    # two sums of dS differ by: often that is 0, and then what rounding leaves of it adds up. 16-bit inputs err more.
+    sum_type = torch.float64 if q.element_size() > 2 else torch.float32
+    q_gate, k_gate = (None if gate is None else empty(gate, dtype=sum_type).zero_() for _ in range(2))
+
+    with torch.cuda.device_of(q):
+        launch_dq(problem, inputs, view("out", out), view("dlse", dlse), dq, q_gate)
+        launch_dkdv(problem, inputs, dk, dv, k_gate)
+        dbias = None if bias is None else launch_dbias(problem, inputs, bias)
+
+    dgate = None if gate is None else (q_gate + k_gate).to(gate.dtype)
+    dsink = None if sink is None else sink_gradient(sink, lse2, delta)
+    return dq, dk, dv, dbias, dgate, dsink
+
+
+def sink_gradient(sink, lse2, delta):
+    """Of sink [H], from lse2 and delta [B, H, Tq]: its weight has no value, so dS = -weight * delta."""
+    weight = torch.exp2(sink.double()[:, None] * LOG2E.value - lse2)
+    return -torch.where(lse2 == float("-inf"), 0.0, weight * delta).sum((0, 2)).to(sink.dtype)
+
+
+def launch_dq(problem, inputs, out, dlse, dq, q_gate):
+    """Fill dq [B, Tq, H, D], delta [B, H, Tq], which is among the inputs, and the query half of dgate [B, H, Tk]."""
+    _, k, v, dout, _, delta = inputs
+    if dq.element_size() > 2:  # in float32 a program for dq has no registers left for delta
+        start(delta_settings, problem, (out, dout, dlse, delta, problem.q_len, problem.k_len, problem.ragged))
+        out = dlse = None
+    args = (
+        *inputs, *tiles_for(problem, "dq", k.ptr, v.ptr), out, dlse, problem.view("dq", dq),
+        problem.view("q_gate", q_gate), problem.q_len, problem.k_len, problem.ragged, *problem.terms,
+    )  # fmt: skip
+    start(dq_settings, problem, args)
+
+
+def delta_settings(problem):
+    tile = problem.tile_for(ROWS)
+    return Settings(delta_kernel, problem.programs(tile), ROWS, (tile,))
+
+
+def dq_settings(problem):
+    tile = problem.tile_for(launch := problem.launches["dq"])
+    return Settings(dq_kernel, problem.programs(tile), launch, (problem.rule, tile))
+
+
+def launch_dkdv(problem, inputs, dk, dv, k_gate):
+    """Fill dk and dv [B, Tk, Hkv, D or Dv], and the key half of dgate [B, H, Tk].
+
+    Grouped queries: either each program loops over the group, or all write float32 partials [B, Tk, H, D + Dv], which
+    are added afterwards.
+    """
+    (batch, k_len, kv_heads, _), heads = dk.shape, problem.tile.heads
+    parts = ("dkdv",) if "dkdv" in problem.launches else [x for x in ("dk", "dv") if x in problem.launches]
+    partials = False
+    if heads != kv_heads:
+        programs = problem.once(dkdv_settings, parts[0], kv_heads).programs
+        partials = not loops_over_group(problem, programs, problem.device)
+    dk_sum, dv_sum = dk, dv
+    if partials:
+        kv_heads = heads
+        dk_sum, dv_sum = (output(problem, x, (batch, k_len, heads, x.shape[-1]), dtype=torch.float32) for x in (dk, dv))
+    args = (
+        problem.view(("dk", partials), dk_sum), problem.view(("dv", partials), dv_sum),
+        problem.view("k_gate", k_gate), problem.q_len, problem.k_len, problem.ragged, *problem.terms,
+    )  # fmt: skip
+    q, _, _, dout, *_ = inputs
+    for outputs in parts:
+        tiles = tiles_for(problem, outputs, q.ptr, dout.ptr)
+        start(dkdv_settings, problem, (*inputs, *tiles, *args), outputs, kv_heads)
+    if partials:
+        launch_group_sum(problem, dk_sum, dk)
+        launch_group_sum(problem, dv_sum, dv)
+
+
+def dkdv_settings(problem, outputs, heads):
+    """outputs: of dkdv_kernel; heads: over which programs are spread."""
+    tile = problem.tile_for(launch := problem.launches[outputs], heads=heads)
+    constants = (problem.rule, tile, problem.tile.heads // heads, outputs)
+    return Settings(dkdv_kernel, problem.programs(tile, "k"), launch, constants)
+
+
+def launch_group_sum(problem, partial, total):
+    """Fill total [B, Tk, Hkv, D] with the sums over groups of partial [B, Tk, H, D] float32."""
+    start(group_sum_settings, problem, (view(partial), view(total), total.shape[1]), total.shape)
+
+
+def group_sum_settings(problem, shape):
+    batch, k_len, kv_heads, dim = shape
+    tile = problem.tile_for(ROWS, dim=dim, heads=kv_heads)
+    return Settings(group_sum_kernel, -(-k_len // tile.block_k) * kv_heads * batch, ROWS, (tile,))
+
+
+def launch_dbias(problem, inputs, bias):
+    """The gradient of bias, in its own broadcast shape."""
+    rows, bias_heads, q_len, k_len = bias.shape
+    # Packed sequences share an element only if it is broadcast over both axes: then each has its own, added below.
+    shared = problem.ragged.q_starts is not None and q_len == 1 and k_len == 1
+    dbias = bias.new_zeros(problem.sequences if shared else rows, bias_heads, q_len, k_len, dtype=torch.float32)
+    args = (*inputs, pair_view(dbias), problem.q_len, problem.k_len, problem.ragged, *problem.terms)
+    start(dbias_settings, problem, args, bias.shape)
+    return (dbias.sum(0, keepdim=True) if shared else dbias).to(bias.dtype)
+
+
+def dbias_settings(problem, shape):
+    """shape: of the bias."""
+    rows, bias_heads, q_len, k_len = shape
+    packed = problem.ragged.q_starts is not None
+    spread = Spread(
+        batches=problem.sequences // rows if not packed else 1,
+        heads=problem.tile.heads // bias_heads,
+        queries=q_len == 1,
+        keys=k_len == 1,
+    )
+    tile = problem.tile_for(launch := problem.launches["dq"], heads=bias_heads)
+    tiles = 1 if spread.queries else -(-problem.q_len // tile.block_q)
+    tiles *= 1 if spread.keys else -(-problem.k_len // tile.block_k)
+    programs = tiles * bias_heads * (problem.sequences if packed else rows)
+    return Settings(dbias_kernel, programs, launch, (problem.rule, tile, spread))
