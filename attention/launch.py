@@ -34,14 +34,14 @@ HOPPER = {
         (256, ANY, Launch(128, 64, 8, 2, tma=True)),
     ],
     ("dq", 2): [
-        (64, 512, Launch(64, 32, 4, 3)),
+        (64, 256, Launch(64, 32, 4, 3)),
         (64, ANY, Launch(128, 64, 4, 3)),
         (128, 512, Launch(64, 64, 4, 2, tma=True)),
         (128, ANY, Launch(128, 64, 8, 3, tma=True)),
         (256, ANY, Launch(128, 32, 8, 3)),
     ],
     ("dkdv", 2): [
-        (64, ANY, Launch(64, 64, 4, 3)),
+        (64, ANY, Launch(64, 64, 4, 2)),
         (128, ANY, Launch(64, 64, 4, 2, tma=True)),
     ],
     ("dk", 2): [(256, ANY, Launch(32, 128, 8, 3))],

@@ -4,7 +4,7 @@
     python benchmarks/tune.py --dims 128 --kernels dq
 
 A candidate's cost is the geometric mean of its times, causal and full, over the lengths, relative to the best of each:
-of a single run at first, then, for the best dozen, of eleven.
+of a single run at first, then, for the best dozen, of five.
 To find rows for short ways, run it for short --lengths and for long ones. Candidates that do not fit the chip drop
 out; take one that spills (tests/compile_kernels.py) only if it is worth it. Compilation runs in parallel first.
 """
@@ -118,7 +118,7 @@ def rank(kernel, dtype, dim, lengths, flush):
     """(cost, times in ms, Launch) of each candidate that runs, best first."""
     runs = [runner(kernel, dtype, dim, length, causal) for length in lengths for causal in (True, False)]
     chosen = [x for x in candidates(kernel, dtype.itemsize, dim) if all(fits(run, x) for run in runs)]
-    for count in (1, 11):
+    for count in (1, 5):
         times = {x: [milliseconds(partial(run, x), flush, count) for run in runs] for x in chosen}
         best = [min(column) for column in zip(*times.values(), strict=True)]
         ranking = sorted(

@@ -96,17 +96,24 @@ def test_random_problems(problem, seed):
     run(problem, seed)
 
 
+def is_rounding(problem):
+    """Whether some gradients are but what rounding leaves: rows see one key, or have one number as bias."""
+    bias = problem["bias"]
+    return 1 in (problem["window"], problem["q_len"], problem["k_len"]) or (bias is not None and bias[-1] == 1)
+
+
 class Report(NamedTuple):
     done: int
     hopper: int  # of which the Hopper kernels computed too
     worst: dict[str, tuple[float, str]]  # dtype -> largest error as a multiple of what check() holds it to, the problem
     over: Counter  # (dtype, result) -> problems in which it errs more than twice as much as eager, as rounding explains
+    kinds: Counter  # (is_rounding(), whether any result erred so) -> problems
     failures: list[str]
 
 
 def search(count, deadline, parameters, numbers, seed):
     """Run `count` random problems over some variants, no new one after the deadline; go on after a failure."""
-    done, hopper, over, worst, failures = 0, 0, Counter(), {}, []
+    done, hopper, over, kinds, worst, failures = 0, 0, Counter(), Counter(), {}, []
     if ON_GPU:
         torch.cuda.set_device(seed % torch.cuda.device_count())
 
@@ -122,13 +129,14 @@ def search(count, deadline, parameters, numbers, seed):
         try:
             errors = run(problem, seed)
             hopper += "hopper" in errors.impls
-            over.update((name, result) for result in (*errors.over, *(["any"] if errors.over else [])))
+            over.update((name, result) for result in errors.over)
+            kinds[is_rounding(problem[0]), bool(errors.over)] += 1
             worst[name] = max(worst.get(name, (0.0, "")), (errors.allowed, str(problem)))
         except Exception as error:
             failures.append(f"{repr(error)[:200]} {problem} {seed}")
 
     fuzz()
-    return Report(done, hopper, worst, over, failures)
+    return Report(done, hopper, worst, over, kinds, failures)
 
 
 def main():
@@ -158,7 +166,8 @@ def main():
     for failure in failures[:20]:
         print("FAILED", failure)
     done = sum(report.done for report in reports)
-    hopper, over = sum(report.hopper for report in reports), sum((report.over for report in reports), Counter())
+    hopper = sum(report.hopper for report in reports)
+    over, kinds = (sum((getattr(report, name) for report in reports), Counter()) for name in ("over", "kinds"))
     print(
         f"{done} problems in {time.time() - start:.0f} s, {hopper} of them by the Hopper kernels too, "
         f"{len(failures)} failed"
@@ -168,6 +177,8 @@ def main():
         print(f"problems in {name} with errors over twice eager's, as rounding explains: {found}")
         ratio, problem = max(report.worst.get(name, (0.0, "")) for report in reports)
         print(f"largest error in {name}, as a multiple of eager's or rounding's: {ratio:.2f}, of {problem}")
+    for kind, what in ((True, "whose rows see one key, or have one number as bias"), (False, "of all others")):
+        print(f"problems {what}: {kinds[kind, True] + kinds[kind, False]}, {kinds[kind, True]} with such errors")
     sys.exit(bool(failures) or not done)
 
 
