@@ -26,7 +26,8 @@ import triton
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 sys.path.insert(0, str(Path(__file__).parents[1]))  # before this folder, where this file would be `attention`
-from attention import attention
+from attention import attention, ops
+from attention.ops import TENSOR_OPTIONS, Options
 from benchmarks.flat import flat_attention
 
 RESULTS = Path(__file__).parent / "results"
@@ -277,20 +278,33 @@ def run(cell, names, seconds):
         yield dict(cell._asdict(), implementation=name, direction="none", reason=reason)
 
 
+def op_alone(q, k, v, dout):
+    """Forward and backward by the custom op of the portable kernels, without autograd."""
+    q, k, v = (x.detach() for x in (q, k, v))
+    options = Options(*[None] * TENSOR_OPTIONS, 0, 0, True, window=0, softcap=0.0, dropout=0.0, scale=0.125)
+    out, lse2 = ops.forward(q, k, v, *options)
+    return (
+        partial(ops.forward, q, k, v, *options),
+        partial(ops.backward, q, k, v, out, lse2, dout, None, False, *options),
+    )
+
+
 def overhead(names):
     """{name: [forward, backward]}, microseconds of Python and driver per call at T = 128; the GPU is never waited for.
 
-    The least of ten medians of fifty calls, taken by turns: other work on the host only ever adds to them.
+    The least of ten medians of fifty calls, taken by turns: other work on the host only ever adds to them. "op" is what
+    "triton" calls without attention() and autograd around it.
     """
     cell = Cell("", 1, 128, 2, 2, 64)
     q, k, v = (torch.randn(1, 128, 2, 64, device="cuda", dtype=torch.bfloat16, requires_grad=True) for _ in "qkv")
-    contenders, found = {}, {}
+    contenders, found = {"op": op_alone(q, k, v, torch.randn_like(q))} if "triton" in names else {}, {}
     for name in names:
         with contextlib.suppress(ImportError, NotImplementedError):
-            contenders[name] = Contender(IMPLEMENTATIONS[name](cell, None), (q, k, v), torch.randn_like(q))
+            contender = Contender(IMPLEMENTATIONS[name](cell, None), (q, k, v), torch.randn_like(q))
+            contenders[name] = contender.forward, contender.backward
     for _, name in itertools.product(range(10), contenders):
         medians = []
-        for function in (contenders[name].forward, contenders[name].backward):
+        for function in contenders[name]:
             times = []
             for _ in range(50):
                 torch.cuda.synchronize()

@@ -30,7 +30,7 @@ from attention.ops import TENSOR_OPTIONS, Options
 from attention.tiles import rows_view, view
 
 KERNELS = ("forward", "dq", "dkdv", "dk", "dv")
-TOKENS = {2: 16_384, 4: 8192}
+TOKENS = {2: 16_384, 4: 4096}
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 
 
