@@ -34,7 +34,7 @@ HOPPER = {
         (256, ANY, Launch(128, 64, 8, 2, tma=True)),
     ],
     ("dq", 2): [
-        (64, 256, Launch(64, 32, 4, 3)),
+        (64, 512, Launch(64, 32, 4, 3)),
         (64, ANY, Launch(128, 64, 4, 3)),
         (128, 512, Launch(64, 64, 4, 2, tma=True)),
         (128, ANY, Launch(128, 64, 8, 3, tma=True)),

@@ -208,7 +208,8 @@ class Flat(torch.autograd.Function):
             launch, *order = settings(name, q, ctx.causal)
             own, other = (launch.block_q, launch.block_k) if name == "dq" else (launch.block_k, launch.block_q)
             walked = [tma_tiles(x, other) if launch.tma else None for x in ((k, v) if name == "dq" else (q, dout))]
-            stages = launch.num_stages if dim > 64 else 3  # by two the flat dk/dv of head dim 64 is slower, ours sooner
+            # dk/dv of head dim 64: two stages suit ours, three the control (H200)
+            stages = 3 if name == "dkdv" and dim == 64 else launch.num_stages
             kernel[(length // own * heads * batch,)](
                 q, k, v, dout, lse, delta, *walked, *outputs, length, heads, scale * LOG2E, scale, dim, ctx.causal,
                 launch.block_q, launch.block_k, *(order if name == "dq" else ()), num_warps=launch.num_warps,

@@ -4,7 +4,7 @@
     python benchmarks/tune.py --dims 128 --kernels dq
 
 A candidate's cost is the geometric mean of its times, causal and full, over the lengths, relative to the best of each:
-of a single run at first, then, for the best dozen, of five.
+of a single run of all at first, then, of the best dozen, of five.
 To find rows for short ways, run it for short --lengths and for long ones. Candidates that do not fit the chip drop
 out; take one that spills (tests/compile_kernels.py) only if it is worth it. Compilation runs in parallel first.
 """
@@ -37,8 +37,8 @@ DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 def candidates(kernel, element_size, dim):
     """Every Launch worth a try: tiles whose sums and scores, one float32 a register, may fit the 255 of a thread.
 
-    In float32 a product is unrolled into as many instructions as a thread has multiplications: a thousand take seconds
-    to compile, four thousand a minute.
+    In float32 (ieee) a product is unrolled into as many instructions as a thread has multiplications: a thousand take
+    seconds to compile, four thousand a minute.
     """
     own_sizes, other_sizes = ((64, 128), (32, 64, 128)) if element_size == 2 else ((16, 32, 64), (16, 32, 64))
     by_tma = element_size == 2 and torch.cuda.get_device_capability() >= (9, 0)
@@ -85,16 +85,18 @@ def fits(run, settings):
     except OutOfResources:
         return False
     except RuntimeError as error:
-        if "PassManager" not in str(error):
+        if "PassManager" not in str(error):  # by which Triton's compiler says that it gave up
             raise
         return False
+    finally:
+        problem.BUFFERS_LESS = True
     return True
 
 
 def compile_some(work):
     """Fill Triton's cache on disk with candidates of one kernel."""
-    *problem, some = work
-    run = runner(*problem)
+    *arguments, some = work
+    run = runner(*arguments)
     for settings in some:
         fits(run, settings)
 
@@ -115,7 +117,7 @@ def milliseconds(function, flush, count):
 
 
 def rank(kernel, dtype, dim, lengths, flush):
-    """(cost, times in ms, Launch) of each candidate that runs, best first."""
+    """(cost, times in ms, Launch) of the dozen best candidates, best first."""
     runs = [runner(kernel, dtype, dim, length, causal) for length in lengths for causal in (True, False)]
     chosen = [x for x in candidates(kernel, dtype.itemsize, dim) if all(fits(run, x) for run in runs)]
     for count in (1, 5):
@@ -136,14 +138,14 @@ def main():
     parser.add_argument("--lengths", nargs="+", type=int, default=[1024, 4096])
     parser.add_argument("--dtypes", nargs="+", default=list(DTYPES), choices=DTYPES)
     parser.add_argument("--processes", type=int, default=os.cpu_count(), help="that compile")
-    parser.add_argument("--show", type=int, default=3, help="how many candidates of each kernel to print")
+    parser.add_argument("--show", type=int, default=3, help="how many candidates of each kernel to print, 12 at most")
     args = parser.parse_args()
 
     jobs = list(itertools.product(args.kernels, map(DTYPES.get, args.dtypes), args.dims))
     work = []
     for kernel, dtype, dim in jobs:
         every = list(candidates(kernel, dtype.itemsize, dim))
-        pieces = -(-len(every) // 6)
+        pieces = -(-len(every) // 6)  # small ones, so that no process is left alone with the slowest
         for causal in (True, False):
             work += [(kernel, dtype, dim, 1024, causal, every[piece::pieces]) for piece in range(pieces)]
     with multiprocessing.get_context("spawn").Pool(args.processes) as pool:

@@ -97,7 +97,7 @@ def test_random_problems(problem, seed):
 
 
 def is_rounding(problem):
-    """Whether some gradients are but what rounding leaves: rows see one key, or have one number as bias."""
+    """Whether a window of one key, a single query or key or a bias broadcast over keys leaves gradients to rounding."""
     bias = problem["bias"]
     return 1 in (problem["window"], problem["q_len"], problem["k_len"]) or (bias is not None and bias[-1] == 1)
 
@@ -167,7 +167,8 @@ def main():
         print("FAILED", failure)
     done = sum(report.done for report in reports)
     hopper = sum(report.hopper for report in reports)
-    over, kinds = (sum((getattr(report, name) for report in reports), Counter()) for name in ("over", "kinds"))
+    over = sum((report.over for report in reports), Counter())
+    kinds = sum((report.kinds for report in reports), Counter())
     print(
         f"{done} problems in {time.time() - start:.0f} s, {hopper} of them by the Hopper kernels too, "
         f"{len(failures)} failed"
@@ -177,8 +178,9 @@ def main():
         print(f"problems in {name} with errors over twice eager's, as rounding explains: {found}")
         ratio, problem = max(report.worst.get(name, (0.0, "")) for report in reports)
         print(f"largest error in {name}, as a multiple of eager's or rounding's: {ratio:.2f}, of {problem}")
-    for kind, what in ((True, "whose rows see one key, or have one number as bias"), (False, "of all others")):
-        print(f"problems {what}: {kinds[kind, True] + kinds[kind, False]}, {kinds[kind, True]} with such errors")
+    windows = "problems with a window of one key, a single query or key, or a bias broadcast over keys"
+    for kind, what in ((True, windows), (False, "all other problems")):
+        print(f"{what}: {kinds[kind, True] + kinds[kind, False]}, {kinds[kind, True]} of them with such errors")
     sys.exit(bool(failures) or not done)
 
 
