@@ -46,8 +46,9 @@ from .tiles import (
 
 # Floats in a row of the dQ sum: 128 bytes, one pass over the banks of shared memory.
 WIDTH = tl.constexpr(32)
-# Bytes of the L2 cache that programs may count on for what they share.
-CACHE = tl.constexpr(48 * 2**20)
+# Bytes of queries, dO and dQ of the query heads that take turns: a third of the L2 cache of an H200, and heads enough
+# that their programs fill it once (head dim 128, 256) or twice (64).
+CACHE = tl.constexpr(16 * 2**20)
 
 
 class Plan(NamedTuple):

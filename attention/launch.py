@@ -48,7 +48,7 @@ HOPPER = {
     ("dv", 2): [(256, ANY, Launch(64, 128, 8, 2))],
     ("forward", 4): [
         (64, ANY, Launch(32, 32, 4, 2)),
-        (128, ANY, Launch(32, 16, 8, 2)),
+        (128, ANY, Launch(32, 64, 8, 2)),
         (256, ANY, Launch(16, 16, 4, 2)),
     ],
     ("dq", 4): [

@@ -17,8 +17,10 @@ FAR = tl.constexpr(2**29)
 # Elements that strides of [B, T, H, D] tensors are multiples of. Kernels know it, so they load 16 bytes at a time.
 STEP = tl.constexpr(8)
 
-# Elements of keys and values that the L2 cache keeps: 32 MiB of 16 bits.
-CACHED = tl.constexpr(2**24)
+# Elements of keys and values that may wait for their turn in the L2 cache: 16 MiB of 16 bits, a third of it on an H200.
+CACHED = tl.constexpr(2**23)
+# Tiles that keep every multiprocessor busy.
+MANY = tl.constexpr(256)
 
 
 class View(NamedTuple):
@@ -165,13 +167,14 @@ def locate_query_tile(n_tiles, k_len, RULE: tl.constexpr, TILE: tl.constexpr):
 def query_tile(number, count, n_tiles, k_len, RULE: tl.constexpr, TILE: tl.constexpr):
     """Number of `count` tiles in all -> (tile, head, sequence index), in the order in which they should start.
 
-    Under a causal mask the last tiles take longest and come first, so that short ones fill the end. The heads whose
-    keys and values fit the L2 cache together take turns, and those with the same keys and values stay together.
+    Under a causal mask the last tiles take longest and come first, so that short ones fill the end. Some heads at a
+    time take turns, those with the same keys and values together: few enough that these stay in the L2 cache.
     """
     tile = number % n_tiles
     head = number // n_tiles
     if RULE.causal:
-        fit = tl.maximum(CACHED // (tl.maximum(k_len, 1024) * (TILE.dim + TILE.value_dim)), 1) * TILE.group
+        fit = CACHED // (tl.maximum(k_len, 1024) * (TILE.dim + TILE.value_dim))
+        fit = tl.maximum(fit, tl.cdiv(MANY, n_tiles)) * TILE.group
         turn = number // (fit * n_tiles)
         size = tl.minimum(fit, count // n_tiles - turn * fit)
         rest = number - turn * fit * n_tiles

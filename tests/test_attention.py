@@ -6,9 +6,10 @@ from functools import partial
 import pytest
 import torch
 import torch.nn.functional as F
+import triton.language as tl
 from problems import CASES, DIFFERENTIABLE, ON_GPU, check, make_problem, results
 
-from attention import attention, launch, portable, problem
+from attention import attention, launch, portable, problem, tiles
 from attention.reference import keep_mask, reference_attention
 
 
@@ -88,6 +89,16 @@ def test_lengths(q_len, k_len, device, poisoned):
     for causal in (True, False):
         problem = dict(batch=1, q_len=q_len, k_len=k_len, causal=causal)
         check(partial(make_problem, device, torch.float16, **problem), torch.float16)
+
+
+def test_more_heads_than_take_turns(device, poisoned, monkeypatch):
+    """At a time under a causal mask; those of the last turn are fewer."""
+    sizes, dtype = dict(batch=10, heads=30, dim=64), torch.bfloat16
+    if not ON_GPU:  # three tiles of queries, so turns of three heads
+        sizes, dtype = dict(batch=1, heads=4), torch.float32
+        monkeypatch.setattr(tiles, "CACHED", tl.constexpr(0))
+        monkeypatch.setattr(tiles, "MANY", tl.constexpr(8))
+    check(partial(make_problem, device, dtype, q_len=70, **sizes), dtype)
 
 
 def apart(launches):
