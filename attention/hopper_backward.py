@@ -46,8 +46,8 @@ from .tiles import (
 
 # Floats in a row of the dQ sum: 128 bytes, one pass over the banks of shared memory.
 WIDTH = tl.constexpr(32)
-# Bytes of queries, dO and dQ of the query heads that take turns: a third of the L2 cache of an H200, and heads enough
-# that their programs fill it once (head dim 128, 256) or twice (64).
+# Bytes of queries, dO and dQ sums of the heads that take turns. From T 1024 on these have 128 programs at head dim 128
+# and 256, and 512 at 64: those that an H200's 132 multiprocessors run at a time, or twice as many.
 CACHE = tl.constexpr(16 * 2**20)
 
 
@@ -386,8 +386,8 @@ def shared_layout(shape, dtype):
 def locate_keys(q_len, k_len, batches, slots, RULE: gl.constexpr, PLAN: gl.constexpr):
     """Program id -> (tile of keys, slot of query heads, batch), tile by tile of a slot.
 
-    Under a causal mask without a window the first tiles take longest and come first; the slots whose queries, dO and
-    dQ fit the L2 cache together take turns.
+    Under a causal mask without a window the first tiles take longest and come first; as many slots take turns as have
+    CACHE bytes of queries, dO and dQ together, but two at least.
     """
     tiles_k = gl.cdiv(k_len, PLAN.block_k)
     program = gl.program_id(0)

@@ -17,9 +17,9 @@ FAR = tl.constexpr(2**29)
 # Elements that strides of [B, T, H, D] tensors are multiples of. Kernels know it, so they load 16 bytes at a time.
 STEP = tl.constexpr(8)
 
-# Elements of keys and values that may wait for their turn in the L2 cache: 16 MiB of 16 bits, a third of it on an H200.
+# Elements of keys and values of the heads that take turns: 16 MiB in 16 bits, about a quarter of an H200's L2 cache.
 CACHED = tl.constexpr(2**23)
-# Tiles that keep every multiprocessor busy.
+# Tiles that keep every multiprocessor busy: about two for each of an H200's 132.
 MANY = tl.constexpr(256)
 
 
@@ -167,8 +167,9 @@ def locate_query_tile(n_tiles, k_len, RULE: tl.constexpr, TILE: tl.constexpr):
 def query_tile(number, count, n_tiles, k_len, RULE: tl.constexpr, TILE: tl.constexpr):
     """Number of `count` tiles in all -> (tile, head, sequence index), in the order in which they should start.
 
-    Under a causal mask the last tiles take longest and come first, so that short ones fill the end. Some heads at a
-    time take turns, those with the same keys and values together: few enough that these stay in the L2 cache.
+    Under a causal mask the last tiles take longest and come first, so that short ones fill the end. Heads go in sets,
+    one set after the other; those of a set take turns. A set is as many as have CACHED elements of keys and values, so
+    that these stay in the L2 cache, but of MANY tiles at least. Heads with the same keys and values are in one set.
     """
     tile = number % n_tiles
     head = number // n_tiles
