@@ -46,8 +46,8 @@ from .tiles import (
 
 # Floats in a row of the dQ sum: 128 bytes, one pass over the banks of shared memory.
 WIDTH = tl.constexpr(32)
-# Bytes of queries, dO and dQ sums of the heads that take turns. From T 1024 on these have 128 programs at head dim 128
-# and 256, and 512 at 64: those that an H200's 132 multiprocessors run at a time, or twice as many.
+# Bytes of queries, dO and dQ sums of the slots that take turns, counting one query head of each. From T 1024 on these
+# have 128 programs at head dim 128 and 256, and 512 at 64: as many as an H200 runs at a time, or twice that.
 CACHE = tl.constexpr(16 * 2**20)
 
 
