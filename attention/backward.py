@@ -4,6 +4,7 @@ With P = 2^(score - lse2), delta_i = sum_d dO_id O_id - dlse_i and slope = d sco
     dV = P'^T dO                       (P' = P after dropout)
     dP = drop(dO V^T)
     dS = P * (dP - delta)              (gradient of the score: of bias, and of the gates as dS_ij (gate_i - gate_j))
+Where a query has no choice(), dP and sum_d dO_id O_id are the same number, but for rounding: 0 is taken for both.
     dQ = scale (dS slope) K,  dK = scale (dS slope)^T Q
 Each output element is summed by one program in a fixed order: no atomics, so two runs give the same bits.
 Source: Dao et al., FlashAttention, algorithm 4, split in two so that dq needs no atomics.
@@ -14,7 +15,7 @@ from typing import NamedTuple
 import triton
 import triton.language as tl
 
-from .score import Terms, ahead, behind, drop, dropout_key, shape_scores
+from .score import LOG2E, Terms, ahead, behind, choice, drop, dropout_key, shape_scores
 from .tiles import (
     Lane,
     Ragged,
@@ -69,29 +70,11 @@ class Gradients(NamedTuple):
     gate: tl.tensor  # of the cumulative gates
 
 
-@triton.jit
-def find_delta(out, dlse, dout_tile, head, start, seq, TILE: tl.constexpr):
-    """delta_i = sum_d dO_id O_id - dlse_i of queries [start, start + block_q); dlse may be None."""
-    out = tile_lane(out, seq.row, head, seq.q_start)
-    out_tile = load_tile(out, start, 0, seq.q_len, TILE.block_q, TILE.value_dim, True)
-    delta = tl.sum(out_tile.to(tl.float32) * dout_tile.to(tl.float32), 1)
-    if dlse is not None:
-        delta -= load_rows(row_lane(dlse, seq.row, head, seq.q_start), start, seq.q_len, 0.0, TILE.block_q, True)
-    return delta
+class Mean(NamedTuple):
+    """Of dP in a row, with weights P."""
 
-
-@triton.jit(do_not_specialize=["q_len", "k_len"])
-def delta_kernel(out, dout, dlse, delta, q_len, k_len, ragged, TILE: tl.constexpr):
-    """delta for one tile of queries of one head."""
-    tile, head, index = locate(tl.cdiv(q_len, TILE.block_q), TILE.heads)
-    seq = sequence(index, q_len, k_len, ragged)
-    start = tile * TILE.block_q
-    if start >= seq.q_len:
-        return
-    dout = tile_lane(dout, seq.row, head, seq.q_start)
-    dout_tile = load_tile(dout, start, 0, seq.q_len, TILE.block_q, TILE.value_dim, True)
-    rows = find_delta(out, dlse, dout_tile, head, start, seq, TILE)
-    store_rows(delta, rows, seq.row, head, seq.q_start + start, 0, seq.q_len - start, TILE.block_q)
+    total: tl.tensor  # [queries] sum of P dP
+    weight: tl.tensor  # [queries] sum of P
 
 
 @triton.jit
@@ -118,15 +101,15 @@ def load_lse(lanes, start, seq, terms, BLOCK: tl.constexpr, BOUNDED: tl.constexp
 
 
 @triton.jit
-def load_queries(lanes, out, dlse, head, start, seq, terms, RULE: tl.constexpr, TILE: tl.constexpr):
-    """Queries [start, start + block_q) of a sequence; their delta is found from `out`, or loaded if that is None."""
+def load_queries(lanes, head, start, seq, terms, RULE: tl.constexpr, TILE: tl.constexpr, DELTA: tl.constexpr):
+    """Queries [start, start + block_q) of a sequence; DELTA=False: before their delta is there to be loaded."""
     tile = load_tile(lanes.q, start, 0, seq.q_len, TILE.block_q, TILE.dim, True)  # after dO, sm_100 would spill
     dout_tile = load_tile(lanes.dout, start, 0, seq.q_len, TILE.block_q, TILE.value_dim, True)
     lse2 = load_lse(lanes, start, seq, terms, TILE.block_q, True)
-    if out is None:
+    if DELTA:
         delta = load_rows(lanes.delta, start, seq.q_len, 0.0, TILE.block_q, True)
     else:
-        delta = find_delta(out, dlse, dout_tile, head, start, seq, TILE)
+        delta = tl.full([TILE.block_q], 0.0, tl.float32)
     return Queries(
         tile,
         dout_tile,
@@ -139,9 +122,9 @@ def load_queries(lanes, out, dlse, head, start, seq, terms, RULE: tl.constexpr, 
 
 
 @triton.jit
-def score_gradient(weights, dweights, delta, q_pos, k_pos, key, terms, RULE: tl.constexpr, MASKED: tl.constexpr):
+def score_gradient(weights, dweights, delta, q_pos, k_pos, key, seq, terms, RULE: tl.constexpr, MASKED: tl.constexpr):
     """dS; dweights is dO.v, the gradient of the weights after dropout."""
-    dscores = weights * (drop(dweights, key, q_pos, k_pos, RULE) - delta)
+    dscores = weights * (drop(dweights, key, q_pos, k_pos, RULE) * choice(seq.k_len, RULE) - delta)
     if MASKED or terms.bias is not None:  # an invisible key may hold NaN, and so may delta of a row that sees no key
         dscores = tl.where(weights > 0, dscores, 0.0)
     return dscores
@@ -162,7 +145,7 @@ def meet_keys(
     queries, k, v, k_tiles, v_tiles, start, low, high, seq, terms,
     RULE: tl.constexpr, TILE: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
-    """The key tile at `start`, dS [queries, keys] and slope; low and high bound the keys any of the queries can see."""
+    """The key tile at `start`, P and dS [queries, keys], slope; low and high bound the keys that queries can see."""
     k_pos = start + tl.arange(0, TILE.block_k)
     k_tile = fetch_tile(k, k_tiles, start, low, high, TILE.block_k, TILE.dim, MASKED)
     v_tile = fetch_tile(v, v_tiles, start, low, high, TILE.block_k, TILE.value_dim, MASKED)
@@ -171,8 +154,53 @@ def meet_keys(
     scores, slope = shape_scores(qk, q_pos, k_pos, queries.head, seq, terms, RULE, MASKED)
     weights = tl.exp2(scores - queries.lse2[:, None])
     dweights = dot(queries.dout, tl.trans(v_tile), None, TILE)
-    dscores = score_gradient(weights, dweights, queries.delta[:, None], q_pos, k_pos, queries.key, terms, RULE, MASKED)
-    return k_tile, dscores, slope
+    dscores = score_gradient(
+        weights, dweights, queries.delta[:, None], q_pos, k_pos, queries.key, seq, terms, RULE, MASKED
+    )
+    return k_tile, weights, dscores, slope
+
+
+@triton.jit
+def gather_mean(
+    mean, queries, k, v, k_tiles, v_tiles, low, span, seq, terms,
+    RULE: tl.constexpr, TILE: tl.constexpr, MASKED: tl.constexpr,
+):  # fmt: skip
+    """Add P dP and P over the keys of a span: its interior, or (MASKED) its edges."""
+    for step in range(first_step(span, MASKED), last_step(span, MASKED), TILE.block_k):
+        start = position(step, span, MASKED)
+        _k_tile, weights, weighted, _slope = meet_keys(  # dS but for a delta of 0
+            queries, k, v, k_tiles, v_tiles, start, low, span.hi, seq, terms, RULE, TILE, MASKED
+        )
+        mean = Mean(mean.total + tl.sum(weighted, 1), mean.weight + tl.sum(weights, 1))
+    return mean
+
+
+@triton.jit
+def find_delta(
+    queries, out, dlse, sink, k, v, k_tiles, v_tiles, start, low, span, seq, terms,
+    RULE: tl.constexpr, TILE: tl.constexpr,
+):  # fmt: skip
+    """delta of the queries at `start`; dlse and sink may be None. Where `out` is, P dP is summed in its place.
+
+    The two differ by rounding, as do 1 and the sum of P. What is left of that in row sums of dS, which are 0, then is
+    what eager PyTorch leaves too. It takes a walk over the keys.
+    """
+    if out is None:
+        mean = Mean(tl.full([TILE.block_q], 0.0, tl.float32), tl.full([TILE.block_q], 0.0, tl.float32))
+        mean = gather_mean(mean, queries, k, v, k_tiles, v_tiles, low, span, seq, terms, RULE, TILE, MASKED=False)
+        mean = gather_mean(mean, queries, k, v, k_tiles, v_tiles, low, span, seq, terms, RULE, TILE, MASKED=True)
+        weight = mean.weight
+        if sink is not None:
+            weight += tl.exp2(tl.load(sink + queries.head).to(tl.float32) * LOG2E - queries.lse2)
+        delta = mean.total / tl.where(weight > 0, weight, 1.0)
+    else:
+        out = tile_lane(out, seq.row, queries.head, seq.q_start)
+        out_tile = load_tile(out, start, 0, seq.q_len, TILE.block_q, TILE.value_dim, True)
+        delta = tl.sum(out_tile.to(tl.float32) * queries.dout.to(tl.float32), 1) * choice(seq.k_len, RULE)
+    if dlse is not None:
+        dlse = row_lane(dlse, seq.row, queries.head, seq.q_start)
+        delta -= load_rows(dlse, start, seq.q_len, 0.0, TILE.block_q, True)
+    return delta
 
 
 @triton.jit
@@ -183,7 +211,7 @@ def gather_dq(
     """Add dS K over the keys of a span: its interior, or (MASKED) its edges."""
     for step in range(first_step(span, MASKED), last_step(span, MASKED), TILE.block_k):
         start = position(step, span, MASKED)
-        k_tile, dscores, slope = meet_keys(
+        k_tile, _weights, dscores, slope = meet_keys(
             queries, k, v, k_tiles, v_tiles, start, low, span.hi, seq, terms, RULE, TILE, MASKED
         )
         if terms.bias is not None:  # and 0 * NaN is NaN
@@ -197,12 +225,13 @@ def gather_dq(
 
 @triton.jit(do_not_specialize=["q_len", "k_len"])
 def dq_kernel(
-    q, k, v, dout, lse2, delta, k_tiles, v_tiles, out, dlse, dq, dgate, q_len, k_len, ragged, scale, seed, bias, gate,
-    RULE: tl.constexpr, TILE: tl.constexpr,
+    q, k, v, dout, lse2, delta, k_tiles, v_tiles, out, dlse, sink, dq, dgate,
+    q_len, k_len, ragged, scale, seed, bias, gate, RULE: tl.constexpr, TILE: tl.constexpr, OUTPUTS: tl.constexpr,
 ):  # fmt: skip
     """dQ = scale dS K and the query half of dgate [B, H, Tk], for one tile of queries; walks the keys.
 
-    Where `out` is given, it writes delta too, for the kernels after it.
+    OUTPUTS = "both" writes delta too, which it finds from `out`; "delta" writes that alone, found by a walk over the
+    keys, and "dq" reads it. In one kernel these two walks would spill.
     """
     tile, head, index = locate_query_tile(tl.cdiv(q_len, TILE.block_q), k_len, RULE, TILE)
     seq = sequence(index, q_len, k_len, ragged)
@@ -216,11 +245,18 @@ def dq_kernel(
     span = meeting_range(first, last, behind(RULE), ahead(RULE), seq.k_len, TILE.block_k, TILE.block_k)
     low = first - behind(RULE)
     lanes = query_lanes(q, dout, lse2, delta, head, seq)
-    queries = load_queries(lanes, out, dlse, head, q_start, seq, terms, RULE, TILE)
-    if out is not None:
-        store_rows(delta, queries.delta, seq.row, head, seq.q_start + q_start, 0, count, TILE.block_q)
+    queries = load_queries(lanes, head, q_start, seq, terms, RULE, TILE, DELTA=OUTPUTS == "dq")
     k = tile_lane(k, seq.row, head // TILE.group, seq.k_start)
     v = tile_lane(v, seq.row, head // TILE.group, seq.k_start)
+    if OUTPUTS != "dq":
+        rows = find_delta(
+            queries, None if OUTPUTS == "delta" else out, dlse, sink, k, v, k_tiles, v_tiles, q_start, low, span, seq,
+            terms, RULE, TILE,
+        )  # fmt: skip
+        store_rows(delta, rows, seq.row, head, seq.q_start + q_start, 0, count, TILE.block_q)
+        queries = Queries(queries.tile, queries.dout, queries.lse2, rows, queries.pos, queries.head, queries.key)
+    if OUTPUTS == "delta":
+        return
     sums = Gradients(zeros(TILE.block_q, TILE.dim), 0.0, gate_zeros(dgate, TILE.block_q))
     sums = gather_dq(sums, queries, k, v, k_tiles, v_tiles, low, span, seq, terms, RULE, TILE, MASKED=False)
     sums = gather_dq(sums, queries, k, v, k_tiles, v_tiles, low, span, seq, terms, RULE, TILE, MASKED=True)
@@ -257,7 +293,7 @@ def gather_dkdv(
         if OUTPUTS != "dv":
             dweights = dot(v_tile, tl.trans(dout_tile), None, TILE)
             delta = load_rows(lanes.delta, start, seq.q_len, 0.0, BLOCK, MASKED)
-            dscores = score_gradient(weights, dweights, delta[None, :], q_pos, k_pos, key, terms, RULE, MASKED)
+            dscores = score_gradient(weights, dweights, delta[None, :], q_pos, k_pos, key, seq, terms, RULE, MASKED)
             main = dot(narrow(dscores * slope, q_tile), q_tile, main, TILE)
             if terms.gate is not None:
                 gate -= tl.sum(dscores.to(gate.dtype), 1)
@@ -377,13 +413,13 @@ def dbias_kernel(
             k_lane = tile_lane(k, seq.row, head // TILE.group, seq.k_start)
             v_lane = tile_lane(v, seq.row, head // TILE.group, seq.k_start)
             for q_start in range(q_lo, q_hi, TILE.block_q):
-                queries = load_queries(lanes, None, None, head, q_start, seq, terms, RULE, TILE)
+                queries = load_queries(lanes, head, q_start, seq, terms, RULE, TILE, DELTA=True)
                 first = q_start + seq.k_len - seq.q_len
                 last = first + TILE.block_q - 1
                 span = meeting_range(first, last, behind(RULE), ahead(RULE), seq.k_len, TILE.block_k, TILE.block_k)
                 low = first - behind(RULE)
                 for start in range(tl.maximum(span.lo, k_lo), tl.minimum(span.hi, k_hi), TILE.block_k):
-                    _k_tile, dscores, _slope = meet_keys(
+                    _k_tile, _weights, dscores, _slope = meet_keys(
                         queries, k_lane, v_lane, None, None, start, low, span.hi, seq, terms, RULE, TILE, MASKED=True
                     )
                     acc += dscores

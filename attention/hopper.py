@@ -236,11 +236,12 @@ def backward(q, k, v, out, lse2, dout, dlse, bias_grad, options):
 def prepare_settings(problem):
     plan, _, q_slots, _, _ = problem.once(share)
     tile = problem.tile._replace(block_q=plan.block_q, block_k=plan.block_q)
-    return Settings(prepare_kernel, q_slots * tile.heads, launch.ROWS, (tile,))
+    return Settings(prepare_kernel, q_slots * tile.heads, launch.ROWS, (problem.rule, tile))
 
 
 def finish_settings(problem):
-    return prepare_settings(problem)._replace(kernel=finish_kernel)
+    settings = prepare_settings(problem)
+    return settings._replace(kernel=finish_kernel, constants=settings.constants[1:])
 
 
 def backward_settings(problem):

@@ -29,7 +29,7 @@ from .gluon import (
 )
 from .hopper_ragged import Rows, corner, first_slot, listed
 from .hopper_tiles import barriers, bounds, keep_columns, meeting_range, tanh
-from .score import LOG2E, ahead, behind
+from .score import LOG2E, ahead, behind, choice
 from .tiles import (
     FAR,
     Sequence,
@@ -184,11 +184,13 @@ def advance(tile, member, work):
 
 
 @gluon.jit
-def load(q, k, v, dout, rows, shared, signals, work, PLAN: gl.constexpr):
+def load(q, k, v, dout, rows, shared, signals, work, RULE: gl.constexpr, PLAN: gl.constexpr):
     """The loading warp: keys and values once, then queries with their lse2, and dO with delta."""
     mbarrier.expect(signals.keys_full, k.block_type.nbytes + v.block_type.nbytes)
     at = corner(work.keys, work.k_start, work.kv_head, PLAN.ragged)
     tma_load(k, at, signals.keys_full, shared.k.reshape(k.block_shape))
+    if choice(work.keys.length, RULE) == 0.0:  # values past the end, which are 0, make dP 0
+        at = corner(work.keys, work.keys.length, work.kv_head, PLAN.ragged)
     tma_load(v, at, signals.keys_full, shared.v.reshape(v.block_shape))
     tile = work.start
     member = 0
@@ -498,7 +500,7 @@ def backward_kernel(
     gl.warp_specialize(
         [
             (multiply, (dk, dv, dk_part, dv_part, dq_sum, shared, signals, work, scale, RULE, PLAN, TAIL)),
-            (load, (q, k, v, dout, rows, shared, signals, work, PLAN)),
+            (load, (q, k, v, dout, rows, shared, signals, work, RULE, PLAN)),
             (add, (dq_sum, shared, signals, work, PLAN)),
         ],
         [1, 1],
@@ -525,8 +527,9 @@ def locate_queries(q_tiles, ragged, q_slots, q_len, k_len, TILE: tl.constexpr):
 
 @triton.jit(do_not_specialize=["q_slots", "q_len", "k_len"])
 def prepare_kernel(
-    out, dout, lse2, dlse, rows, dq_sum, delta, q_tiles, ragged, q_slots, q_len, k_len, TILE: tl.constexpr
-):
+    out, dout, lse2, dlse, rows, dq_sum, delta, q_tiles, ragged, q_slots, q_len, k_len,
+    RULE: tl.constexpr, TILE: tl.constexpr,
+):  # fmt: skip
     """Before backward_kernel, for one tile of queries of one head: rows = [lse2, delta], and a dQ sum of zeros.
 
     delta_i = sum_d dO_id O_id - dlse_i; dlse may be None. lse2 is +inf, which makes all weights 0, for rows that see no
@@ -540,7 +543,7 @@ def prepare_kernel(
     dout_tile = load_tile(tile_lane(dout, seq.row, head, first), start, 0, seq.q_len, TILE.block_q, TILE.dim, True)
     lse = load_rows(row_lane(lse2, seq.row, head, first), start, seq.q_len, float("inf"), TILE.block_q, True)
     lse = tl.where(lse == float("-inf"), float("inf"), lse)
-    sums = tl.sum(out_tile.to(tl.float32) * dout_tile.to(tl.float32), 1)
+    sums = tl.sum(out_tile.to(tl.float32) * dout_tile.to(tl.float32), 1) * choice(seq.k_len, RULE)
     if dlse is not None:
         sums -= load_rows(row_lane(dlse, seq.row, head, first), start, seq.q_len, 0.0, TILE.block_q, True)
     if delta is not None:

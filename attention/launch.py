@@ -53,7 +53,7 @@ HOPPER = {
     ],
     ("dq", 4): [
         (64, ANY, Launch(32, 32, 4, 2)),
-        (128, ANY, Launch(32, 16, 4, 2)),
+        (128, ANY, Launch(32, 16, 8, 2)),
         (256, ANY, Launch(16, 16, 4, 1)),
     ],
     ("dkdv", 4): [
@@ -85,12 +85,12 @@ PORTABLE = {
         (256, ANY, Launch(32, 16, 8, 1)),
     ],
     ("dq", 4): [
-        (64, ANY, Launch(32, 32, 8, 2)),
+        (64, ANY, Launch(32, 32, 8, 1)),
         (128, ANY, Launch(32, 16, 8, 2)),
         (256, ANY, Launch(32, 16, 8, 1)),
     ],
     ("dkdv", 4): [
-        (64, ANY, Launch(16, 32, 8, 2)),
+        (64, ANY, Launch(16, 32, 4, 1)),
         (128, ANY, Launch(16, 16, 8, 1)),
         (256, ANY, Launch(16, 16, 4, 1)),
     ],

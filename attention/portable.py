@@ -5,7 +5,7 @@ hopper.py does the same for Hopper's own.
 
 import torch
 
-from .backward import Spread, dbias_kernel, delta_kernel, dkdv_kernel, dq_kernel, group_sum_kernel
+from .backward import Spread, dbias_kernel, dkdv_kernel, dq_kernel, group_sum_kernel
 from .forward import forward_kernel
 from .launch import ROWS, loops_over_group
 from .problem import Settings, describe, empty, output, start, tiles_for
@@ -66,7 +66,7 @@ def backward(q, k, v, out, lse2, dout, dlse, bias_grad, options):
     q_gate, k_gate = (None if gate is None else empty(gate, dtype=sum_type).zero_() for _ in range(2))
 
     with torch.cuda.device_of(q):
-        launch_dq(problem, inputs, view("out", out), view("dlse", dlse), dq, q_gate)
+        launch_dq(problem, inputs, out, view("dlse", dlse), sink, bias, dq, q_gate)
         launch_dkdv(problem, inputs, dk, dv, k_gate)
         dbias = None if bias is None else launch_dbias(problem, inputs, bias)
 
@@ -81,27 +81,28 @@ def sink_gradient(sink, lse2, delta):
     return -torch.where(lse2 == float("-inf"), 0.0, weight * delta).sum((0, 2)).to(sink.dtype)
 
 
-def launch_dq(problem, inputs, out, dlse, dq, q_gate):
-    """Fill dq [B, Tq, H, D], delta [B, H, Tq], which is among the inputs, and the query half of dgate [B, H, Tk]."""
-    _, k, v, dout, _, delta = inputs
-    if dq.element_size() > 2:  # in float32 a program for dq has no registers left for delta
-        start(delta_settings, problem, (out, dout, dlse, delta, problem.q_len, problem.k_len, problem.ragged))
-        out = dlse = None
+def launch_dq(problem, inputs, out, dlse, sink, bias, dq, q_gate):
+    """Fill dq [B, Tq, H, D], delta [B, H, Tq], which is among the inputs, and the query half of dgate [B, H, Tk].
+
+    bias: of which the gradient is asked, or None.
+    """
+    # Row sums of dS are 0; where they are asked for, or nothing else rounds, delta takes the longer way.
+    sums_rows = bias is not None and bias.shape[-1] == 1
+    walks = sums_rows or dq.element_size() > 2
+    _, k, v, *_ = inputs
     args = (
-        *inputs, *tiles_for(problem, "dq", k.ptr, v.ptr), out, dlse, problem.view("dq", dq),
-        problem.view("q_gate", q_gate), problem.q_len, problem.k_len, problem.ragged, *problem.terms,
+        *inputs, *tiles_for(problem, "dq", k.ptr, v.ptr), problem.view("out", out), dlse,
+        None if sink is None else sink.contiguous(), problem.view("dq", dq), problem.view("q_gate", q_gate),
+        problem.q_len, problem.k_len, problem.ragged, *problem.terms,
     )  # fmt: skip
-    start(dq_settings, problem, args)
+    for outputs in ("delta", "dq") if walks else ("both",):
+        start(dq_settings, problem, args, outputs)
 
 
-def delta_settings(problem):
-    tile = problem.tile_for(ROWS)
-    return Settings(delta_kernel, problem.programs(tile), ROWS, (tile,))
-
-
-def dq_settings(problem):
+def dq_settings(problem, outputs):
+    """outputs: of dq_kernel."""
     tile = problem.tile_for(launch := problem.launches["dq"])
-    return Settings(dq_kernel, problem.programs(tile), launch, (problem.rule, tile))
+    return Settings(dq_kernel, problem.programs(tile), launch, (problem.rule, tile, outputs))
 
 
 def launch_dkdv(problem, inputs, dk, dv, k_gate):

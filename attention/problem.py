@@ -176,7 +176,7 @@ def analyse(q, k, v, options):
     q_len, k_len = q.shape[1], k.shape[1]
     if packed:
         q_len, k_len = min(options.max_q_len, q_len), min(options.max_k_len, k_len)
-    rule = Rule(options.causal, options.window, options.softcap, options.dropout)
+    rule = Rule(options.causal, options.window, options.softcap, options.dropout, options.sink is not None)
     without = all(x is None for x in options.tensors)
     return Problem(
         made={},

@@ -25,6 +25,7 @@ class Rule(NamedTuple):
     window: int  # keys a query sees to one side, itself included; 0 = no limit
     softcap: float  # 0 = none
     dropout: float  # probability of dropping a weight
+    sink: bool  # whether the softmax has a sink
 
 
 class Terms(NamedTuple):
@@ -49,6 +50,18 @@ def behind(rule):
 def ahead(rule):
     """How many keys after its own position a query sees."""
     return 0 if rule.causal else rule.window - 1 if rule.window > 0 else FAR.value
+
+
+@triton.jit
+def choice(k_len, RULE: tl.constexpr):
+    """1.0, or 0.0 where each query sees one key at most: that has all weight, whatever its score."""
+    if RULE.sink:
+        found = 1.0
+    elif RULE.window == 1:
+        found = 0.0
+    else:
+        found = tl.where(k_len > 1, 1.0, 0.0)
+    return found
 
 
 @triton.jit

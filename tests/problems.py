@@ -1,7 +1,7 @@
 """Random problems, and the errors of attention() on them, which are held to those of eager PyTorch.
 
-Tolerance: at most twice the error of eager PyTorch (the reference run in the same dtype) or of by_rounding(), whichever
-is more, and never NaN.
+Tolerance: at most twice the error of eager PyTorch (the reference run in the same dtype), and never NaN. Where that is
+exact, float32 is held to its own precision: see check().
 """
 
 import itertools
@@ -156,112 +156,62 @@ def our_kernels(arguments):
     return "triton", "hopper"
 
 
-class Errors(NamedTuple):
-    """What check() found, and of which implementations."""
+class Worst(NamedTuple):
+    """What check() found."""
 
-    allowed: float  # the largest error as a multiple of what it is held to twice of
-    over: set[str]  # results with errors of more than twice eager PyTorch's
-    impls: tuple[str, ...]
+    ratio: float  # the largest error, as a multiple of what it is held to twice of
+    precise: set[str]  # results held to the precision of float32, not to eager PyTorch
+    impls: tuple[str, ...]  # that were asked
 
 
 def check(draw, dtype, impls=None, yardstick=None):
-    """Fail if a result is found to err more than twice as much as eager PyTorch or by_rounding(), whichever is more.
+    """Fail if a result errs more than twice as much as eager PyTorch, on average over draws; returns Worst.
 
     draw() makes a problem. Errors are norms over a whole result. Often a row or two with the fewest keys make most of
-    one, so where it is too large, 8 draws decide, 32 or 128: the errors of all are added in square. Returns Errors.
+    one, so where it is too large, 8 draws decide, 32 or 128: the errors of all are added in square.
     impls: None for all of our_kernels().
 
     Eager PyTorch computes in dtype, or in the dtype `yardstick`, of which the error counts twice: it rounds numbers
     where tensor cores cut float32 off to tf32.
+
+    No error is held to less than twice the precision of float32, by roundoff(): eager PyTorch is exact in the LSE of a
+    single key with a scale of 0, and in the gradient that a bias of such a key takes from the LSE; for a single query
+    it adds better than one by one. Which results need that, 128 draws decide, or 8 if eager is over 20 times as good.
     """
-    squares = {}  # (implementation, result) -> sums over draws of squared errors: ours, eager's, by rounding
+    squares = {}  # (implementation, result) -> sums over draws of squares: our errors, eager's, precision of float32
     for count in range(1, 129):
         problem = draw()
         impls = impls or our_kernels(problem[0])
         exact = results(reference, problem, torch.float64)
         eager = results(reference, problem, yardstick or dtype)
-        rounding = by_rounding(problem, exact)
         for impl in impls:
             ours = results(partial(attention, impl=impl), problem, dtype)
             for name, truth in exact.items():
                 assert ours[name].isfinite().all(), f"{name} of {impl} is not finite"
                 errors = [(x[name].double() - truth).square().sum() for x in (ours, eager)]
-                squares[impl, name] = squares.get((impl, name), 0) + torch.stack([*errors, rounding[name]])
+                precision = (truth.abs() + (name == "lse")).square().sum() * roundoff(problem) ** 2
+                squares[impl, name] = squares.get((impl, name), 0) + torch.stack([*errors, precision])
         if count not in (1, 8, 32, 128):
             continue
-        ratios = {}
+        ratios, precise = {}, set()
         for key, sums in squares.items():
-            error, of_eager, of_rounding = sums.sqrt().tolist()
-            assert math.isfinite(of_eager + of_rounding), f"{key}: eager PyTorch overflows or gives NaN"
-            allowed = max(of_eager * (1 if yardstick is None else 2), of_rounding)
-            ratios[key] = [error / x if error else 0.0 for x in (allowed or 1e-30, of_eager or 1e-30)]
-        worst = max(ratio for ratio, _ in ratios.values())
-        if worst <= 2:
-            return Errors(worst, {name for (_, name), (_, to_eager) in ratios.items() if to_eager > 2}, impls)
-    (impl, name), ratio = max(ratios.items(), key=lambda item: item[1])
-    raise AssertionError(
-        f"{name} of {impl}: over {count} draws {ratio[1]:.3g} times eager's error, {ratio[0]:.3g} times that or "
-        "rounding's, whichever is more; at most 2"
-    )
+            error, of_eager, precision = sums.sqrt().tolist()
+            assert math.isfinite(of_eager), f"{key}: eager PyTorch overflows or gives NaN"
+            held_to = of_eager * (1 if yardstick is None else 2)
+            if error > 2 * held_to and (count == 128 or (count > 1 and error > 20 * held_to)):
+                precise.add(key[1])
+                held_to = max(held_to, precision)
+            ratios[key] = error / (held_to or 1e-30)
+        key = max(ratios, key=ratios.get)
+        if ratios[key] <= 2:
+            return Worst(ratios[key], precise, impls)
+    raise AssertionError(f"{key[1]} of {key[0]} errs {ratios[key]:.3g} times as much as eager PyTorch: {count} draws")
 
 
-def by_rounding(problem, exact):
-    """Squared norm of the error that rounding alone makes of each result of the algorithm, on average.
-
-    It is less than eager's, but where P dP and delta cancel (a row sees a few keys, or a bias is broadcast over them),
-    where all scores are equal, and in float32, whose longer sums eager's library adds in blocks. Rounding errs by 0.4
-    of the unit roundoff, a float32 sum of n random numbers, one by one, by 0.3 sqrt(n) of it. So err
-    - scores, summed over the head dim, and with softcap a tanh by 2^x: an error acts as a bias does;
-    - delta = dO.O - dlse, from the output as rounded to its dtype, after the weights were before they met V, which errs
-      about as much: an error acts as one of dlse does; float32 sums in it and in dP = dO.V count as two errors of it;
-    - the LSE, kept in base 2, and 2^x: an error, here of two unit roundoffs, scales all that a row adds to gradients;
-    - the slope of the tanh, a difference from 1; dK and dV, summed over all queries;
-    - dP, once more for gates, which learn from row sums of dS less column sums: two kernels make them, each from its
-      own dP. In a row that sees one key the two cancel, and eager PyTorch, which has one dP, gets 0.
-    """
-    arguments, dout, dlse = problem
-    half, single = (torch.finfo(dtype).eps / 2 for dtype in (dout.dtype, torch.float32))
-    group, dim = dout.shape[2] // arguments["k"].shape[2], arguments["q"].shape[-1]
-    q, k = arguments["q"].double(), arguments["k"].double().repeat_interleave(group, dim=2)
-    scale = abs(dim**-0.5 if arguments.get("scale") is None else arguments["scale"])
-    of_tanh = 1.5 * single if arguments.get("softcap") else 0.0
-
-    scores = 0.3 * single * (dim * torch.einsum("bqhd,bkhd->bhqk", q**2, k**2)).sqrt() * scale
-    scores = (scores + of_tanh * (arguments.get("softcap") or 0.0)) * torch.randn_like(scores)
-    bias = arguments.get("bias")
-    whole_bias = torch.zeros_like(scores) if bias is None else bias.expand_as(scores).double()
-    moved = results(reference, (arguments | dict(bias=whole_bias + scores), dout, dlse), torch.float64)
-    dscores = moved["dbias"]
-    if bias is not None:
-        moved["dbias"] = dscores.sum_to_size(bias.shape)
-    squares = {name: (moved[name] - truth).square().sum() for name, truth in exact.items()}
-
-    relative = (2 * (0.4 * half) ** 2 + 2 * (0.3 * single) ** 2 * dout.shape[-1]) ** 0.5
-    delta = relative * (dout.double() * exact["out"]).norm(dim=-1).transpose(1, 2)
-    delta, of_row = delta * torch.randn_like(delta), 2 * single * torch.randn_like(delta)
-    if dlse is not None:
-        delta = delta + of_row * dlse
-    moved = results(reference, (arguments, of_row.transpose(1, 2)[..., None] * dout, delta), torch.float64)
-    for name in squares.keys() - {"out", "lse"}:
-        squares[name] += moved[name].square().sum()
-
-    slopes = (2 * of_tanh * scale * dscores) ** 2
-    squares["dq"] += torch.einsum("bhqk,bkhd->", slopes, k**2)
-    squares["dk"] += torch.einsum("bhqk,bqhd->", slopes, q**2)
-    for name in ("dk", "dv"):
-        squares[name] += (0.3 * single) ** 2 * dout.shape[1] * group * exact[name].square().sum()
-    if "ddecay" in squares:
-        of_lse = arguments | dict(bias=whole_bias), torch.zeros_like(dout), torch.ones_like(scores[..., 0])
-        weights = results(reference, of_lse, torch.float64)["dbias"]
-        weights = weights * ((weights > 0).sum(-1, keepdim=True) == 1)
-        v = arguments["v"].double().repeat_interleave(group, dim=2)
-        dweights = (0.3 * single) ** 2 * v.shape[-1] * torch.einsum("bqhd,bkhd->bhqk", dout.double() ** 2, v**2)
-        columns = (weights**2 * dweights).sum(2) / (1 - arguments.get("dropout", 0.0))
-        # what a key adds, all gates up to it learn
-        squares["ddecay"] += 2 * (columns * torch.arange(1, columns.shape[-1] + 1, device=columns.device)).sum()
-    if dlse is not None:
-        squares["lse"] += (single * (exact["lse"].abs() + 1)).square().sum()
-    return squares
+def roundoff(problem):
+    """By how much of its size a float32 sum over the head dim errs on average, one by one: 0.3 sqrt(n) roundoffs."""
+    arguments, dout, _ = problem
+    return 0.3 * max(dout.shape[-1], arguments["q"].shape[-1]) ** 0.5 * torch.finfo(torch.float32).eps / 2
 
 
 def integers(*values):

@@ -3,7 +3,7 @@
 import pytest
 import torch
 import torch.nn.functional as F
-from problems import ON_GPU, floats, integers
+from problems import ON_GPU, floats, integers, make_problem, our_kernels, results
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from attention import attention, explain
@@ -16,6 +16,31 @@ def test_rows_without_keys(device):
     assert (out[:, :30] == 0).all() and (lse[:, :, :30] == float("-inf")).all() and lse[:, :, 30:].isfinite().all()
     (dq,) = torch.autograd.grad(out.square().sum(), q)
     assert (dq[:, :30] == 0).all() and dq.isfinite().all()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
+@pytest.mark.parametrize(
+    "options",
+    [
+        dict(window=1),
+        dict(window=1, causal=False, softcap=2.0, heads=4, kv_heads=2),
+        dict(window=1, dropout=0.3, seed=3, bias=(2, 70, 70), decay=True),
+        dict(k_len=1, causal=False),
+        dict(lengths=[1, 0, 1], batch=3),
+        dict(packed=([0, 30, 30, 70], [0, 1, 1, 2]), causal=False),
+        dict(packed=[0, 1, 1, 2], window=20),
+    ],
+    ids=str,
+)
+def test_a_single_key_has_all_weight(options, dtype, device, poisoned):
+    """Whatever its score, so that queries and keys learn nothing, not what rounding leaves of dP - delta."""
+    problem = make_problem(device, dtype, dim=64, return_lse=False, **options)
+    for impl in our_kernels(problem[0]):
+        found = results(lambda impl=impl, **x: attention(**x, impl=impl), problem, dtype)
+        zero = set(found) - {"out", "dv"}
+        assert all((found[name] == 0).all() for name in zero) and found["dv"].any(), impl
+        with_sink = problem[0] | dict(sink=floats(found["out"].shape[2])), *problem[1:]
+        assert results(lambda impl=impl, **x: attention(**x, impl=impl), with_sink, dtype)["dq"].any(), impl
 
 
 def test_no_keys_or_no_batch(device):

@@ -43,8 +43,8 @@ class Bounds(NamedTuple):
     sees: torch.Tensor
 
 
-def make_case(case, device, **sizes):
-    problem = make_problem(device, torch.float32, **dict(q_len=LONG, batch=1, heads=1) | CASES[case], **sizes)
+def make_case(case, device, dtype=torch.float32, **sizes):
+    problem = make_problem(device, dtype, **dict(q_len=LONG, batch=1, heads=1) | CASES[case], **sizes)
     arguments = problem[0]
     (batch, q_len), k_len = arguments["q"].shape[:2], arguments["k"].shape[1]
     causal, window = arguments.get("causal", True), arguments.get("window") or 2**30
@@ -66,14 +66,16 @@ def make_case(case, device, **sizes):
 
 
 @pytest.mark.skipif(ON_GPU, reason="only the interpreter shows what a kernel visits")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 @pytest.mark.parametrize("case", CASES)
-def test_visited_tiles(case, device, monkeypatch):
+def test_visited_tiles(case, dtype, device, monkeypatch):
     """Each kernel meets every visible pair once, masks what is not all visible, and visits no tile without a pair."""
     visits, running = defaultdict(list), []
 
-    def start(make_settings, *args):
-        running.append(make_settings.__name__.removesuffix("_settings"))
-        original_start(make_settings, *args)
+    def start(make_settings, problem, args, *choices):
+        outputs = [choice for choice in choices if isinstance(choice, str)]
+        running.append(" ".join([make_settings.__name__.removesuffix("_settings"), *outputs]))
+        original_start(make_settings, problem, args, *choices)
 
     def shape_scores(qk, q_pos, k_pos, head, seq, terms, rule, masked):
         sequence, head_number = (int(x.handle.data.item()) for x in (seq.index, head))
@@ -86,10 +88,11 @@ def test_visited_tiles(case, device, monkeypatch):
     monkeypatch.setattr(portable, "start", start)
     for module in (forward, backward):
         monkeypatch.setattr(module, "shape_scores", shape_scores)
-    problem, sequences = make_case(case, device)
-    results(kernels, problem, torch.float32)
+    problem, sequences = make_case(case, device, dtype=dtype)
+    results(kernels, problem, dtype)
 
-    assert set(visits) == {"forward", "dq", "dkdv"} | ({"dbias"} if "bias" in case else set())
+    backwards = {"dq both"} if dtype == torch.float16 else {"dq delta", "dq dq"}
+    assert set(visits) == {"forward", "dkdv dkdv", *backwards} | ({"dbias"} if "bias" in case else set())
     for kernel, found in visits.items():
         counts = [torch.zeros(problem[0]["q"].shape[2], *x.sees.shape, dtype=torch.int32) for x in sequences]
         for sequence, head, q_index, k_index, masked in found:

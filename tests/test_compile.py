@@ -40,9 +40,7 @@ SPILLED_BEFORE_3_9 = {
     (80, "float32", 128, "dkdv_kernel"): 28,
     (80, "float32", 128, "dq_kernel"): 8,
     (80, "tf32", 256, "forward_kernel"): 8,
-    (90, "float32", 256, "delta_kernel"): 8,
     (90, "float32", 256, "dq_kernel"): 16,
-    (90, "tf32", 256, "delta_kernel"): 8,
     (100, "float16", 128, "forward_kernel"): 36,
     (100, "bfloat16", 128, "forward_kernel"): 36,
 }

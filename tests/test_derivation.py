@@ -120,6 +120,7 @@ def test_delta_dq_dk_dv_with_dropout_and_dlse():
         dweights = (dout @ v.T) * keep
         delta = (out * dout).sum(-1)
         close(delta, (weights * dweights).sum(-1))  # the sum over all keys that delta replaces
+        close(delta, (weights * dweights).sum(-1) / weights.sum(-1))  # as found by a walk
         delta = delta - dlse
         dscores = weights * (dweights - delta[:, None])
         found = scale * dscores @ k, scale * dscores.T @ q, (weights * keep).T @ dout, dscores
