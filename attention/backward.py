@@ -1,11 +1,11 @@
-"""Backward kernels: delta, dq, dk/dv, dbias and the sum over a query group. Weights come from the saved LSE.
+"""Backward kernels: dq and delta, dk/dv, dbias and the sum over a query group. Weights come from the saved LSE.
 
 With P = 2^(score - lse2), delta_i = sum_d dO_id O_id - dlse_i and slope = d score / d (scale q.k):
     dV = P'^T dO                       (P' = P after dropout)
     dP = drop(dO V^T)
     dS = P * (dP - delta)              (gradient of the score: of bias, and of the gates as dS_ij (gate_i - gate_j))
-Where a query has no choice(), dP and sum_d dO_id O_id are the same number, but for rounding: 0 is taken for both.
     dQ = scale (dS slope) K,  dK = scale (dS slope)^T Q
+sum_d dO_id O_id is also sum_j P_ij dP_ij, but for rounding: see find_delta(), and choice() for queries of a single key.
 Each output element is summed by one program in a fixed order: no atomics, so two runs give the same bits.
 Source: Dao et al., FlashAttention, algorithm 4, split in two so that dq needs no atomics.
 """
@@ -168,7 +168,7 @@ def gather_mean(
     """Add P dP and P over the keys of a span: its interior, or (MASKED) its edges."""
     for step in range(first_step(span, MASKED), last_step(span, MASKED), TILE.block_k):
         start = position(step, span, MASKED)
-        _k_tile, weights, weighted, _slope = meet_keys(  # dS but for a delta of 0
+        _k_tile, weights, weighted, _slope = meet_keys(  # with a delta of 0 dS is P dP
             queries, k, v, k_tiles, v_tiles, start, low, span.hi, seq, terms, RULE, TILE, MASKED
         )
         mean = Mean(mean.total + tl.sum(weighted, 1), mean.weight + tl.sum(weights, 1))
@@ -180,17 +180,17 @@ def find_delta(
     queries, out, dlse, sink, k, v, k_tiles, v_tiles, start, low, span, seq, terms,
     RULE: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
-    """delta of the queries at `start`; dlse and sink may be None. Where `out` is, P dP is summed in its place.
+    """delta of the queries at `start`, from `out` or, if that is None, by a walk over the keys; dlse, sink may be None.
 
-    The two differ by rounding, as do 1 and the sum of P. What is left of that in row sums of dS, which are 0, then is
-    what eager PyTorch leaves too. It takes a walk over the keys.
+    sum_d dO_d O_d and the mean of dP are one number but for rounding. The mean is of the very dP that it is taken from,
+    over what the recomputed P do add up to, so that sums of dS over a row err no more than eager PyTorch's.
     """
     if out is None:
         mean = Mean(tl.full([TILE.block_q], 0.0, tl.float32), tl.full([TILE.block_q], 0.0, tl.float32))
         mean = gather_mean(mean, queries, k, v, k_tiles, v_tiles, low, span, seq, terms, RULE, TILE, MASKED=False)
         mean = gather_mean(mean, queries, k, v, k_tiles, v_tiles, low, span, seq, terms, RULE, TILE, MASKED=True)
         weight = mean.weight
-        if sink is not None:
+        if RULE.sink:
             weight += tl.exp2(tl.load(sink + queries.head).to(tl.float32) * LOG2E - queries.lse2)
         delta = mean.total / tl.where(weight > 0, weight, 1.0)
     else:
@@ -231,7 +231,7 @@ def dq_kernel(
     """dQ = scale dS K and the query half of dgate [B, H, Tk], for one tile of queries; walks the keys.
 
     OUTPUTS = "both" writes delta too, which it finds from `out`; "delta" writes that alone, found by a walk over the
-    keys, and "dq" reads it. In one kernel these two walks would spill.
+    keys, and "dq" reads it. In one kernel these two walks would spill at head dim 256.
     """
     tile, head, index = locate_query_tile(tl.cdiv(q_len, TILE.block_q), k_len, RULE, TILE)
     seq = sequence(index, q_len, k_len, ragged)
@@ -254,9 +254,10 @@ def dq_kernel(
             terms, RULE, TILE,
         )  # fmt: skip
         store_rows(delta, rows, seq.row, head, seq.q_start + q_start, 0, count, TILE.block_q)
-        queries = Queries(queries.tile, queries.dout, queries.lse2, rows, queries.pos, queries.head, queries.key)
     if OUTPUTS == "delta":
         return
+    if OUTPUTS == "both":
+        queries = Queries(queries.tile, queries.dout, queries.lse2, rows, queries.pos, queries.head, queries.key)
     sums = Gradients(zeros(TILE.block_q, TILE.dim), 0.0, gate_zeros(dgate, TILE.block_q))
     sums = gather_dq(sums, queries, k, v, k_tiles, v_tiles, low, span, seq, terms, RULE, TILE, MASKED=False)
     sums = gather_dq(sums, queries, k, v, k_tiles, v_tiles, low, span, seq, terms, RULE, TILE, MASKED=True)

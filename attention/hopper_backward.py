@@ -48,7 +48,7 @@ from .tiles import (
 WIDTH = tl.constexpr(32)
 # Bytes of queries, dO and dQ sums of the slots that take turns, counting one query head of each. From T 1024 on these
 # have 128 programs at head dim 128 and 256, and 512 at 64: as many as an H200 runs at a time, or twice that.
-CACHE = tl.constexpr(16 * 2**20)
+TURN_BYTES = tl.constexpr(16 * 2**20)
 
 
 class Plan(NamedTuple):
@@ -189,7 +189,8 @@ def load(q, k, v, dout, rows, shared, signals, work, RULE: gl.constexpr, PLAN: g
     mbarrier.expect(signals.keys_full, k.block_type.nbytes + v.block_type.nbytes)
     at = corner(work.keys, work.k_start, work.kv_head, PLAN.ragged)
     tma_load(k, at, signals.keys_full, shared.k.reshape(k.block_shape))
-    if choice(work.keys.length, RULE) == 0.0:  # values past the end, which are 0, make dP 0
+    if choice(work.keys.length, RULE) == 0.0:
+        # values past the end, which are 0, make dP 0; dO.O prepare_kernel leaves out
         at = corner(work.keys, work.keys.length, work.kv_head, PLAN.ragged)
     tma_load(v, at, signals.keys_full, shared.v.reshape(v.block_shape))
     tile = work.start
@@ -389,14 +390,14 @@ def locate_keys(q_len, k_len, batches, slots, RULE: gl.constexpr, PLAN: gl.const
     """Program id -> (tile of keys, slot of query heads, batch), tile by tile of a slot.
 
     Under a causal mask without a window the first tiles take longest and come first; as many slots take turns as have
-    CACHE bytes of queries, dO and dQ together, but two at least.
+    TURN_BYTES of queries, dO and dQ together, but two at least.
     """
     tiles_k = gl.cdiv(k_len, PLAN.block_k)
     program = gl.program_id(0)
     tile = program % tiles_k
     slot = program // tiles_k
     if RULE.causal and RULE.window == 0:
-        fit = gl.maximum(CACHE // (gl.maximum(q_len, 1024) * (PLAN.dim * 8)), 2)
+        fit = gl.maximum(TURN_BYTES // (gl.maximum(q_len, 1024) * (PLAN.dim * 8)), 2)
         turn = program // (fit * tiles_k)
         size = gl.minimum(fit, slots * batches - turn * fit)
         rest = program - turn * fit * tiles_k
@@ -532,8 +533,8 @@ def prepare_kernel(
 ):  # fmt: skip
     """Before backward_kernel, for one tile of queries of one head: rows = [lse2, delta], and a dQ sum of zeros.
 
-    delta_i = sum_d dO_id O_id - dlse_i; dlse may be None. lse2 is +inf, which makes all weights 0, for rows that see no
-    key or do not exist; delta of these is 0. With delta [B, H, Tq] not None that is filled too.
+    delta_i = choice() sum_d dO_id O_id - dlse_i; dlse may be None. lse2 is +inf, which makes all weights 0, for rows
+    that see no key or do not exist; delta of these is 0. With delta [B, H, Tq] not None that is filled too.
     """
     start, count, head, seq, number = locate_queries(q_tiles, ragged, q_slots, q_len, k_len, TILE)
     if q_tiles is not None and count <= 0:

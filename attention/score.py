@@ -19,7 +19,7 @@ PHILOX_WEYL = tl.constexpr(0x9E3779B9)
 
 
 class Rule(NamedTuple):
-    """What a score depends on, known at compile time: a constexpr argument."""
+    """What scores and their softmax depend on, known at compile time: a constexpr argument."""
 
     causal: bool
     window: int  # keys a query sees to one side, itself included; 0 = no limit
@@ -54,7 +54,10 @@ def ahead(rule):
 
 @triton.jit
 def choice(k_len, RULE: tl.constexpr):
-    """1.0, or 0.0 where each query sees one key at most: that has all weight, whatever its score."""
+    """Factor of dP and of dO.O: 1.0, or 0.0 where each query sees one key at most, of weight 1 whatever its score.
+
+    The two then cancel, and what rounding leaves of their difference is more than eager PyTorch's error, which is 0.
+    """
     if RULE.sink:
         found = 1.0
     elif RULE.window == 1:

@@ -18,7 +18,7 @@ FAR = tl.constexpr(2**29)
 STEP = tl.constexpr(8)
 
 # Elements of keys and values of the heads that take turns: 16 MiB in 16 bits, about a quarter of an H200's L2 cache.
-CACHED = tl.constexpr(2**23)
+TURN_ELEMENTS = tl.constexpr(2**23)
 # Tiles that keep every multiprocessor busy: about two for each of an H200's 132.
 MANY = tl.constexpr(256)
 
@@ -168,13 +168,13 @@ def query_tile(number, count, n_tiles, k_len, RULE: tl.constexpr, TILE: tl.const
     """Number of `count` tiles in all -> (tile, head, sequence index), in the order in which they should start.
 
     Under a causal mask the last tiles take longest and come first, so that short ones fill the end. Heads go in sets,
-    one set after the other; those of a set take turns. A set is as many as have CACHED elements of keys and values, so
-    that these stay in the L2 cache, but of MANY tiles at least. Heads with the same keys and values are in one set.
+    one set after the other; those of a set take turns. A set is as many as have TURN_ELEMENTS of keys and values, which
+    then stay in the L2 cache, but of MANY tiles at least. Heads with the same keys and values are in one set.
     """
     tile = number % n_tiles
     head = number // n_tiles
     if RULE.causal:
-        fit = CACHED // (tl.maximum(k_len, 1024) * (TILE.dim + TILE.value_dim))
+        fit = TURN_ELEMENTS // (tl.maximum(k_len, 1024) * (TILE.dim + TILE.value_dim))
         fit = tl.maximum(fit, tl.cdiv(MANY, n_tiles)) * TILE.group
         turn = number // (fit * n_tiles)
         size = tl.minimum(fit, count // n_tiles - turn * fit)

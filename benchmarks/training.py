@@ -125,7 +125,7 @@ def run(command, folder, job, whole):
 
 
 KINDS = {  # kind of kernel -> what its name holds; the first that fits
-    "attention": ("forward_kernel", "backward_kernel", "delta_kernel", "dq_kernel", "dkdv_kernel", "group_sum",
+    "attention": ("forward_kernel", "backward_kernel", "dq_kernel", "dkdv_kernel", "group_sum",
                   "prepare_kernel", "finish_kernel", "flash", "sdpa", "fmha"),
     "loss": ("cross_entropy", "nll_loss", "log_softmax"),
     "optimizer": ("multi_tensor", "Adam"),

@@ -52,7 +52,7 @@ def candidates(kernel, element_size, dim):
 
 
 def runner(kernel, dtype, dim, length, causal):
-    """A function of a Launch that runs one kernel on a random problem."""
+    """A function of a Launch that runs one kernel on a random problem; in float32 "dq" is the walk for delta too."""
     batch, heads = TOKENS[dtype.itemsize] // length, 2048 // dim
     q, k, v, dout = (torch.randn(batch, length, heads, dim, device="cuda", dtype=dtype) for _ in range(4))
     options = Options(*[None] * TENSOR_OPTIONS, 0, 0, causal, window=0, softcap=0.0, dropout=0.0, scale=dim**-0.5)

@@ -99,6 +99,9 @@ def launch_kernels(dtype, dim, causal, group, features=False, length=4096, ways=
     for way in ways[: 1 if group == 1 else 2]:
         portable.loops_over_group = lambda problem, programs, device, way=way: way == "loop"
         portable.backward(q, k, k, out, lse2, out, None, features, options)
+        if features:  # delta by a walk
+            of_queries = options._replace(bias=q.new_empty(2, 2 * group, length, 1))
+            portable.backward(q, k, k, out, lse2, out, None, True, of_queries)
 
 
 UNEVEN = 4095  # a length that no tile divides

@@ -98,7 +98,7 @@ def test_more_heads_than_take_turns(group, device, poisoned, monkeypatch):
     sizes, dtype = dict(batch=20, heads=30, kv_heads=30 // group, dim=64), torch.bfloat16
     if not ON_GPU:  # of 3 groups, since the queries are three tiles
         sizes, dtype = dict(batch=1, heads=8, kv_heads=8 // group), torch.float32
-        monkeypatch.setattr(tiles, "CACHED", tl.constexpr(0))
+        monkeypatch.setattr(tiles, "TURN_ELEMENTS", tl.constexpr(0))
         monkeypatch.setattr(tiles, "MANY", tl.constexpr(8))
     check(partial(make_problem, device, dtype, q_len=70, **sizes), dtype)
 

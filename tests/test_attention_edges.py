@@ -1,5 +1,7 @@
 """Where others are vague: rows without keys, biases and gates that hide, NaN in what nobody sees."""
 
+from functools import partial
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -33,14 +35,18 @@ def test_rows_without_keys(device):
     ids=str,
 )
 def test_a_single_key_has_all_weight(options, dtype, device, poisoned):
-    """Whatever its score, so that queries and keys learn nothing, not what rounding leaves of dP - delta."""
-    problem = make_problem(device, dtype, dim=64, return_lse=False, **options)
-    for impl in our_kernels(problem[0]):
-        found = results(lambda impl=impl, **x: attention(**x, impl=impl), problem, dtype)
-        zero = set(found) - {"out", "dv"}
-        assert all((found[name] == 0).all() for name in zero) and found["dv"].any(), impl
-        with_sink = problem[0] | dict(sink=floats(found["out"].shape[2])), *problem[1:]
-        assert results(lambda impl=impl, **x: attention(**x, impl=impl), with_sink, dtype)["dq"].any(), impl
+    """Whatever its score, so that queries and keys learn of the LSE alone, not what rounding leaves of dP - delta."""
+    arguments_, dout, dlse = make_problem(device, dtype, dim=64, **options)
+    for impl in our_kernels(arguments_):
+
+        def found(dout, dlse, impl=impl, **more):
+            return results(partial(attention, impl=impl), (arguments_ | more, dout, dlse), dtype)
+
+        without_lse, whole, of_lse = found(dout, None), found(dout, dlse), found(torch.zeros_like(dout), dlse)
+        learned = set(without_lse) - {"out", "dv"}
+        assert all((without_lse[name] == 0).all() and torch.equal(whole[name], of_lse[name]) for name in learned), impl
+        assert without_lse["dv"].any() and of_lse["dq"].any()
+        assert found(dout, None, sink=floats(dout.shape[2]))["dq"].any()
 
 
 def test_no_keys_or_no_batch(device):

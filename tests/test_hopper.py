@@ -57,6 +57,8 @@ CASES = {
         packed=([0, 90, 200], [0, 250, 300]), q_len=230, k_len=300, heads=4, kv_heads=2, window=120, softcap=3.0,
         sink=True,
     ),
+    "packed_single_keys": dict(packed=([0, 100, 100, 300], [0, 1, 1, 2]), q_len=300, k_len=2, causal=False),
+    "lengths_of_one": dict(lengths=[1, 0, 1], batch=3, q_len=70),
     "lengths": dict(lengths=[333, 0, 64, 201], batch=4, q_len=333),
     "lengths_full": dict(lengths=[129, 5, 300], batch=3, q_len=300, causal=False),
     "lengths_more_keys": dict(lengths=[300, 250, 100, 17], batch=4, q_len=200, k_len=300),
