@@ -24,8 +24,8 @@ class Launch(NamedTuple):
 # (kernel, bytes per element) -> rows (largest head dim, longest way, settings); the first row that holds serves.
 # The head dim that counts is the larger of q's and v's; the way is how far a program walks: see way(). Where "dkdv" has
 # no row, "dk" and "dv" run one after the other: the registers do not hold both sums. Rows for sm_90 were tuned on an
-# H200 (benchmarks/LOG.md), but for float32's dq at head dim 128, whose warps are new. The others are the largest that
-# compile without register spills under Triton 3.9 (tests/test_compile.py). Neither those nor that one were timed.
+# H200 (benchmarks/LOG.md). The others are the largest that compile without register spills under Triton 3.9
+# (tests/test_compile.py) and were not timed.
 HOPPER = {
     ("forward", 2): [
         (64, ANY, Launch(64, 64, 4, 3)),
