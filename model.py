@@ -1,13 +1,14 @@
-"""The network: GPTConfig, Block and GPT, with two faces chosen by the configuration.
+"""The network: GPTConfig, Block and GPT.
 
-The GPT-2 of nanoGPT (LayerNorm, GELU, learned positions, tied head) is the default; RMSNorm, rotary positions, QK-norm,
-ReLU^2 or SwiGLU, grouped queries, an untied head and a logit softcap make the modern one.
+The default is nanoGPT's GPT-2: LayerNorm, GELU, learned positions, tied head. Options turn it into a modern network:
+RMSNorm, rotary positions, QK-norm, ReLU^2 or SwiGLU, grouped queries, an untied head, a logit softcap.
 
 Letters: B batch, T sequence, C embedding, H query heads, G key/value heads, D head dim, V vocabulary.
 """
 
 import math
 from dataclasses import dataclass
+from importlib.util import find_spec
 from typing import Literal
 
 import torch
@@ -15,58 +16,65 @@ import torch.nn.functional as F
 from torch import nn
 
 from attention import attention
-from loss import cap_logits, linear_cross_entropy
+
+HAS_TRITON = find_spec("triton") is not None
+
+
+def require(condition, message):
+    """Raise ValueError unless the condition holds."""
+    if not condition:
+        raise ValueError(message)
 
 
 @dataclass(frozen=True, kw_only=True)
 class GPTConfig:
-    """What the network is; everything about how it is trained is in config.Config."""
+    """The network's options; training.config.Config adds those of a training run."""
 
     vocab_size: int = 0
-    """Rows of the embedding; 0 takes the tokenizer's vocabulary."""
+    """Rows of the embedding; 0 means the tokenizer's vocabulary size."""
     block_size: int = 256
     """Longest context, in tokens."""
     n_layer: int = 6
+    """Number of blocks."""
     n_head: int = 6
+    """Query heads."""
     n_kv_head: int | None = None
-    """Key/value heads, a divisor of n_head (grouped queries); None means n_head."""
+    """Key/value heads, a divisor of n_head (grouped-query attention); None means n_head."""
     n_embd: int = 384
     """Width of the residual stream; the head dim is n_embd / n_head."""
     norm: Literal["layernorm", "rmsnorm"] = "layernorm"
+    """Normalisation before each attention and MLP, and before the head."""
     position: Literal["learned", "rope"] = "learned"
+    """Learned position embeddings, or rotary ones (RoPE)."""
     mlp: Literal["gelu", "relu2", "swiglu"] = "gelu"
+    """Activation of the MLP; relu2 is ReLU squared."""
     qk_norm: bool = False
-    """Normalise queries and keys of each head to unit RMS before their product."""
+    """Normalise the queries and keys of each head to unit RMS."""
     bias: bool = False
-    """Biases in linear layers and LayerNorm, as GPT-2 has them; slightly better and faster without."""
+    """Biases in linear layers and LayerNorm, as in GPT-2; without them training is slightly faster and better."""
     tie_head: bool = True
-    """Share the token embedding's weight with the output head."""
+    """Share one weight between the token embedding and the output head."""
     logit_softcap: float | None = None
-    """Logits become cap * tanh(logits / cap); None = off."""
+    """Replace logits by cap * tanh(logits / cap); None = off."""
     dropout: float = 0.0
+    """Of embeddings, attention weights and each residual branch."""
     attention: Literal["auto", "hopper", "triton", "sdpa", "reference"] = "auto"
-    """Implementation of attention(); auto takes our kernels where they run."""
+    """Implementation of attention(); auto takes our kernels where they run, else PyTorch's."""
 
     def __post_init__(self):
-        if min(self.n_layer, self.n_head, self.n_embd, self.block_size) < 1 or self.vocab_size < 0:
-            raise ValueError(
-                f"n_layer={self.n_layer}, n_head={self.n_head}, n_embd={self.n_embd} and block_size={self.block_size} "
-                f"must be at least 1, vocab_size={self.vocab_size} at least 0"
-            )
-        if self.n_embd % self.n_head or self.head_dim % 8 or self.head_dim > 256:
-            raise ValueError(
-                f"n_embd={self.n_embd} with n_head={self.n_head} must give a head dim that is a multiple of 8 "
-                f"up to 256, not {self.n_embd / self.n_head:g}; change n_head"
-            )
-        if self.kv_heads < 1 or self.n_head % self.kv_heads:
-            raise ValueError(
-                f"n_head={self.n_head} must be a multiple of n_kv_head={self.n_kv_head}; "
-                "n_kv_head=1 gives multi-query attention"
-            )
-        if not 0 <= self.dropout < 1:
-            raise ValueError(f"dropout={self.dropout} must be in [0, 1)")
-        if self.logit_softcap is not None and self.logit_softcap <= 0:
-            raise ValueError(f"logit_softcap={self.logit_softcap} must be positive; None turns it off")
+        for name in ("n_layer", "n_head", "n_embd", "block_size"):
+            require(getattr(self, name) >= 1, f"{name}={getattr(self, name)} must be at least 1")
+        require(self.vocab_size >= 0, f"vocab_size={self.vocab_size} must be at least 0")
+        require(
+            self.n_embd % self.n_head == 0 and self.head_dim % 8 == 0 and self.head_dim <= 256,
+            f"n_embd={self.n_embd} / n_head={self.n_head} is the head dim, which must be a multiple of 8 up to 256",
+        )
+        require(
+            self.kv_heads >= 1 and self.n_head % self.kv_heads == 0,
+            f"n_head={self.n_head} must be a multiple of n_kv_head={self.n_kv_head}; 1 gives multi-query attention",
+        )
+        require(0 <= self.dropout < 1, f"dropout={self.dropout} must be in [0, 1)")
+        require(self.logit_softcap is None or self.logit_softcap > 0, "logit_softcap must be positive, or None (off)")
 
     @property
     def head_dim(self):
@@ -78,13 +86,13 @@ class GPTConfig:
 
     @property
     def attention_impl(self):
-        """What attention() is asked for. With dropout only the portable kernels train: to evaluate by them too saves
-        compiling and checking others."""
+        """The impl argument of attention(). The Hopper kernels have no dropout; a network with dropout then takes the
+        portable ones in evaluation too, which saves compiling and checking two sets."""
         return "portable" if self.attention == "auto" and self.dropout > 0 else self.attention
 
 
 class Cache:
-    """Keys and values of the tokens seen so far, for generation: room for block_size tokens of `batch` rows."""
+    """Keys and values of the tokens so far, for generation: `batch` rows of up to block_size tokens."""
 
     def __init__(self, config, batch, device=None, dtype=None):
         shape = (config.n_layer, batch, config.block_size, config.kv_heads, config.head_dim)
@@ -93,27 +101,22 @@ class Cache:
         self.length = 0
 
     def append(self, layer, k, v):
-        """Store k, v [B, T, G, D] behind the first `length` tokens and return all up to there; advance() moves on."""
+        """Store k, v [B, T, G, D] after the first `length` tokens; return the keys and values of all tokens so far."""
         end = self.length + k.shape[1]
         self.k[layer, :, self.length : end] = k
         self.v[layer, :, self.length : end] = v
         return self.k[layer, :, :end], self.v[layer, :, :end]
 
-    def advance(self, tokens):
-        self.length += tokens
-
 
 class RMSNorm(nn.RMSNorm):
-    """In float32, as autocast computes LayerNorm."""
+    """RMSNorm computed in float32, as autocast computes LayerNorm."""
 
     def forward(self, x):
         return super().forward(x.float()).type_as(x)
 
 
 def make_norm(config):
-    if config.norm == "rmsnorm":
-        return RMSNorm(config.n_embd)
-    return nn.LayerNorm(config.n_embd, bias=config.bias)
+    return RMSNorm(config.n_embd) if config.norm == "rmsnorm" else nn.LayerNorm(config.n_embd, bias=config.bias)
 
 
 def rotary_angles(config):
@@ -125,7 +128,7 @@ def rotary_angles(config):
 
 
 def rotate(x, cos, sin):
-    """Turn the pairs (x_i, x_{i + D/2}) of [B, T, heads, D] by their angles."""
+    """Rotate the pairs (x_i, x_{i + D/2}) of x [B, T, heads, D] by their angles."""
     a, b = x.float().chunk(2, dim=-1)
     return torch.cat((a * cos - b * sin, b * cos + a * sin), dim=-1).type_as(x)
 
@@ -139,7 +142,7 @@ class Attention(nn.Module):
         self.project = nn.Linear(config.n_embd, config.n_embd, bias=config.bias)
         self.drop = nn.Dropout(config.dropout)
 
-    def forward(self, x, rotary, cache, lse):
+    def forward(self, x, rotary, cache):
         B, T, C = x.shape
         config = self.config
         heads = (config.n_head, config.kv_heads, config.kv_heads)
@@ -151,11 +154,7 @@ class Attention(nn.Module):
         if cache is not None:
             k, v = cache.append(self.layer, k, v)
         dropout = config.dropout if self.training else 0.0
-        if lse is None:
-            y = attention(q, k, v, causal=True, dropout=dropout, impl=config.attention_impl)  # [B, T, H, D]
-        else:  # by whichever implementation has it: SDPA does not
-            y, total = attention(q, k, v, causal=True, dropout=dropout, return_lse=True)
-            lse.append(total.amax())
+        y = attention(q, k, v, causal=True, dropout=dropout, impl=config.attention_impl)  # [B, T, H, D]
         return self.drop(self.project(y.reshape(B, T, C)))
 
 
@@ -164,7 +163,7 @@ class MLP(nn.Module):
         super().__init__()
         self.kind = config.mlp
         hidden = 4 * config.n_embd
-        if config.mlp == "swiglu":  # three matrices instead of two: two thirds of the width keep the size
+        if config.mlp == "swiglu":  # three matrices instead of two: two thirds of the width keep the parameter count
             hidden = math.ceil(hidden * 2 / 3 / 64) * 64
             self.gate = nn.Linear(config.n_embd, hidden, bias=config.bias)
         self.expand = nn.Linear(config.n_embd, hidden, bias=config.bias)
@@ -190,16 +189,15 @@ class Block(nn.Module):
         self.norm_2 = make_norm(config)
         self.mlp = MLP(config)
 
-    def forward(self, x, rotary, cache, lse):
-        x = x + self.attention(self.norm_1(x), rotary, cache, lse)
+    def forward(self, x, rotary, cache):
+        x = x + self.attention(self.norm_1(x), rotary, cache)
         return x + self.mlp(self.norm_2(x))
 
 
 class GPT(nn.Module):
     def __init__(self, config: GPTConfig):
         super().__init__()
-        if config.vocab_size < 1:
-            raise ValueError(f"vocab_size={config.vocab_size} must be at least 1; take the tokenizer's n_vocab")
+        require(config.vocab_size >= 1, f"vocab_size={config.vocab_size} must be at least 1, the tokenizer's n_vocab")
         self.config = config
         self.embed = nn.Embedding(config.vocab_size, config.n_embd)
         if config.position == "learned":
@@ -226,23 +224,19 @@ class GPT(nn.Module):
         if isinstance(module, nn.Linear) and module.bias is not None:
             nn.init.zeros_(module.bias)
 
-    def forward(self, tokens, targets=None, cache=None, lse=None):
-        """Logits [B, T, V] of tokens [B, T]; with targets [B, T] their mean cross-entropy in nats instead.
+    def forward(self, tokens, targets=None, cache=None):
+        """Logits [B, T, V] of tokens [B, T]; with targets [B, T], the mean cross-entropy in nats instead.
 
-        With a cache, tokens follow the cache.length tokens already in it; it must have room for them. To a list `lse`
-        each layer appends the largest log-sum-exp [] of its attention rows: its largest logit is at most that, and at
-        most ln T below it.
+        With a cache, the tokens continue the cache.length tokens already in it.
         """
         T = tokens.shape[1]
         start = 0 if cache is None else cache.length
-        if start + T > self.config.block_size:
-            raise ValueError(
-                f"{start} + {T} tokens do not fit in block_size={self.config.block_size}; crop the context"
-            )
+        fits = start + T <= self.config.block_size
+        require(fits, f"{start} + {T} tokens do not fit in block_size={self.config.block_size}; crop the context")
         x = self.embed(tokens)
         kind = x.device.type
         if torch.is_autocast_enabled(kind) and torch.get_autocast_dtype(kind) == torch.bfloat16:
-            x = x.bfloat16()  # the residual stream: half the traffic of every norm. float16 could overflow
+            x = x.bfloat16()  # halves the memory traffic of the residual stream; float16 could overflow
         rotary = None
         if self.config.position == "learned":
             x = x + self.embed_position.weight[start : start + T].type_as(x)
@@ -250,37 +244,40 @@ class GPT(nn.Module):
             rotary = self.rotary_cos[start : start + T], self.rotary_sin[start : start + T]
         x = self.drop(x)
         for block in self.blocks:
-            x = block(x, rotary, cache, lse)
+            x = block(x, rotary, cache)
         if cache is not None:
-            cache.advance(T)
-        hidden = self.norm(x).type_as(x)
-        if targets is not None:
-            return linear_cross_entropy(
-                hidden.flatten(0, 1), self.head.weight, targets.flatten(), self.config.logit_softcap
-            )
-        return cap_logits(self.head(hidden).float(), self.config.logit_softcap)
+            cache.length += T
+        hidden, softcap = self.norm(x).type_as(x), self.config.logit_softcap
+        if targets is not None and hidden.is_cuda and HAS_TRITON:
+            from kernels.cross_entropy import linear_cross_entropy  # imports Triton, which not every machine has
+
+            return linear_cross_entropy(hidden.flatten(0, 1), self.head.weight, targets.flatten(), softcap)
+        logits = self.head(hidden).float()
+        if softcap is not None:
+            logits = softcap * torch.tanh(logits / softcap)
+        return logits if targets is None else F.cross_entropy(logits.flatten(0, 1), targets.flatten())
 
     def parameter_groups(self, weight_decay, **of_blocks):
-        """Optimizer groups: matrices and embeddings decay, norms and biases do not.
+        """Optimizer groups: matrices and embeddings with weight decay, norms and biases without.
 
-        of_blocks: options of a third group, of the blocks' matrices, which there is only with them.
+        of_blocks: options of a third group, which holds the matrices of the blocks; no such group if empty.
         """
-        parameters = [p for p in self.parameters() if p.requires_grad]
         inner = {p for p in self.blocks.parameters() if p.dim() == 2} if of_blocks else set()
-        outer = [p for p in parameters if p not in inner]
+        outer = [p for p in self.parameters() if p not in inner]
         groups = [
             {"params": [p for p in outer if p.dim() >= 2], "weight_decay": weight_decay},
             {"params": [p for p in outer if p.dim() < 2], "weight_decay": 0.0},
         ]
         if of_blocks:
-            groups.append({"params": [p for p in parameters if p in inner], "weight_decay": weight_decay, **of_blocks})
+            inner = [p for p in self.parameters() if p in inner]  # in their order
+            groups.append({"params": inner, "weight_decay": weight_decay, **of_blocks})
         return groups
 
     def flops_per_token(self):
-        """Floating-point operations of forward and backward per token at full context, causal attention at half.
+        """Floating-point operations per token, forward and backward, at full context.
 
-        6 per weight of a matmul (embedding look-ups cost none, the head does) and 12 L C T / 2 for attention's products
-        (Chowdhery et al. 2022, PaLM, appendix B, halved).
+        6 per weight of a matmul (the head counts, embedding look-ups do not), and 12 L C T / 2 for attention, halved
+        because it is causal (Chowdhery et al. 2022, PaLM, appendix B).
         """
         config = self.config
         weights = sum(m.weight.numel() for m in self.modules() if isinstance(m, nn.Linear))

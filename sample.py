@@ -1,37 +1,37 @@
-"""Write text with a trained model, streaming it as it is made.
+"""Generate text with a trained model, and print it token by token.
 
-python sample.py                                        from the newest run
-python sample.py --prompt "ROMEO:" --temperature 0.9    from a text, or --prompt FILE:path
+python sample.py                                        with the newest run
+python sample.py --prompt "ROMEO:" --temperature 0.9    continue a text, or a file: --prompt FILE:path
 """
 
 import codecs
 import sys
 import time
-from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
-from checkpoint import checkpoints, first_good, load_checkpoint, newest_run, restore_model
-from config import check_finite, fail, read_flags, resolve_device, resolve_dtype
-from model import Cache
+from model import Cache, require
+from training.checkpoint import checkpoints, load_first, newest_run, restore_model
+from training.config import parse_flags, resolve_device
+from training.step import autocast
 
 
 @dataclass(frozen=True, kw_only=True)
 class SampleConfig:
     run: str = ""
-    """Run folder, or a checkpoint file; empty takes the newest run. Of a folder, best.pt is preferred."""
+    """Run folder (its best.pt is preferred) or checkpoint file; empty takes the newest run."""
     prompt: str = "\n"
-    """Text to go on from, or FILE:path of a UTF-8 file."""
+    """Text to continue, or FILE:path of a UTF-8 file."""
     max_tokens: int = 500
     """Tokens per sample."""
     temperature: float = 0.8
-    """Logits are divided by it; 0 always takes the likeliest token."""
+    """Logits are divided by it; 0 always takes the most likely token."""
     top_k: int = 200
-    """Sample among the k likeliest tokens; 0 = all."""
+    """Sample from the k most likely tokens; 0 = all."""
     top_p: float = 1.0
-    """Sample among the likeliest tokens that together reach this probability; 1 = all."""
+    """Sample from the most likely tokens that together reach this probability; 1 = all."""
     num_samples: int = 1
     stop: str = ""
     """End a sample before this text."""
@@ -39,27 +39,23 @@ class SampleConfig:
     device: str = "auto"
 
     def __post_init__(self):
-        check_finite(self)
-        if self.max_tokens < 1 or self.num_samples < 1:
-            raise ValueError(f"max_tokens={self.max_tokens} and num_samples={self.num_samples} must be at least 1")
-        if self.temperature < 0 or self.top_k < 0:
-            raise ValueError(f"temperature={self.temperature} and top_k={self.top_k} must not be negative")
-        if not 0 < self.top_p <= 1:
-            raise ValueError(f"top_p={self.top_p} must be in (0, 1]; 1 keeps all tokens")
+        for name, least in dict(max_tokens=1, num_samples=1, temperature=0, top_k=0).items():
+            require(getattr(self, name) >= least, f"{name}={getattr(self, name)} must be at least {least}")
+        require(0 < self.top_p <= 1, f"top_p={self.top_p} must be in (0, 1]; 1 keeps all tokens")
 
 
 def choose(logits, temperature, top_k, top_p, generator):
-    """Draw one token per row of logits [B, V] -> [B, 1]."""
+    """Draw one token per row of logits [B, V]; returns [B, 1]."""
     if temperature == 0:
         return logits.argmax(-1, keepdim=True)
-    logits = (logits - logits.amax(-1, keepdim=True)) / temperature  # at most 0, so that a tiny temperature is safe
+    logits = (logits - logits.amax(-1, keepdim=True)) / temperature  # <= 0, so a tiny temperature cannot overflow
     if 0 < top_k < logits.shape[-1]:
         kth = logits.topk(top_k).values[:, -1:]
         logits = logits.masked_fill(logits < kth, float("-inf"))
     if top_p < 1:
         ordered, order = logits.sort(descending=True)
         probability = ordered.softmax(-1)
-        before = probability.cumsum(-1) - probability  # of likelier tokens; the first is always kept
+        before = probability.cumsum(-1) - probability  # of more likely tokens; the first token is always kept
         logits = torch.empty_like(logits).scatter_(-1, order, ordered.masked_fill(before >= top_p, float("-inf")))
     return torch.multinomial(logits.softmax(-1), 1, generator=generator)
 
@@ -68,8 +64,8 @@ def choose(logits, temperature, top_k, top_p, generator):
 def next_logits(model, tokens, cache):
     """Logits [B, V] after tokens [B, T], of which the cache may hold a prefix; the context is the last block_size.
 
-    When the context is full it slides by one token. Every position's state then depends on a token that left, so the
-    cache is filled anew: cached and uncached logits agree everywhere.
+    Past block_size the context slides by one token, and the cache is filled anew: keys and values of all positions
+    depended on the token that left.
     """
     block_size = model.config.block_size
     if tokens.shape[1] > block_size:
@@ -79,7 +75,7 @@ def next_logits(model, tokens, cache):
 
 
 def generate(model, tokens, max_tokens, n_vocab, *, temperature=0.8, top_k=200, top_p=1.0, generator=None):
-    """Yield max_tokens tokens [B, 1] that follow tokens [B, T >= 1]; never an id past n_vocab (a padded vocabulary)."""
+    """Yield max_tokens tokens [B, 1] that continue tokens [B, T >= 1]; all ids are below n_vocab."""
     kind = tokens.device.type
     dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else next(model.parameters()).dtype
     cache = Cache(model.config, tokens.shape[0], tokens.device, dtype)
@@ -91,7 +87,7 @@ def generate(model, tokens, max_tokens, n_vocab, *, temperature=0.8, top_k=200, 
 
 
 def stream_text(tokens, tokenizer, stop):
-    """Text pieces of a stream of tokens, once they are certain: whole characters, and no part of the stop text."""
+    """Decode a stream of tokens into pieces of text: whole characters only, ending before the stop text."""
     decoder = codecs.getincrementaldecoder("utf-8")("replace")
     held = ""
     for token in tokens:
@@ -99,7 +95,7 @@ def stream_text(tokens, tokenizer, stop):
         if stop and stop in held:
             yield held.split(stop)[0]
             return
-        # the longest end of the text that may be a beginning of the stop text waits
+        # hold back the longest end of the text with which the stop text may begin
         wait = next((n for n in range(min(len(stop) - 1, len(held)), 0, -1) if held.endswith(stop[:n])), 0)
         yield held[: len(held) - wait]
         held = held[len(held) - wait :]
@@ -107,36 +103,27 @@ def stream_text(tokens, tokenizer, stop):
 
 
 def read_prompt(prompt):
-    if not prompt.startswith("FILE:"):
-        return prompt
-    path = Path(prompt.removeprefix("FILE:"))
-    try:
-        return path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise ValueError(f"prompt file {path} cannot be read as UTF-8 text ({error}); name another one") from error
+    return Path(prompt[5:]).read_text(encoding="utf-8") if prompt.startswith("FILE:") else prompt
 
 
-def find_checkpoint(run):
-    """The checkpoint file that --run names: itself, or the first good one of best.pt and the others in the folder."""
+def load(run):
+    """(GPT on the CPU, tokenizer, contents) of a run folder or checkpoint file; "" is the newest run."""
     path = Path(run) if run else newest_run()
     best = path / "best.pt"
-    paths = [best] * best.is_file() + checkpoints(path)
-    return first_good(paths)[0] if paths else path
+    contents = load_first([best] * best.is_file() + checkpoints(path) or [path])
+    return *restore_model(contents), contents
 
 
 def main(config):
     device = resolve_device(config.device)
-    path = find_checkpoint(config.run)
-    model, tokenizer = restore_model(load_checkpoint(path), path)
+    model, tokenizer, contents = load(config.run)
     model.to(device).eval()
     prompt = read_prompt(config.prompt)
     ids = tokenizer.encode_ordinary(prompt)
-    if not ids:
-        raise ValueError("the prompt is empty; give at least one character, such as --prompt 'O'")
-    print(f"{path} on {device}", file=sys.stderr)
-    dtype = resolve_dtype("auto", device)
-    autocast = nullcontext() if dtype == torch.float32 else torch.autocast("cuda", dtype)
-    with autocast, torch.no_grad():  # attention() says what serves before the text begins
+    require(ids, "the prompt is empty; give at least one character, such as --prompt 'O'")
+    print(f"{contents['path']} on {device}", file=sys.stderr)
+    precision = autocast("auto", device)
+    with precision, torch.no_grad():  # attention() prints its choice before the text begins
         model(torch.tensor([ids[-model.config.block_size :]], device=device))
     start, count = time.perf_counter(), 0
     for index in range(config.num_samples):
@@ -146,20 +133,19 @@ def main(config):
             model, tokens, config.max_tokens, tokenizer.n_vocab, temperature=config.temperature, top_k=config.top_k,
             top_p=config.top_p, generator=generator,
         )  # fmt: skip
-        sys.stdout.write(prompt)
-        with autocast:
+        print(prompt, end="", flush=True)
+        with precision:
             for piece in stream_text(stream, tokenizer, config.stop):
-                sys.stdout.write(piece)
-                sys.stdout.flush()
+                print(piece, end="", flush=True)
                 count += 1
-        sys.stdout.write("\n" if index + 1 == config.num_samples else "\n---------------\n")
+        print("" if index + 1 == config.num_samples else "\n---------------")
     print(f"{count / (time.perf_counter() - start):.0f} tokens/s", file=sys.stderr)
 
 
 if __name__ == "__main__":
     try:
-        main(SampleConfig(**read_flags(SampleConfig, sys.argv[1:])))
+        main(parse_flags(SampleConfig, sys.argv[1:]))
     except (ValueError, OSError) as error:
-        fail(error)
+        sys.exit(f"error: {error}")
     except KeyboardInterrupt:
         sys.exit(130)

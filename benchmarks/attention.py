@@ -1,11 +1,11 @@
-"""Attention, forward and backward, against what users would pick instead: one process, the same random inputs, medians.
+"""Time attention(), forward and backward, against its alternatives: one process, the same random inputs, medians.
 
     python benchmarks/attention.py                    every cell, every implementation that can be imported
     python benchmarks/attention.py --cells d128 --implementations triton flash cudnn
-    python benchmarks/attention.py --overhead         what a call costs before the GPU begins
+    python benchmarks/attention.py --overhead         the CPU time of a call, before its kernels start
 
-Writes benchmarks/results/attention.csv and .png. TFLOP/s count 4 D per visible (query, key) pair forward and 2.5 times
-that backward, whatever an implementation computes: for causal attention half of all pairs.
+Writes benchmarks/results/attention.csv and .png. TFLOP/s count 4 D operations per visible (query, key) pair in the
+forward and 2.5 times as many in the backward. A causal mask shows half of all pairs.
 """
 
 import argparse
@@ -31,7 +31,7 @@ from attention.ops import TENSOR_OPTIONS, Options
 from benchmarks.flat import flat_attention
 
 RESULTS = Path(__file__).parent / "results"
-TOKENS = 16_384  # of one call, but for the cells that say otherwise
+TOKENS = 16_384  # batch * length, except in the GPT-2 cell
 LENGTHS = (512, 1024, 2048, 4096, 8192, 16_384)
 
 
@@ -78,7 +78,7 @@ def document_starts(mean):
     return torch.tensor([0, *torch.tensor(lengths).cumsum(0).tolist()], dtype=torch.int32, device="cuda")
 
 
-# Each of these returns a function of q, k, v [B, T, H, D], or says why there is none, by raising NotImplementedError.
+# Each of these returns a function of q, k, v [B, T, H, D]; NotImplementedError says what it cannot compute.
 
 
 def ours(impl, cell, starts):
@@ -88,7 +88,7 @@ def ours(impl, cell, starts):
 
 def control(cell, starts):
     if cell.window or starts is not None or cell.heads != cell.kv_heads or cell.dim > 128:
-        raise NotImplementedError("the control has no features and no dk and dv apart")
+        raise NotImplementedError("the control has no features, groups or head dim over 128")
     return partial(flat_attention, causal=cell.causal)
 
 
@@ -161,43 +161,31 @@ def fla(cell, starts):
     return partial(parallel_attn, window_size=cell.window, cu_seqlens=None if starts is None else starts.long())
 
 
+# name -> (label in the plot, what makes the function of a cell)
 IMPLEMENTATIONS = {
-    "hopper": partial(ours, "hopper"),
-    "triton": partial(ours, "triton"),
-    "reference": partial(ours, "reference"),
-    "control": control,
-    "flash": partial(sdpa, SDPBackend.FLASH_ATTENTION),
-    "cudnn": partial(sdpa, SDPBackend.CUDNN_ATTENTION),
-    "math": partial(sdpa, SDPBackend.MATH),
-    "flex": flex,
-    "flash4": flash4,
-    "fla": fla,
-}
-
-
-LABELS = {
-    "hopper": "attention(), Hopper",
-    "triton": "attention(), Triton",
-    "reference": "attention(), reference",
-    "control": "control without features",
-    "flash": "SDPA flash (FlashAttention-2)",
-    "cudnn": "SDPA cuDNN",
-    "math": "SDPA math",
-    "flex": "FlexAttention",
-    "flash4": "flash-attn-4",
-    "fla": "FLA parallel_attn",
+    "hopper": ("attention(), Hopper", partial(ours, "hopper")),
+    "triton": ("attention(), Triton", partial(ours, "triton")),
+    "reference": ("attention(), reference", partial(ours, "reference")),
+    "control": ("control without features", control),
+    "flash": ("SDPA flash (FlashAttention-2)", partial(sdpa, SDPBackend.FLASH_ATTENTION)),
+    "cudnn": ("SDPA cuDNN", partial(sdpa, SDPBackend.CUDNN_ATTENTION)),
+    "math": ("SDPA math", partial(sdpa, SDPBackend.MATH)),
+    "flex": ("FlexAttention", flex),
+    "flash4": ("flash-attn-4", flash4),
+    "fla": ("FLA parallel_attn", fla),
 }
 
 
 class Contender:
-    """One implementation on the inputs of a cell: forward, and backward of one forward kept."""
+    """One implementation on the inputs of a cell. backward() uses the graph of one forward, which is kept."""
 
-    def __init__(self, function, inputs, dout):
-        self.function, self.inputs, self.dout = function, inputs, dout
+    def __init__(self, name, cell, starts, inputs, dout):
+        _, make = IMPLEMENTATIONS[name]
+        self.function, self.inputs, self.dout = make(cell, starts), inputs, dout
         torch.cuda.synchronize()
         torch.cuda.reset_peak_memory_stats()
         before = torch.cuda.memory_allocated()
-        self.out = function(*inputs)
+        self.out = self.forward()
         self.backward()
         torch.cuda.synchronize()
         self.peak = torch.cuda.max_memory_allocated() - before
@@ -210,11 +198,11 @@ class Contender:
         return torch.autograd.grad(self.out, self.inputs, self.dout, retain_graph=True)
 
     def both(self):
-        return torch.autograd.grad(self.function(*self.inputs), self.inputs, self.dout)
+        return torch.autograd.grad(self.forward(), self.inputs, self.dout)
 
 
 def milliseconds(function):
-    """On a cold L2 cache. Filling it takes long enough for the CPU to run ahead, so that launches are not timed."""
+    """Time with a cold L2 cache. While the cache is flushed the CPU runs ahead, so launches are not timed."""
     start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
     flush_buffer().zero_()
     start.record()
@@ -230,7 +218,7 @@ def flush_buffer():
 
 
 def measure(contenders, seconds):
-    """Fill the times, in turns, so that clocks and temperature are the same for all."""
+    """Fill the times. All contenders take turns, so that the GPU's clocks and temperature are the same for all."""
     for turn in range(50):
         for contender in contenders.values():
             for direction, times in contender.times.items():
@@ -248,19 +236,19 @@ def run(cell, names, seconds):
     dout = torch.randn_like(q)
     contenders, lacks, expected = {}, {}, None
     flush_buffer()
-    for name in sorted(names, key=("math", "reference").__contains__):  # last, since they take all memory
+    for name in sorted(names, key=("math", "reference").__contains__):  # last: they fill the memory
         try:
-            contenders[name] = Contender(IMPLEMENTATIONS[name](cell, starts), (q, k, v), dout)
-            contenders[name].both()  # beside the output that is kept, as when it is timed
+            contenders[name] = Contender(name, cell, starts, (q, k, v), dout)
+            contenders[name].both()  # memory must hold the kept output too, as when it is timed
             found = (contenders[name].out, *contenders[name].backward())
             expected = expected or found
             # bfloat16 rounds by 0.004
             if any((a - b).norm() > 0.02 * b.norm() for a, b in zip(found, expected, strict=True)):
-                raise ArithmeticError("its output or a gradient is another")
-        except Exception as error:  # a missing package, a call that cannot be expressed, memory that is not there
+                raise ArithmeticError("its output or a gradient differs")
+        except Exception as error:  # a missing package, an unsupported call, too little memory
             unserved = name == "hopper" and isinstance(error, ValueError)
             if name in ("hopper", "triton") and not unserved:
-                raise  # what breaks in ours must not pass for a cell that is left out
+                raise  # a bug in ours must not look like a cell that is left out
             contenders.pop(name, None)
             lacks[name] = f"{type(error).__name__}: {str(error).splitlines()[0][:80] if str(error) else ''}"
             torch.cuda.empty_cache()
@@ -279,7 +267,7 @@ def run(cell, names, seconds):
 
 
 def op_alone(q, k, v, dout):
-    """Forward and backward by the custom op of the portable kernels, without autograd."""
+    """Forward and backward of the portable kernels' custom op, without autograd."""
     q, k, v = (x.detach() for x in (q, k, v))
     options = Options(*[None] * TENSOR_OPTIONS, 0, 0, True, window=0, softcap=0.0, dropout=0.0, scale=0.125)
     out, lse2 = ops.forward(q, k, v, *options)
@@ -290,17 +278,17 @@ def op_alone(q, k, v, dout):
 
 
 def overhead(names):
-    """{name: [forward, backward]}, microseconds of Python and driver per call at T = 128; the GPU is never waited for.
+    """{name: [forward, backward]}: microseconds of CPU time per call at T = 128, without waiting for the GPU.
 
-    The least of ten medians of fifty calls, taken by turns: other work on the host only ever adds to them. "op" is what
-    "triton" calls without attention() and autograd around it.
+    The smallest of ten medians of fifty calls: other work on the host only adds time. "op" is the custom op that
+    "triton" calls, without attention() and autograd around it.
     """
     cell = Cell("", 1, 128, 2, 2, 64)
     q, k, v = (torch.randn(1, 128, 2, 64, device="cuda", dtype=torch.bfloat16, requires_grad=True) for _ in "qkv")
     contenders, found = {"op": op_alone(q, k, v, torch.randn_like(q))} if "triton" in names else {}, {}
     for name in names:
         with contextlib.suppress(ImportError, NotImplementedError):
-            contender = Contender(IMPLEMENTATIONS[name](cell, None), (q, k, v), torch.randn_like(q))
+            contender = Contender(name, cell, None, (q, k, v), torch.randn_like(q))
             contenders[name] = contender.forward, contender.backward
     for _, name in itertools.product(range(10), contenders):
         medians = []
@@ -317,49 +305,40 @@ def overhead(names):
 
 
 def plot(rows, path):
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
+    """Plot the panels that have several lengths, each with forward and backward."""
+    rows = [row | dict(length=int(row["length"]), tflops=float(row["tflops"])) for row in rows if row.get("tflops")]
     lengths = {cell.panel: {c.length for c in cells() if c.panel == cell.panel} for cell in cells()}
-    panels = [panel for panel, several in lengths.items() if len(several) > 1]
-    panels = [panel for panel in panels if any(row["panel"] == panel for row in rows)]
+    panels = [panel for panel in lengths if len(lengths[panel]) > 1 and panel in {row["panel"] for row in rows}]
     if not panels:
         return
-    colors = {name: f"C{i}" for i, name in enumerate(IMPLEMENTATIONS)}
-    height = -(-len(panels) // 2)  # two panels beside each other, each with its forward and its backward
-    figure, axes = plt.subplots(height, 4, figsize=(14, 2.9 * height), sharex=True, squeeze=False)
+    from matplotlib.figure import Figure
+
+    height = -(-len(panels) // 2)  # two panels side by side
+    figure = Figure(figsize=(14, 2.9 * height), layout="tight")
+    axes = figure.subplots(height, 4, sharex=True, squeeze=False)
     places = [(panel, direction) for panel in panels for direction in ("forward", "backward")]
     for axis, (panel, direction) in itertools.zip_longest(axes.flat, places, fillvalue=(None, None)):
         axis.set_visible(panel is not None)
-        for name in IMPLEMENTATIONS:
+        for color, (name, (label, _)) in enumerate(IMPLEMENTATIONS.items()):
             points = sorted(
                 (row["length"], row["tflops"]) for row in rows
                 if (row["panel"], row["direction"], row["implementation"]) == (panel, direction, name)
             )  # fmt: skip
             if points:
-                style = dict(color=colors[name], linewidth=2.5 if name in ("hopper", "triton") else 1, marker=".")
-                axis.plot(*zip(*points, strict=True), label=LABELS.get(name, name), **style)
+                style = dict(color=f"C{color}", linewidth=2.5 if name in ("hopper", "triton") else 1, marker=".")
+                axis.plot(*zip(*points, strict=True), label=label, **style)
         axis.set_xscale("log", base=2)
         axis.set_ylim(bottom=0)
         axis.set_title(f"{panel}, {direction}", fontsize=9)
         axis.tick_params(labelbottom=True)
-    for axis in axes[:, 0]:
-        axis.set_ylabel("TFLOP/s")
+    figure.supylabel("TFLOP/s")
     figure.legend(*axes[0, 0].get_legend_handles_labels(), loc="lower right", ncols=2)
     figure.suptitle(f"{rows[0]['chip']}, torch {rows[0]['torch']}, triton {rows[0]['triton']}: TFLOP/s against T")
-    figure.tight_layout()
     figure.savefig(path, dpi=110)
 
 
-def commit():
-    describe = ["git", "describe", "--always", "--dirty", "--exclude", "*"]
-    return subprocess.run(describe, capture_output=True, text=True, cwd=Path(__file__).parent).stdout.strip()
-
-
 def save(rows, folder):
-    """attention.csv, anew after every cell, so that a run that is cut short leaves what it measured."""
+    """Rewrite attention.csv: after every cell, so that an interrupted run keeps its results."""
     columns = list(dict.fromkeys(name for row in rows for name in row))
     with open(folder / "attention.csv", "w", newline="") as file:
         writer = csv.DictWriter(file, columns)
@@ -367,23 +346,18 @@ def save(rows, folder):
         writer.writerows(rows)
 
 
-def plot_saved(rows, folder):
-    """attention.png, if more than one length was timed."""
-    timed = [row | dict(length=int(row["length"]), tflops=float(row["tflops"])) for row in rows if row.get("tflops")]
-    if timed:
-        plot(timed, folder / "attention.png")
-
-
 def main():
+    describe = ["git", "describe", "--always", "--dirty", "--exclude", "*"]
+    commit = subprocess.run(describe, capture_output=True, text=True, cwd=Path(__file__).parent).stdout.strip()
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--cells", nargs="+", default=[""], help="parts of panel names")
     parser.add_argument("--lengths", nargs="+", type=int, default=LENGTHS)
     parser.add_argument("--implementations", nargs="+", default=list(IMPLEMENTATIONS), choices=IMPLEMENTATIONS)
     parser.add_argument("--seconds", type=float, default=0.02, help="of GPU time for each median")
     parser.add_argument("--out", type=Path, help="folder; benchmarks/results, or part/ in it for a part of the cells")
-    parser.add_argument("--overhead", action="store_true", help="only the Python and driver cost of a call, at T = 128")
+    parser.add_argument("--overhead", action="store_true", help="only the CPU time of a call, at T = 128")
     parser.add_argument("--join", nargs="+", type=Path, metavar="CSV", help="join the CSVs of runs on some cells; plot")
-    parser.add_argument("--commit", default=commit(), help="to write down, where this is not a git checkout")
+    parser.add_argument("--commit", default=commit, help="name of the code, if this is not a git checkout")
     args = parser.parse_args()
     part = (args.cells, args.lengths, args.implementations) != ([""], LENGTHS, list(IMPLEMENTATIONS))
     args.out = args.out or (RESULTS / "part" if part and not args.join else RESULTS)
@@ -393,10 +367,10 @@ def main():
         if len({(row["chip"], row["commit"], row["torch"], row["triton"]) for row in rows}) != 1:
             parser.error("--join takes runs of one chip, commit, torch and triton; these differ")
         save(rows, args.out)
-        plot_saved(rows, args.out)
+        plot(rows, args.out / "attention.png")
         return
     if not args.commit:
-        parser.error("this is no git checkout: name the code that runs with --commit")
+        parser.error("this is not a git checkout: name the code with --commit")
     if args.overhead:
         for name, (forward, backward) in overhead(args.implementations).items():
             print(f"{name:10} forward {forward:.0f} us, backward {backward:.0f} us")
@@ -412,13 +386,13 @@ def main():
         found = list(run(cell, args.implementations, args.seconds))
         rows += [versions | row for row in found]
         save(rows, args.out)
-        text = {r["implementation"]: [] for r in found}
+        text = {}
         for r in found:
-            text[r["implementation"]].append(f"{r['tflops']:.0f}" if "tflops" in r else r["reason"])
+            text.setdefault(r["implementation"], []).append(f"{r['tflops']:.0f}" if "tflops" in r else r["reason"])
         line = "  ".join(f"{name} {'/'.join(values)}" for name, values in text.items())
         print(f"{cell.panel:24} {cell.length:6}  {line}", flush=True)
     save(rows, args.out)
-    plot_saved(rows, args.out)
+    plot(rows, args.out / "attention.png")
 
 
 if __name__ == "__main__":

@@ -1,7 +1,8 @@
-"""The control: FlashAttention without any feature, as flat as Triton lets one write it.
+"""The control: FlashAttention without features, with as few functions as possible.
 
-benchmarks/attention.py compares it with attention/, at the same tile sizes, to say what the features cost a call that
-uses none of them. Dense, 16-bit, T a multiple of 128, one key head per query head, [B, T, H, D] contiguous.
+benchmarks/attention.py compares it with attention/, at the same tile sizes, to measure what the features cost a call
+that uses none of them. Only dense batches, 16 bits, T a multiple of 128, one key head per query head, and contiguous
+[B, T, H, D].
 """
 
 import torch
@@ -54,7 +55,7 @@ def forward_kernel(
     Q, K, V, K_TILES, V_TILES, O, L, T, H, factor, D: tl.constexpr, CAUSAL: tl.constexpr, BQ: tl.constexpr,
     BK: tl.constexpr, RULE: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
-    index, head, row = locate_query_tile(T // BQ, T, RULE, TILE)  # the order is no feature
+    index, head, row = locate_query_tile(T // BQ, T, RULE, TILE)  # the order of programs is not a feature
     base = row.to(tl.int64) * T * H * D + head * D
     stride = H * D
     q_pos = index * BQ + tl.arange(0, BQ)
@@ -174,7 +175,7 @@ def dkdv_kernel(
 
 
 def settings(kernel, q, causal):
-    """Launch settings of attention/ for a kernel, and the constants that order its programs."""
+    """The launch settings of attention/ for a kernel, and the constants that set the order of its programs."""
     _, length, heads, dim = q.shape
     rule = Rule(causal, 0, 0.0, 0.0, False)
     launch = launches_for(dim, way(length, length, rule), 2, q.device)[kernel]
@@ -208,7 +209,7 @@ class Flat(torch.autograd.Function):
             launch, *order = settings(name, q, ctx.causal)
             own, other = (launch.block_q, launch.block_k) if name == "dq" else (launch.block_k, launch.block_q)
             walked = [tma_tiles(x, other) if launch.tma else None for x in ((k, v) if name == "dq" else (q, dout))]
-            # dk/dv of head dim 64: two stages suit ours, three the control (H200)
+            # dk/dv at head dim 64: two stages are best for attention/, three for this control (H200)
             stages = 3 if name == "dkdv" and dim == 64 else launch.num_stages
             kernel[(length // own * heads * batch,)](
                 q, k, v, dout, lse, delta, *walked, *outputs, length, heads, scale * LOG2E, scale, dim, ctx.causal,

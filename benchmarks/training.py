@@ -1,14 +1,14 @@
-"""Training as a user starts it, in turns with nanoGPT: time of a step, seconds to a loss, where a step's time goes.
+"""Time train.py against nanoGPT: milliseconds per step, seconds to a target loss, and a profile of the GPU's time.
 
     python benchmarks/training.py --text FILE --ranks FILE                        ours
-    python benchmarks/training.py --text FILE --ranks FILE --nanogpt PATH         and a checkout of nanoGPT
-    python benchmarks/training.py --text FILE --ranks FILE --profile              and the GPU's time, by kind of kernel
-    python benchmarks/training.py --text FILE --jobs char modern --rounds 5 --whole
+    python benchmarks/training.py --text FILE --ranks FILE --nanogpt PATH         by turns with a checkout of nanoGPT
+    python benchmarks/training.py --text FILE --ranks FILE --profile              GPU time per step, by kind of kernel
+    python benchmarks/training.py --text FILE --jobs char modern --rounds 5 --whole   best losses of five seeds
 
-The last asks how low the loss gets, with five seeds. Every run is a process of its own on the same tokens: FILE is
-tiny Shakespeare, --ranks the r50k_base.tiktoken of GPT-2. The time of a step is the median over the second half of
-those that the trainer itself reports. Seconds are from the start of the process, with preparation, compilation and
-evaluations, to the end of the first evaluation at the target, where the run is stopped but with --whole.
+FILE is tiny Shakespeare, --ranks GPT-2's r50k_base.tiktoken. Every run is a process of its own, and all train on the
+same tokens. The time of a step is the median over the second half of the steps that the trainer reports. Seconds count
+from the start of the process to the end of the first evaluation that reaches the target, with preparation, compilation
+and evaluations; the run is stopped there, or goes on to its end with --whole.
 """
 
 import argparse
@@ -34,15 +34,15 @@ GPT2 = dict(block_size=1024, n_layer=12, n_head=12, n_embd=768)
 
 class Job(NamedTuple):
     tokenizer: str
-    tokens: int  # of a step
+    tokens: int  # per step
     ours: list[str]
     nanogpt: list[str] | None
-    target: float = 0.0  # validation loss at which the run may end
-    unit: str = "nats/token"  # of it
+    target: float = 0.0  # validation loss at which the run is stopped
+    unit: str = "nats/token"  # of the target
 
 
 class Outcome(NamedTuple):
-    """Of a run: milliseconds of a step, lowest validation loss, seconds to the target (NaN: never) and in all."""
+    """One run: milliseconds per step, lowest validation loss, seconds to the target (NaN: not reached) and in all."""
 
     ms: float
     loss: float
@@ -51,7 +51,7 @@ class Outcome(NamedTuple):
 
 
 def jobs(ranks, small):
-    """name -> Job; small ones end on a CPU, to try this script. ranks: of GPT-2's tokenizer."""
+    """name -> Job. ranks: rank file of GPT-2's tokenizer. small: networks for a CPU, to try this script."""
     gpt2 = GPT2 | (dict(n_layer=2, n_head=2, n_embd=64, block_size=64) if small else {})
     char = ["--n_layer=2", "--n_head=2", "--n_embd=32", "--block_size=32"] if small else []
     steps = 10 if small else 100
@@ -71,7 +71,7 @@ def jobs(ranks, small):
             64 * (32 if small else 256),
             ["configs/shakespeare_char.py", "--batch_size=64", *char, *cpu[0]],
             ["config/train_shakespeare_char.py", "--log_interval=1", *char, *cpu[1]],
-            4.0 if small else 1.4721,  # the best that nanoGPT reaches on such a chip (README)
+            4.0 if small else 1.4721,  # nanoGPT's best loss on an H200 (docs/results.md)
         ),
         "modern": Job(
             "bpe:512",
@@ -85,17 +85,17 @@ def jobs(ranks, small):
 
 
 def nanogpt_data(folder, corpus):
-    """What nanoGPT's train.py wants in data/bench: the tokens of a Corpus in 16 bits, and its vocabulary's size."""
+    """Write a Corpus in nanoGPT's format: train.bin and val.bin in 16 bits, and meta.pkl with the vocabulary size."""
     folder.mkdir(parents=True)
     for name, tokens in (("train", corpus.train), ("val", corpus.val)):
-        tokens.ids.read(0, len(tokens)).astype("uint16").tofile(folder / f"{name}.bin")
+        tokens.ids.astype("uint16").tofile(folder / f"{name}.bin")
     vocabulary = corpus.tokenizer.n_vocab
-    if vocabulary < 50_000:  # without it nanoGPT takes GPT-2's, padded to 50304
+    if vocabulary < 50_000:  # without meta.pkl nanoGPT takes GPT-2's, padded to 50304
         (folder / "meta.pkl").write_bytes(pickle.dumps(dict(vocab_size=vocabulary)))
 
 
 def run(command, folder, job, whole):
-    """Outcome of a trainer whose output either of us writes; whole: not to be stopped at the target."""
+    """Outcome of a run of either trainer, read from its output. whole: do not stop it at the target."""
     start, steps, losses, to_target = time.perf_counter(), [], [], math.nan
     process = subprocess.Popen(
         [sys.executable, "-u", *command], cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
@@ -124,7 +124,7 @@ def run(command, folder, job, whole):
     return Outcome(ms, min(losses), to_target, time.perf_counter() - start)
 
 
-KINDS = {  # kind of kernel -> what its name holds; the first that fits
+KINDS = {  # kind of kernel -> parts of kernel names; the first match counts
     "attention": ("forward_kernel", "backward_kernel", "dq_kernel", "dkdv_kernel", "group_sum",
                   "prepare_kernel", "finish_kernel", "flash", "sdpa", "fmha"),
     "loss": ("cross_entropy", "nll_loss", "log_softmax"),
@@ -135,24 +135,24 @@ KINDS = {  # kind of kernel -> what its name holds; the first that fits
 
 
 def profile(arguments):
-    """Milliseconds of a step that the GPU works, by kind of kernel, and does not (gaps), in a short run.
+    """GPU milliseconds per step by kind of kernel, and the idle rest ("gaps"), in a short run.
 
-    What the two evaluations and the warm-up of the run take counts as work of its steps: the gaps are longer than said.
+    The kernels of the run's two evaluations and of its warm-up are counted too, so the true gaps are longer.
     """
     from torch.profiler import ProfilerActivity
     from torch.profiler import profile as profiler
 
-    from checkpoint import newest_run
-    from config import load_config
-    from report import read_metrics
     from train import train
+    from training.checkpoint import newest_run
+    from training.config import load_config
+    from training.report import read_metrics
 
     config = load_config(arguments)
     with profiler(activities=[ProfilerActivity.CUDA]) as recorded:
         train(config)
     spent = {}
     for event in recorded.key_averages():
-        kind = next((kind for kind, parts in KINDS.items() if any(p in event.key for p in parts)), "all else")
+        kind = next((kind for kind, parts in KINDS.items() if any(p in event.key for p in parts)), "other")
         spent[kind] = spent.get(kind, 0.0) + event.self_device_time_total / 1000 / config.steps
     rates = [record["tokens_per_second"] for record in read_metrics(newest_run()) if "loss" in record]
     step = 1000 * config.batch_size * config.block_size / statistics.median(rates[len(rates) // 2 :])
@@ -160,7 +160,7 @@ def profile(arguments):
 
 
 def deviation(values):
-    """Standard deviation of a sample, NaN if one of it is: a run that did not reach the target."""
+    """Standard deviation, or NaN if a value is NaN (a run that did not reach the target)."""
     return math.nan if any(map(math.isnan, values)) else statistics.stdev(values)
 
 
@@ -174,9 +174,9 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--text", type=Path, required=True, help="tiny Shakespeare")
     parser.add_argument("--ranks", type=Path, help="r50k_base.tiktoken, for the job gpt2")
-    parser.add_argument("--nanogpt", type=Path, help="a checkout of it, to run in turns with ours")
+    parser.add_argument("--nanogpt", type=Path, help="a checkout of nanoGPT, run by turns with ours")
     parser.add_argument("--jobs", nargs="+", default=["gpt2", "char", "modern"], choices=["gpt2", "char", "modern"])
-    parser.add_argument("--rounds", type=int, default=1, help="how often each trains; ours with another seed each time")
+    parser.add_argument("--rounds", type=int, default=1, help="runs of each job; ours with a new seed each time")
     parser.add_argument("--whole", action="store_true", help="do not stop at the target")
     parser.add_argument("--profile", action="store_true")
     parser.add_argument("--small", action="store_true", help="networks that a CPU trains, to try this script")

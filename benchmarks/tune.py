@@ -1,12 +1,13 @@
-"""Time candidate tile sizes on the GPU at hand and print the rows of attention/launch.py to paste.
+"""Time candidate tile sizes on this GPU and print rows to paste into attention/launch.py.
 
     python benchmarks/tune.py                          every kernel, head dims 64, 128 and 256, bfloat16 and float32
     python benchmarks/tune.py --dims 128 --kernels dq
 
-A candidate's cost is the geometric mean of its times, causal and full, over the lengths, relative to the best of each:
-of a single run of all at first, then, of the best dozen, of five.
-To find rows for short ways, run it for short --lengths and for long ones. Candidates that do not fit the chip drop
-out; take one that spills (tests/compile_kernels.py) only if it is worth it. Compilation runs in parallel first.
+The cost of a candidate is the geometric mean of its times relative to the best candidate's, over the lengths, causal
+and full. All candidates run once; the best dozen then run five times.
+
+To find rows for short ways, run this once with short --lengths and once with long ones. Candidates that do not fit the
+chip are dropped. Some may spill (see tests/compile_kernels.py). Compilation comes first, in parallel.
 """
 
 import argparse
@@ -35,10 +36,10 @@ DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 
 
 def candidates(kernel, element_size, dim):
-    """Every Launch worth a try: tiles whose sums and scores, one float32 a register, may fit the 255 of a thread.
+    """Every Launch worth trying: its sums and scores, one float32 per register, may fit the 255 registers of a thread.
 
-    In float32 (ieee) a product is unrolled into as many instructions as a thread has multiplications: a thousand take
-    seconds to compile, four thousand a minute.
+    In float32 (ieee) a matmul is unrolled into one instruction per multiplication of a thread. A thousand take seconds
+    to compile, four thousand take a minute.
     """
     own_sizes, other_sizes = ((64, 128), (32, 64, 128)) if element_size == 2 else ((16, 32, 64), (16, 32, 64))
     by_tma = element_size == 2 and torch.cuda.get_device_capability() >= (9, 0)
@@ -52,7 +53,7 @@ def candidates(kernel, element_size, dim):
 
 
 def runner(kernel, dtype, dim, length, causal):
-    """A function of a Launch that runs one kernel on a random problem; in float32 "dq" is the walk for delta too."""
+    """A function of a Launch that runs one kernel on a random problem. In float32, "dq" includes the walk for delta."""
     batch, heads = TOKENS[dtype.itemsize] // length, 2048 // dim
     q, k, v, dout = (torch.randn(batch, length, heads, dim, device="cuda", dtype=dtype) for _ in range(4))
     options = Options(*[None] * TENSOR_OPTIONS, 0, 0, causal, window=0, softcap=0.0, dropout=0.0, scale=dim**-0.5)
@@ -78,14 +79,14 @@ def runner(kernel, dtype, dim, length, causal):
 
 
 def fits(run, settings):
-    """Whether the chip's shared memory holds these settings and Triton can compile them, which this does."""
+    """Compile the kernel; returns whether Triton can and whether it fits the shared memory of the chip."""
     problem.BUFFERS_LESS = False
     try:
         run(settings)
     except OutOfResources:
         return False
     except RuntimeError as error:
-        if "PassManager" not in str(error):  # by which Triton's compiler says that it gave up
+        if "PassManager" not in str(error):  # the error of Triton's compiler when it fails
             raise
         return False
     finally:
@@ -94,7 +95,7 @@ def fits(run, settings):
 
 
 def compile_some(work):
-    """Fill Triton's cache on disk with candidates of one kernel."""
+    """Compile candidates of one kernel into Triton's cache on disk."""
     *arguments, some = work
     run = runner(*arguments)
     for settings in some:
@@ -102,7 +103,7 @@ def compile_some(work):
 
 
 def milliseconds(function, flush, count):
-    """Median of so many runs, each on a cold L2 cache; filling it also gives the CPU time to run ahead."""
+    """Median of `count` runs, each with a cold L2 cache; while the cache is flushed the CPU runs ahead."""
     function()
     events = []
     for _ in range(count):
@@ -117,7 +118,7 @@ def milliseconds(function, flush, count):
 
 
 def rank(kernel, dtype, dim, lengths, flush):
-    """(cost, times in ms, Launch) of the dozen best candidates, best first."""
+    """(cost, times in ms, Launch) of the best dozen candidates, best first."""
     runs = [runner(kernel, dtype, dim, length, causal) for length in lengths for causal in (True, False)]
     chosen = [x for x in candidates(kernel, dtype.itemsize, dim) if all(fits(run, x) for run in runs)]
     for count in (1, 5):
@@ -137,7 +138,7 @@ def main():
     parser.add_argument("--dims", nargs="+", type=int, default=[64, 128, 256])
     parser.add_argument("--lengths", nargs="+", type=int, default=[1024, 4096])
     parser.add_argument("--dtypes", nargs="+", default=list(DTYPES), choices=DTYPES)
-    parser.add_argument("--processes", type=int, default=os.cpu_count(), help="that compile")
+    parser.add_argument("--processes", type=int, default=os.cpu_count(), help="number of processes that compile")
     parser.add_argument("--show", type=int, default=3, help="how many candidates of each kernel to print, 12 at most")
     args = parser.parse_args()
 
@@ -145,7 +146,7 @@ def main():
     work = []
     for kernel, dtype, dim in jobs:
         every = list(candidates(kernel, dtype.itemsize, dim))
-        pieces = -(-len(every) // 6)  # small ones, so that no process is left alone with the slowest
+        pieces = -(-len(every) // 6)  # small, so that processes finish at about the same time
         for causal in (True, False):
             work += [(kernel, dtype, dim, 1024, causal, every[piece::pieces]) for piece in range(pieces)]
     with multiprocessing.get_context("spawn").Pool(args.processes) as pool:

@@ -1,5 +1,5 @@
-# GPT-2 124M with nanoGPT's hyperparameters. Name a corpus of your own with --data text --input FOLDER; the default is
-# only big enough to see it run.
+# GPT-2 124M with nanoGPT's hyperparameters. Give your own corpus with --data text --input FOLDER; the default text is
+# only large enough to try it out.
 data = "shakespeare"
 tokenizer = "gpt2"
 

@@ -1,12 +1,12 @@
 # The showcase: a modern network on subword tokens.
 data = "shakespeare"
-tokenizer = "bpe:512"  # longer tokens overfit sooner; 512 still doubles the text a context holds
+tokenizer = "bpe:512"  # twice the text per context of single characters; a larger vocabulary overfits sooner
 
 norm = "rmsnorm"
 position = "rope"
 mlp = "relu2"
 qk_norm = True
-n_kv_head = 2  # grouped queries: less memory, and less to overfit with
+n_kv_head = 2  # grouped queries: less memory, fewer parameters to overfit with
 logit_softcap = 15.0
 n_layer = 6
 n_head = 6
@@ -16,7 +16,7 @@ dropout = 0.3  # a megabyte of text overfits within a few epochs
 
 batch_size = 64
 steps = 750  # 25 epochs; more of them overfit
-optimizer = "muon"  # a lower loss than AdamW's in as many steps
+optimizer = "muon"  # reaches a lower loss than AdamW in the same number of steps
 muon_scale = 2.0
 learning_rate = 1e-3
 min_learning_rate = 1e-4
@@ -24,7 +24,7 @@ warmup_steps = 100
 beta2 = 0.99
 weight_decay = 1.0  # strong, for the same reason as the dropout
 eval_every = 100
-compile = "off"  # a first run would wait longer for it than 750 steps gain; "blocks" for longer ones
+compile = "off"  # compiling takes longer than it saves in 750 steps; use "blocks" for longer runs
 eval_batches = 0  # all of the validation text
 
 # On two cores: under four minutes.

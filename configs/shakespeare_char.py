@@ -11,15 +11,15 @@ bias = False
 
 batch_size = 64
 steps = 5000
-learning_rate = 1e-3  # a small network stands a high rate
+learning_rate = 1e-3  # a small network tolerates a high rate
 min_learning_rate = 1e-4  # a tenth of it
 warmup_steps = 100
 beta2 = 0.99  # few tokens per step: average the squares over more of them
 weight_decay = 0.1
 grad_clip = 1.0
 eval_every = 250
-compile = "blocks"  # a run of a minute would wait longer for the whole model than that gains
-eval_batches = 0  # the whole validation text is only 435 windows
+compile = "blocks"  # compiling the whole model takes longer than it saves in a run of a minute
+eval_batches = 0  # all of the validation text: only 435 windows
 
 # nanoGPT's advice for a laptop: 2 minutes to a loss of 1.9.
-cpu = dict(n_layer=4, n_head=4, n_embd=128, block_size=64, batch_size=12, dropout=0.0, steps=2000)
+cpu = dict(n_layer=4, n_head=4, n_embd=128, block_size=64, batch_size=12, dropout=0.0, steps=2000, compile="off")

@@ -1,21 +1,47 @@
-"""Prepared corpora: text -> prepared/<name>-<tokenizer>/ with train.bin, val.bin and tokenizer.json."""
+"""Prepared corpora: text -> prepared/<name>-<tokenizer>/ with three files.
+
+train.bin, val.bin    the ids, little-endian: uint16 for vocabularies of up to 65,536 tokens, otherwise uint32
+corpus.json           version, title and sha256 of the text, tokenizer, and size and sha256 of both parts
+"""
 
 import hashlib
 import json
 import os
 import sys
-from dataclasses import dataclass, field
+from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
-from data.files import atomic_file, atomic_folder, data_folder, make_data_folder
-from data.sources import PLAY, SHAKESPEARE_SHA256, SHAKESPEARE_URL, check_name, read_source
-from data.tokenizer import encode_text, from_state, make_tokenizer, to_state, tokenizer_name
-from data.tokens import TokenFileError, Tokens, check_tokenizer, read_tokens, remedy, write_tokens
-from say import say
+import numpy as np
+import tiktoken
 
-PIECE = 1 << 22  # tokens in memory at once while all are read
-TRAIN_SHARE = 0.9  # of the characters, from the start; the rest is for validation (as nanoGPT)
+from data.files import atomic_file, data_folder
+from data.sources import PLAY, SHAKESPEARE, SHAKESPEARE_URL, read_source
+from data.tokenizer import CharTokenizer, encode_text, from_state, make_tokenizer, to_state, tokenizer_name
+
+VERSION = 2  # of the prepared files
+
+
+@dataclass(frozen=True)
+class Tokens:
+    """The tokens of the training or validation part.
+
+    Attributes:
+        ids: [count] uint16 or uint32, memory-mapped.
+        sha256: hex digest of the ids.
+        text_bytes: length of this part of the text in UTF-8.
+    """
+
+    ids: np.memmap
+    sha256: str
+    text_bytes: int
+
+    @property
+    def bytes_per_token(self):
+        return self.text_bytes / len(self.ids)
+
+    def __len__(self):
+        return len(self.ids)
 
 
 @dataclass(frozen=True)
@@ -23,158 +49,113 @@ class Corpus:
     """A prepared corpus, open for reading.
 
     Attributes:
-        name: "shakespeare" or "text".
-        train, val: Tokens of the two parts.
+        train, val: the two parts.
         tokenizer: the tokenizer that made them.
-        folder: where they are.
+        folder: where the prepared files are.
+        source, source_sha256: title of the text, and hex digest of the whole text in UTF-8.
     """
 
-    name: str
     train: Tokens
     val: Tokens
-    tokenizer: Any
+    tokenizer: tiktoken.Encoding | CharTokenizer
     folder: Path
-    digests: dict = field(default_factory=dict, repr=False, compare=False)  # stamps of the files -> digest
-
-    @property
-    def source(self):
-        """What the text is, for people."""
-        return self.train.source
+    source: str
+    source_sha256: str
 
     @property
     def bytes_per_token(self):
-        """Bytes of validation text per token: bits per byte = nats per token / ln 2 / this."""
+        """Bytes of validation text per token: bits per byte = nats per token / ln 2 / bytes_per_token."""
         return self.val.bytes_per_token
 
-    def digest(self):
-        """sha256 hex digest of the tokens of both parts: seconds per gigabyte, microseconds until they are written to.
+    @property
+    def sha256(self):
+        """Hex digest of the tokens of both parts; it is made from the stored digests, not from the ids."""
+        return hashlib.sha256(bytes.fromhex(self.train.sha256 + self.val.sha256)).hexdigest()
 
-        Files that were replaced, as `prepare` does, stay open here.
-        """
-        if (stamps := self._stamps()) not in self.digests:
-            digest = hashlib.sha256()
-            for part in (self.train, self.val):
-                of_part = hashlib.sha256()
-                for start in range(0, len(part), PIECE):
-                    of_part.update(part.ids.read(start, start + PIECE))
-                digest.update(of_part.digest())
-            self.digests[stamps] = digest.hexdigest()
-        return self.digests[stamps]
 
-    def trust(self, digest):
-        """Take a digest that another process has just computed of the same files."""
-        self.digests[self._stamps()] = digest
+def open_corpus(name, tokenizer_spec, input=None, *, sha256=None, quiet=False):
+    """Open a corpus; prepare it first if it was never prepared, its text has changed or its files are unusable.
 
-    def _stamps(self):
-        return self.train.ids.stamp(), self.val.ids.stamp()
+    Args:
+        name, tokenizer_spec, input: as for `prepare`, which also lists the errors.
+        sha256: a prepared corpus with this `Corpus.sha256` is opened even if its text has changed or is gone.
+        quiet: print nothing unless a download fails; for all processes of a run except the first.
 
-    def check_unchanged(self, digest):
-        """TokenFileError if the `digest()` is another one now."""
-        if self.digest() != digest:
-            advice = remedy(self.train.ids.path)
-            raise TokenFileError(f"the tokens in {self.folder} were changed while they were in use; {advice}")
+    Returns:
+        Corpus.
+    """
+    folder = _corpus_folder(name, tokenizer_spec, input)
+    corpus = None
+    with suppress(OSError, ValueError):  # never prepared, damaged, or by another version of this module
+        corpus = _load_corpus(folder, json.loads((folder / "corpus.json").read_text()))
+    if corpus and input and corpus.sha256 != sha256 and corpus.source_sha256 != read_source(name, input)[2]:
+        corpus = None
+    if corpus is None:
+        if not quiet:
+            print(f"preparing {name} with tokenizer {tokenizer_spec} in {folder}", file=sys.stderr)
+        corpus = prepare(name, tokenizer_spec, input)
+    if name == "shakespeare" and corpus.source == PLAY and not quiet:
+        print(
+            f"NOTICE: this is NOT {SHAKESPEARE} but {PLAY}, data/play.txt. For the real text, save {SHAKESPEARE_URL} "
+            f"as FILE and run: python -m data.prepare shakespeare --input FILE --tokenizer {tokenizer_spec}",
+            file=sys.stderr,
+        )
+    return corpus
 
 
 def prepare(name, tokenizer_spec, input=None):
-    """Tokenize a corpus, replacing what an earlier call made of it.
+    """Tokenize a corpus, replacing what an earlier call prepared, and open it.
 
-    The text is divided before it is tokenized: the first 90% of the characters for training. `bpe` learns
-    from the training part only; `char` takes the characters of the whole, as nanoGPT, so that the
-    validation part has no unknown one.
-
-    Args:
-        name, input: as for data.sources.read_source.
-        tokenizer_spec: as for data.tokenizer.make_tokenizer.
-
-    Returns:
-        Path of the folder with train.bin, val.bin and tokenizer.json. It appears whole or not at all.
-
-    Raises:
-        ValueError, OSError: one sentence that says what to do.
-    """
-    folder = corpus_folder(name, tokenizer_spec, input)
-    return _prepare(folder, read_source(name, input), tokenizer_spec)
-
-
-def open_corpus(name, tokenizer_spec, input=None, *, digest=None, quiet=False):
-    """Open a corpus, preparing it if it never was or if its text has changed.
+    The text is split before it is tokenized: the first 90% of its characters are for training. `bpe` is trained on
+    the training part only. `char` uses the characters of the whole text, as nanoGPT does.
 
     Args:
-        name, input, tokenizer_spec: as for `prepare`.
-        digest: of prepared tokens that will do, whatever has become of the text since.
-        quiet: say nothing, for all but one of many processes.
+        name, input: see data.sources.read_source.
+        tokenizer_spec: see data.tokenizer.make_tokenizer.
 
     Returns:
         Corpus.
 
     Raises:
-        ValueError, OSError: one sentence that says what to do.
+        ValueError: an argument is wrong, or the text is empty or not UTF-8.
+        OSError: a file cannot be read or written.
     """
-    folder = corpus_folder(name, tokenizer_spec, input)
-    corpus = read_corpus(name, folder) if folder.is_dir() else None
-    will_do = corpus and digest and corpus.digest() == digest
-    # Tiny Shakespeare can only be itself or the play; of a file of the user's only its contents tell.
-    source = read_source(name, input) if (input or name == "text") and not will_do else None
-    if corpus and (source is None or source.sha256 == corpus.train.source_sha256):
-        if name == "shakespeare" and corpus.source == PLAY and not quiet:
-            _notice_play(tokenizer_spec, f"prepared without it in {folder}")
-        return corpus
-    if not quiet:
-        say(f"preparing {name} with tokenizer {tokenizer_spec} in {folder}", sys.stderr)
-    source = source or read_source(name, input)
-    return read_corpus(name, _prepare(folder, source, tokenizer_spec, quiet))
+    folder = _corpus_folder(name, tokenizer_spec, input)
+    title, text, text_sha256 = read_source(name, input)
+    split = int(0.9 * len(text))  # as in nanoGPT
+    parts = {"train": text[:split], "val": text[split:]}
+    tokenizer = make_tokenizer(tokenizer_spec, text if tokenizer_spec == "char" else parts["train"])
+    dtype = "<u2" if tokenizer.n_vocab <= 1 << 16 else "<u4"
+    about = {"version": VERSION, "source": title, "source_sha256": text_sha256, "dtype": dtype}
+    folder.mkdir(exist_ok=True)
+    (folder / "corpus.json").unlink(missing_ok=True)  # written last, so that a killed preparation is not used
+    for part, part_text in parts.items():
+        ids = encode_text(tokenizer, part_text).astype(dtype)
+        with atomic_file(folder / f"{part}.bin") as file:
+            file.write(ids)
+        sha256, text_bytes = hashlib.sha256(ids).hexdigest(), len(part_text.encode())
+        about[part] = {"count": len(ids), "sha256": sha256, "text_bytes": text_bytes}
+    about["tokenizer"] = to_state(tokenizer)
+    with atomic_file(folder / "corpus.json") as file:
+        file.write(json.dumps(about).encode())
+    return _load_corpus(folder, about)
 
 
-def corpus_folder(name, tokenizer_spec, input=None):
+def _corpus_folder(name, tokenizer_spec, input):
     """Path of the prepared corpus, whether it exists or not."""
-    check_name(name)
     parts = [name, tokenizer_name(tokenizer_spec).replace(":", "-")]
-    if name == "text" and input:  # two files of the same name are two corpora; tiny Shakespeare is always one
+    if name == "text" and input:  # so that two files with the same name have two folders
         parts.append(hashlib.sha256(os.fsencode(Path(input).resolve())).hexdigest()[:8])
     return data_folder("prepared") / "-".join(parts)
 
 
-def _prepare(folder, source, tokenizer_spec, quiet=False):
-    """Tokenize `source` into `folder`."""
-    if source.excuse and not quiet:
-        _notice_play(tokenizer_spec, f"cannot download it: {source.excuse}")
-    split = int(TRAIN_SHARE * len(source.text))
-    parts = {"train.bin": source.text[:split], "val.bin": source.text[split:]}
-    lesson = source.text if tokenizer_spec == "char" else parts["train.bin"]
-    tokenizer = make_tokenizer(tokenizer_spec, lesson)
-    about = {"source": source.title, "source_sha256": source.sha256}
-    make_data_folder("prepared")
-    with atomic_folder(folder) as new:
-        for file_name, text in parts.items():
-            ids = encode_text(tokenizer, text)
-            write_tokens(new / file_name, ids, tokenizer, text_bytes=len(text.encode()), **about)
-        with atomic_file(new / "tokenizer.json") as file:
-            file.write(json.dumps(to_state(tokenizer)).encode())
-    return folder
-
-
-def read_corpus(name, folder):
-    """The Corpus that `prepare` left in `folder`, after checking that its files belong together."""
-    path = folder / "tokenizer.json"
-    try:
-        tokenizer = from_state(json.loads(path.read_bytes()))
-    except FileNotFoundError:
-        message = f"{path} is missing; remove {folder} and prepare the corpus again"
-        raise FileNotFoundError(message) from None
-    except ValueError:  # JSON's and UTF-8's errors are ValueErrors too
-        raise ValueError(f"{path} is damaged; remove {folder} and prepare the corpus again") from None
-    train, val = read_tokens(folder / "train.bin"), read_tokens(folder / "val.bin")
-    check_tokenizer(train, tokenizer)
-    if (train.tokenizer_sha256, train.source_sha256) != (val.tokenizer_sha256, val.source_sha256):
-        raise ValueError(f"train.bin and val.bin in {folder} are of two corpora; prepare the corpus again")
-    return Corpus(name, train, val, tokenizer, folder)
-
-
-def _notice_play(tokenizer_spec, reason):
-    """The one loud line of a run that does not use the text it is named after."""
-    say(
-        f"NOTICE: this is NOT tiny Shakespeare but {PLAY}, data/play.txt ({reason}). For the real text, save "
-        f"{SHAKESPEARE_URL} (sha256 {SHAKESPEARE_SHA256[:12]}..) as FILE and run: "
-        f"python -m data.prepare shakespeare --input FILE --tokenizer {tokenizer_spec}",
-        sys.stderr,
-    )
+def _load_corpus(folder, about):
+    """The Corpus in `folder` that corpus.json describes; ValueError or OSError if the files are unusable."""
+    if about["version"] != VERSION:
+        raise ValueError(f"{folder} has version {about['version']}, not {VERSION}")
+    parts = []
+    for part in ("train", "val"):
+        count = about[part].pop("count")
+        ids = np.memmap(folder / f"{part}.bin", about["dtype"], "r", shape=count)  # ValueError if the file is shorter
+        parts.append(Tokens(ids, **about[part]))
+    return Corpus(*parts, from_state(about["tokenizer"]), folder, about["source"], about["source_sha256"])

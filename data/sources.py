@@ -1,127 +1,73 @@
-"""The texts: tiny Shakespeare, the embedded play that stands in for it offline, and files of the user's."""
+"""The texts: tiny Shakespeare, the play that replaces it offline, and the user's own files."""
 
-import difflib
 import hashlib
-import os
-from dataclasses import dataclass
-from functools import cached_property
+import sys
 from pathlib import Path
 
-from data.files import DownloadError, atomic_file, data_folder, download_once, make_data_folder
+from data.files import atomic_file, data_folder, download
 
-NAMES = ("shakespeare", "text")
-
+SHAKESPEARE = "tiny Shakespeare"
 SHAKESPEARE_URL = "https://raw.githubusercontent.com/karpathy/char-rnn/master/data/tinyshakespeare/input.txt"
-SHAKESPEARE_BYTES = 1_115_394
 SHAKESPEARE_SHA256 = "86c4e6aa9db7c042ec79f339dcb96d42b0075e16b8fc2e86bf0ca57e2dc565ed"
 SHAKESPEARE_FILE = "tinyshakespeare.txt"  # its name in downloads/
-DOWNLOAD_SECONDS = 15.0
-
-PLAY_FILE = Path(__file__).parent / "play.txt"
 PLAY = "the embedded play"
-
-
-@dataclass(frozen=True)
-class Source:
-    """A text to prepare, its title, and why it is not the text that was asked for (excuse, or "")."""
-
-    text: str
-    title: str
-    excuse: str = ""
-
-    @cached_property
-    def sha256(self):
-        return hashlib.sha256(self.text.encode()).hexdigest()
+PLAY_FILE = Path(__file__).parent / "play.txt"
 
 
 def read_source(name, input=None):
-    """The text of the corpus `name`.
+    """Read the text of a corpus: (title, text, sha256 hex digest of the text in UTF-8).
 
     Args:
         name: "shakespeare" or "text".
-        input: for "text" a UTF-8 text file or a folder of them; for "shakespeare" a local copy of it, or
-            None to use an earlier copy or download, the address, and else the embedded play.
+        input: for "text", a UTF-8 text file or a folder of them. For "shakespeare", a local copy; None uses an
+            earlier copy or download, or downloads it, or reads the embedded play if the download fails.
 
     Raises:
-        ValueError: an unknown name, an empty or non-UTF-8 text, a file that is not tiny Shakespeare.
-        OSError: a file that cannot be read.
+        ValueError: the name is unknown, the text is empty or not UTF-8, or the local copy is another text.
+        OSError: a file cannot be read.
     """
-    check_name(name)
-    if name == "text":
-        if not input:
-            raise ValueError("corpus 'text' needs --input FILE: a text file, or a folder of *.txt and *.md")
-        return read_text(input)
+    if name == "text" and input:
+        title, text = _read_text(Path(input))
+    elif name == "shakespeare":
+        title, text = _read_shakespeare(input)
+    else:
+        raise ValueError(f"corpus {name!r} must be shakespeare, or text with --input FILE_OR_FOLDER")
+    return title, text, hashlib.sha256(text.encode()).hexdigest()
+
+
+def _read_shakespeare(input):
+    """(title, text); a local copy is put where the download would be."""
     if input:
-        return _local_shakespeare(Path(input))
-    file = {"size": SHAKESPEARE_BYTES, "sha256": SHAKESPEARE_SHA256, "timeout": DOWNLOAD_SECONDS}
+        contents = Path(input).read_bytes()
+        if hashlib.sha256(contents).hexdigest() != SHAKESPEARE_SHA256:
+            raise ValueError(
+                f"{input} is not {SHAKESPEARE} (its sha256 differs); for other texts: text --input {input}"
+            )
+        with atomic_file(data_folder("downloads") / SHAKESPEARE_FILE) as file:
+            file.write(contents)
     try:
-        contents = download_once(SHAKESPEARE_URL, SHAKESPEARE_FILE, **file)
-    except DownloadError as error:
-        return Source(_decode(PLAY_FILE), PLAY, excuse=str(error))
-    return Source(contents.decode(), "tiny Shakespeare")
+        return SHAKESPEARE, _decode(download(SHAKESPEARE_URL, SHAKESPEARE_FILE, SHAKESPEARE_SHA256))
+    except OSError as error:
+        print(f"using {PLAY} instead of {SHAKESPEARE}: {error}", file=sys.stderr)
+        return PLAY, _decode(PLAY_FILE)
 
 
-def check_name(name):
-    """Raise ValueError unless `name` is a corpus."""
-    if name not in NAMES:
-        close = difflib.get_close_matches(name, NAMES, n=1)
-        hint = f"did you mean {close[0]!r}?" if close else "for a file of yours use: text --input FILE"
-        raise ValueError(f"corpus {name!r} must be one of {', '.join(NAMES)}; {hint}")
-
-
-def read_text(path):
-    """Source of a text file, or of all *.txt and *.md files below a folder: sorted, a blank line between two.
-
-    Line ends become \\n, and a byte order mark is dropped, as everywhere in Python's text mode.
-    """
-    path = Path(path)
-    if not path.exists():
-        raise FileNotFoundError(f"input {path} does not exist; give a text file or a folder of them")
+def _read_text(path):
+    """(title, text) of a text file, or of all *.txt and *.md files below a folder, joined by blank lines."""
     if path.is_dir():
-        files = sorted(file for file in path.rglob("*") if _is_text(file, path))
-        if not files:
-            raise ValueError(f"folder {path} holds no *.txt or *.md file; give one that does, or a file")
-        texts = [text.rstrip("\n") for text in map(_decode, files) if text.strip()]
-        text = "\n\n".join(texts) + "\n" if texts else ""
+        files = [file for file in sorted(path.rglob("*")) if file.suffix.lower() in (".txt", ".md")]
+        visible = [file for file in files if not any(part[0] == "." for part in file.relative_to(path).parts)]
+        text = "\n\n".join(text.rstrip("\n") for text in map(_decode, visible) if text.strip()) + "\n"
     else:
         text = _decode(path)
-    if len(text.strip()) < 2:  # one character cannot be divided in a training and a validation part
-        raise ValueError(f"input {path} is empty; give a text much longer than the block size")
-    title = os.fsencode(path.resolve().name).decode(errors="replace")
-    return Source(text, title)
-
-
-def _is_text(file, folder):
-    """Whether a path below `folder` is a text to read; hidden files, and files in hidden folders, are not."""
-    hidden = any(part.startswith(".") for part in file.relative_to(folder).parts)
-    return file.suffix.lower() in (".txt", ".md") and not hidden and file.is_file()
+    if len(text.strip()) < 2:  # the training and the validation part need a character each
+        raise ValueError(f"{path} has no text; --input must be a text file, or a folder with *.txt or *.md files")
+    return path.resolve().name, text
 
 
 def _decode(path):
-    """The str in a UTF-8 file; ValueError names the file and the first byte that is not UTF-8."""
-    contents = path.read_bytes()
+    """The text of a UTF-8 file, with \\n as line ends and without a byte order mark."""
     try:
-        text = contents.decode()
+        return path.read_text(encoding="utf-8-sig")
     except UnicodeDecodeError as error:
-        raise ValueError(
-            f"{path} is not UTF-8 text: byte {error.start} is 0x{contents[error.start]:02x}, {error.reason}; "
-            "convert it, for example with: iconv -f LATIN1 -t UTF-8"
-        ) from None
-    return text.removeprefix("\ufeff").replace("\r\n", "\n")
-
-
-def _local_shakespeare(path):
-    """Source of a local copy, kept in downloads/ so that other tokenizers find it too."""
-    if not path.is_file():
-        raise FileNotFoundError(f"input {path} is not a file; give the file that {SHAKESPEARE_URL} holds")
-    contents = path.read_bytes()
-    digest = hashlib.sha256(contents).hexdigest()
-    if digest != SHAKESPEARE_SHA256:
-        raise ValueError(
-            f"{path} is not tiny Shakespeare: {len(contents):,} bytes with sha256 {digest[:12]}.., not "
-            f"{SHAKESPEARE_BYTES:,} with {SHAKESPEARE_SHA256[:12]}..; for any text use: text --input {path}"
-        )
-    if not (data_folder("downloads") / SHAKESPEARE_FILE).exists():
-        with atomic_file(make_data_folder("downloads") / SHAKESPEARE_FILE) as file:
-            file.write(contents)
-    return Source(contents.decode(), "tiny Shakespeare")
+        raise ValueError(f"{path} is not UTF-8 text ({error}); convert it, for example with iconv") from None

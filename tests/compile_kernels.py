@@ -1,10 +1,10 @@
-"""Compile the attention kernels for a chip that need not be here; print what ptxas says of each, one JSON per line.
+"""Compile the attention kernels for any chip, without a GPU, and print ptxas's report of each, one JSON per line.
 
     python tests/compile_kernels.py 90 --dims 64 128 --masks causal
     python tests/compile_kernels.py 90 --hopper --dtypes bfloat16 --features --bounds packed
 
-The host functions of attention/portable.py run on meta tensors under a driver that compiles for the chip and launches
-nothing, so every kernel gets the arguments, the tile sizes and the specialisations of a real call.
+The host functions of attention/ run on meta tensors, with a driver that compiles for the chip and launches nothing. So
+every kernel is compiled with the arguments, tile sizes and specialisations of a real call.
 """
 
 import argparse
@@ -32,17 +32,17 @@ DTYPES = {
     "float32": (torch.float32, "highest"),
     "tf32": (torch.float32, "high"),
 }
-LENGTHS = (512, 4096)  # every row of the launch tables serves one of them
+LENGTHS = (512, 4096)  # every row of the launch tables applies to one of them
 REPORT = re.compile(r"(\d+) bytes spill stores, (\d+) bytes spill loads.*?Used (\d+) registers", re.DOTALL)
 
 
 def processor_seconds():
-    """Of this process and of ptxas, however busy the machine is."""
+    """CPU time of this process and of ptxas, which does not depend on other processes."""
     return sum(os.times()[:4])
 
 
 class Driver:
-    """Triton's active driver: answers what the compiler asks of a chip; reports each kernel instead of loading it."""
+    """Replaces Triton's driver: describes the chip to the compiler and reports each kernel instead of loading it."""
 
     def __init__(self, chip, ptxas_log, report):
         self.chip, self.ptxas_log, self.report = chip, ptxas_log, report
@@ -59,16 +59,16 @@ class Driver:
         return 0
 
     def get_device_properties(self, device):
-        return {"max_shared_mem": 2**31 - 1}  # kernels that do not fit are reported too
+        return {"max_shared_mem": 2**31 - 1}  # so that kernels that do not fit are reported too
 
     def load_binary(self, name, binary, shared, device):
         log = self.ptxas_log.getvalue()
         self.ptxas_log.seek(0)
         self.ptxas_log.truncate()
         stores, loads, registers = map(int, REPORT.search(log).groups())
-        warnings = sorted(set(re.findall(r"\((C75\d\d)\)", log)))  # wgmma instructions run one by one
+        warnings = sorted(set(re.findall(r"\((C75\d\d)\)", log)))  # C7510...: wgmma instructions run one by one
         since, self.since = self.since, processor_seconds()
-        seconds = round(self.since - since, 1)  # since the last kernel: all but a little of it compiles
+        seconds = round(self.since - since, 1)  # since the last kernel; nearly all of it is compilation
         found = dict(spilled=stores + loads, shared=shared, registers=registers, warnings=warnings, seconds=seconds)
         self.report(kernel=name, **found)
         return 0, 0, registers, 0, 1024  # module, function, registers, spills, largest block
@@ -81,7 +81,7 @@ class Driver:
 
 
 def launch_kernels(dtype, dim, causal, group, features=False, length=4096, ways=("loop", "partials")):
-    """Forward and backward of one problem, by each of `ways` to serve grouped queries if there are groups."""
+    """Forward and backward of one problem; with grouped queries, dk/dv in each of `ways`."""
     q, k = (torch.empty(2, length, heads, dim, dtype=dtype, device="meta") for heads in (2 * group, 2))
     options = Options(*[None] * TENSOR_OPTIONS, 0, 0, causal, window=0, softcap=0.0, dropout=0.0, scale=dim**-0.5)
     if features:
@@ -99,7 +99,7 @@ def launch_kernels(dtype, dim, causal, group, features=False, length=4096, ways=
     for way in ways[: 1 if group == 1 else 2]:
         portable.loops_over_group = lambda problem, programs, device, way=way: way == "loop"
         portable.backward(q, k, k, out, lse2, out, None, features, options)
-        if features:  # delta by a walk
+        if features:  # a bias over whole rows: delta is computed by a walk over the keys
             of_queries = options._replace(bias=q.new_empty(2, 2 * group, length, 1))
             portable.backward(q, k, k, out, lse2, out, None, True, of_queries)
 
@@ -109,9 +109,9 @@ HOPPER_FEATURES = ("window", "softcap", "sink")
 
 
 def launch_hopper_kernels(dtype, dim, causal, group, features=(), length=4096, bounds=None):
-    """Forward and backward of one problem, with the group in one program and with parts.
+    """Forward and backward of one problem, with a group in one program and in parts.
 
-    bounds: "lengths" or "packed"; a packed row is as long as all rows of the batch together.
+    bounds: "lengths" or "packed"; a packed row is as long as all rows of the dense batch together.
     """
     from attention import hopper
 
@@ -140,17 +140,17 @@ def main():
     parser.add_argument("--groups", nargs="+", default=[1, 2], type=int, help="query heads per key/value head")
     parser.add_argument(
         "--ways", nargs="+", default=["loop", "partials"], choices=["loop", "partials"],
-        help="of the portable dk/dv with groups: one program for all of a group, or one for each head of it",
+        help="portable dk/dv with groups: one program per group, or one per query head",
     )  # fmt: skip
     parser.add_argument(
-        "--features", nargs="*", choices=HOPPER_FEATURES, help="with all of them, not none; with --hopper also by name"
+        "--features", nargs="*", choices=HOPPER_FEATURES, help="with all features; with --hopper, or with those named"
     )
     parser.add_argument("--hopper", action="store_true", help="the kernels of attention/hopper.py")
-    parser.add_argument("--bounds", choices=["lengths", "packed"], help="of sequences, in those kernels; else none")
+    parser.add_argument("--bounds", choices=["lengths", "packed"], help="of sequences, with --hopper; default: none")
     args = parser.parse_args()
 
     triton.knobs.nvidia.dump_ptxas_log = True  # to stdout
-    triton.knobs.compilation.always_compile = True  # a kernel from the cache comes without a log
+    triton.knobs.compilation.always_compile = True  # a cached kernel has no log
     torch.cuda.get_device_capability = lambda device: divmod(args.chip, 10)
     stdout, ptxas_log = sys.stdout, io.StringIO()
     launch_all, lengths, features = partial(launch_kernels, ways=args.ways), LENGTHS, args.features is not None

@@ -1,4 +1,4 @@
-"""One test suite for every machine: kernels run on the GPU if there is one, else in the Triton interpreter."""
+"""Fixtures of all tests. Kernels run on the GPU if there is one, else in Triton's interpreter, on the CPU."""
 
 import dataclasses
 import os
@@ -7,21 +7,26 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
+
+# Triton's interpreter multiplies matrices with NumPy's OpenBLAS, whose code for Haswell and Zen rounds q k^T and k q^T
+# differently. GPUs do not, nor does OpenBLAS's code for Sandy Bridge. It must be chosen before NumPy is imported.
+os.environ["OPENBLAS_CORETYPE"] = "Sandybridge"
+
 import torch
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
-torch.set_num_threads(1)  # the parallel workers of pytest-xdist share the cores
-os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"  # before cuBLAS is first used: what deterministic runs ask for
+torch.set_num_threads(1)  # pytest-xdist runs several workers, which share the cores
+os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"  # deterministic runs need it; set before cuBLAS is first used
 if not torch.cuda.is_available():
-    os.environ["TRITON_INTERPRET"] = "1"  # before triton.jit is first used
+    os.environ["TRITON_INTERPRET"] = "1"  # set before triton.jit is first used
 
 
 def hasten_interpreter():
-    """Keep Triton's interpreter from what has no effect, two thirds of its time.
+    """Skip work of Triton's interpreter that has no effect: two thirds of its time.
 
-    It replaces all of triton.language anew in each call of a jit function: only the first call from a module changes
-    anything, until the end of the launch, which undoes what its start did. And it computes whether integers overflow,
-    but asserts that they do not only with an option `debug` that it leaves off.
+    The interpreter patches triton.language in every call of a jit function and undoes this at the end of the launch.
+    Only the first call from each module changes anything, so the others are skipped. It also computes whether integers
+    overflow, but uses the result only with the option `debug`, which is off.
     """
     from triton.runtime import interpreter
 
@@ -30,7 +35,7 @@ def hasten_interpreter():
     def patch_lang(function):
         module = id(function.__globals__)
         if module in patched:
-            return None  # from within a kernel, which drops it
+            return None  # inside a kernel, where the interpreter ignores the result
         scope = patch(function)
         undo = scope.restore
 
@@ -42,7 +47,7 @@ def hasten_interpreter():
         patched.add(module)
         return scope
 
-    if hasattr(interpreter, "_LangPatchScope"):  # else a Triton that does it otherwise
+    if hasattr(interpreter, "_LangPatchScope"):  # other versions of Triton work differently
         interpreter._patch_lang = patch_lang
     options = interpreter.interpreter_builder.options
     if hasattr(options, "sanitize_overflow") and not options.debug:
@@ -60,7 +65,7 @@ def device():
 
 @pytest.fixture
 def poisoned(monkeypatch):
-    """Fill what kernels write to with NaN first: an element they forget shows."""
+    """Fill new tensors with NaN, so that a test fails if a kernel leaves an element unwritten."""
 
     def nan(make):
         def empty(*args, **kwargs):
@@ -75,26 +80,26 @@ def poisoned(monkeypatch):
 
 @pytest.fixture(autouse=True)
 def seed():
-    """The same random inputs in every run: a comparison of two rounding errors must not fail by luck of the draw."""
+    """The same random inputs in every run, so that comparisons of rounding errors always give the same result."""
     torch.manual_seed(0)
 
 
 @pytest.fixture
 def folder(tmp_path, monkeypatch):
-    """The working folder, with a corpus that is easy to learn."""
+    """An empty working folder with a small text, corpus.txt, that is easy to learn."""
     (tmp_path / "corpus.txt").write_text("the sea keeps what the sea has taken. " * 200)
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("GPT_DATA", str(tmp_path / "prepared"))
-    monkeypatch.delenv("TRITON_INTERPRET", raising=False)  # a user's shell; the loss kernel would be interpreted
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)  # otherwise the loss kernel would be interpreted
     yield tmp_path
-    from helpers import end_processes  # not for the kernels, whose tests also run without train.py
+    from helpers import end_processes  # not at the top, because kernel tests also run without train.py
 
     end_processes()
 
 
 @pytest.fixture
 def run(folder, capsys):
-    """Call train.py in this process: run(*argv, **options) -> (exit code, what it wrote to standard error)."""
+    """Call train.py in this process: run(*argv, **options) -> (exit code, standard error)."""
     from helpers import FAST, in_process
 
     def run(*argv, **options):

@@ -1,4 +1,4 @@
-"""Runs of train.py in a process, in several, or in this one, and what they leave."""
+"""Runs of train.py for the tests, in this process or in others, and what they leave behind."""
 
 import json
 import os
@@ -11,9 +11,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from torture_resume import equal
 
 import train
+from training.report import Report
 
 ROOT = Path(__file__).parents[1]
 TINY = dict(
@@ -26,33 +26,76 @@ TWO_GPUS = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two G
 BY_DEVICE = pytest.mark.parametrize("on", [pytest.param({}, id="cpu"), pytest.param(ON_GPU, id="cuda", marks=TWO_GPUS)])
 
 
-def environment(folder):
-    """As a user's shell, without the interpreter that the kernel tests switch on."""
-    variables = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    return variables | {"GPT_DATA": str(folder / "prepared"), "OMP_NUM_THREADS": "1"}
+def in_process(capsys, *argv, **options):
+    """Call train.py in this process, because starting another takes seconds; returns a CompletedProcess."""
+    capsys.readouterr()
+    try:
+        train.main(flags(argv, options))
+        code = 0
+    except SystemExit as end:
+        code = end.code
+    finally:
+        torch.use_deterministic_algorithms(False)
+        torch.set_float32_matmul_precision("highest")
+    return subprocess.CompletedProcess(argv, code, *capsys.readouterr())
 
 
-def typed(argv, options):
-    """What follows train.py: argv, then the options as flags, which a run that is resumed has already."""
+def flags(argv, options):
+    """The command line: argv, then the options. A resumed run has its options already and gets only argv."""
     resumes = any(argument.startswith("--resume") for argument in argv)
     return [*argv, *(part for name, value in options.items() if not resumes for part in (f"--{name}", str(value)))]
 
 
-started = []  # processes of a test, ended with it
+def at_step(monkeypatch, step, function):
+    """Let runs in this process call a function after they have reported step number `step`."""
+    original = Report.step
+
+    def report_and_call(self, number, *rest):
+        original(self, number, *rest)
+        if number == step:
+            function()
+
+    monkeypatch.setattr(Report, "step", report_and_call)
 
 
-def start(folder, *argv, ranks=1, **options):
-    """train.py in a process, or torchrun's in several, which end with the test at the latest."""
+started = []  # processes that the current test has started
+
+
+def start(folder, *argv, ranks=1, script=ROOT / "train.py", variables=(), **options):
+    """Start train.py, with torchrun if there are several ranks. It is killed when the test ends.
+
+    variables: environment variables to add, (name, value) pairs or a dict.
+    """
     launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}"] if ranks > 1 else []
-    command = [sys.executable, *launcher, str(ROOT / "train.py"), *typed(argv, options)]
+    command = [sys.executable, *launcher, str(script), *flags(argv, options)]
     pipes = dict(stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-    process = subprocess.Popen(command, cwd=folder, env=environment(folder), **pipes)
+    process = subprocess.Popen(command, cwd=folder, env=environment(folder) | dict(variables), **pipes)
     started.append(process)
     return process
 
 
+def environment(folder):
+    """A user's environment: without the Triton interpreter that the kernel tests turn on."""
+    variables = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    return variables | {"GPT_DATA": str(folder / "prepared"), "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+
+
+def finish(process, code=0):
+    """Wait for the end of a process; returns (standard output, standard error)."""
+    out, err = process.communicate(timeout=300)
+    assert process.returncode == code, err
+    return out, err
+
+
+def launch(folder, *argv, ranks=1, **options):
+    """A run of TINY in other processes, from start to end; returns a CompletedProcess."""
+    process = start(folder, *argv, ranks=ranks, **TINY | dict(input="corpus.txt") | options)
+    out, err = process.communicate(timeout=300)
+    return subprocess.CompletedProcess(process.args, process.returncode, out, err)
+
+
 def children(pid):
-    """Process ids of those that a process, or any thread of it, has started."""
+    """Ids of the processes that a process has started."""
     found = []
     for path in Path(f"/proc/{pid}/task").glob("*/children"):
         with suppress(FileNotFoundError, ProcessLookupError):  # a thread has ended
@@ -61,7 +104,7 @@ def children(pid):
 
 
 def end_processes():
-    """Kill what a failed test left, from the launcher down: its ranks are in sessions of their own."""
+    """Kill the processes that a failed test left, and their children."""
     while started:
         process = started.pop()
         if process.poll() is None:
@@ -74,29 +117,8 @@ def end_processes():
             process.communicate(timeout=60)
 
 
-def launch(folder, *argv, ranks=1, **options):
-    """A run of TINY in processes of its own, to its end."""
-    process = start(folder, *argv, ranks=ranks, **TINY | dict(input="corpus.txt") | options)
-    out, err = process.communicate(timeout=300)
-    return subprocess.CompletedProcess(process.args, process.returncode, out, err)
-
-
-def in_process(capsys, *argv, **options):
-    """What launch() of one rank gives, by a call in this process: to start one takes seconds."""
-    capsys.readouterr()
-    try:
-        train.main(typed(argv, options))
-        code = 0
-    except SystemExit as end:
-        code = end.code
-    finally:
-        torch.use_deterministic_algorithms(False)
-        torch.set_float32_matmul_precision("highest")
-    return subprocess.CompletedProcess(argv, code, *capsys.readouterr())
-
-
 def metrics(folder, run="run"):
-    """All records; what follows the last end of a line is being written."""
+    """All records of metrics.jsonl; a line without an end is still being written."""
     *lines, _ = (folder / "runs" / run / "metrics.jsonl").read_text().split("\n")
     return [json.loads(line) for line in lines]
 
@@ -105,25 +127,14 @@ def losses(folder, run="run"):
     return [record["loss"] for record in metrics(folder, run) if "loss" in record]
 
 
-def contents(path):
-    return torch.load(path, weights_only=True)
+def reached(folder, step, run="run"):
+    """Whether a run has reported step number `step`."""
+    path = folder / "runs" / run / "metrics.jsonl"
+    return path.exists() and any(record["step"] >= step for record in metrics(folder, run) if "loss" in record)
 
 
-def same(a, b):
-    """All of two checkpoints but the flags that were typed, and the threads, which several processes do not keep."""
-    return equal(a | {"config": None, "threads": None}, b | {"config": None, "threads": None})
-
-
-def one_sentence(err, *parts):
-    assert "Traceback" not in err and err.count("error: ") == 1, err
-    sentence = err.split("error: ")[1]
-    assert sentence.count("\n") == 1, err
-    for part in parts:
-        assert part in sentence, sentence
-
-
-def wait_for(condition, seconds=300):
-    """What the condition gives once that is true."""
+def wait_for(condition, seconds=120):
+    """Wait until a function returns something true, and return it."""
     deadline = time.monotonic() + seconds
     while not (value := condition()):
         assert time.monotonic() < deadline, "waited in vain"
@@ -131,6 +142,30 @@ def wait_for(condition, seconds=300):
     return value
 
 
-def reached(folder, step, run="run"):
-    path = folder / "runs" / run / "metrics.jsonl"
-    return path.exists() and any(record["step"] >= step for record in metrics(folder, run) if "loss" in record)
+def contents(path):
+    return torch.load(path, weights_only=True)
+
+
+def same(a, b):
+    """Whether the contents of two checkpoints are equal bit for bit, apart from the run's options."""
+    return equal(a | {"config": None}, b | {"config": None})
+
+
+def equal(a, b):
+    """Bit for bit, in nested dicts and lists of tensors and plain values; NaN equals NaN."""
+    if isinstance(a, torch.Tensor):
+        return a.dtype == b.dtype and a.shape == b.shape and a.numpy().tobytes() == b.numpy().tobytes()
+    if isinstance(a, dict):
+        return a.keys() == b.keys() and all(equal(a[name], b[name]) for name in a)
+    if isinstance(a, list | tuple):
+        return len(a) == len(b) and all(map(equal, a, b))
+    return a == b
+
+
+def one_sentence(err, *parts):
+    """Assert that standard error has one error, of one line, that contains all parts, and no traceback."""
+    assert "Traceback" not in err and err.count("error: ") == 1, err
+    sentence = err.split("error: ")[1]
+    assert sentence.count("\n") == 1, err
+    for part in parts:
+        assert part in sentence, sentence

@@ -1,7 +1,7 @@
-"""Random problems, and the errors of attention() on them, which are held to those of eager PyTorch.
+"""Random problems for attention(), and the check that its errors are small.
 
-Tolerance: at most twice the error of eager PyTorch (the reference run in the same dtype), or of a sum in float32 where
-that is more, which is rare: see check(). And never NaN.
+Tolerance: at most twice the error of eager PyTorch (the reference run in the same dtype) or of a sum in float32,
+whichever is larger; see check(). NaN and infinity always fail.
 """
 
 import itertools
@@ -73,9 +73,9 @@ def make_problem(
     device, dtype, *, batch=2, q_len=70, k_len=None, heads=2, kv_heads=None, dim=16, value_dim=None, bias=None,
     hide=False, decay=False, sink=False, packed=None, longest=True, return_lse=True, **options,
 ):  # fmt: skip
-    """Random arguments of attention(), by name, and the gradients of its output and LSE (None: not asked for).
+    """Random arguments of attention(), by name, and the gradients of its output and LSE (None if LSE is not returned).
 
-    hide: a third of the bias is -inf, and all of it that one query has; longest: packed sequences come with max_seqlen.
+    hide: set a third of the bias to -inf, and all of it for one query. longest: give max_seqlen of packed sequences.
     """
     k_len, kv_heads, value_dim = k_len or q_len, kv_heads or heads, value_dim or dim
     batch = 1 if packed else batch
@@ -115,7 +115,7 @@ def make_problem(
 
 
 def results(function, problem, dtype):
-    """Output, LSE if asked for (0 where there is none) and gradients, computed in dtype."""
+    """Output, LSE if returned (0 in place of -inf) and gradients, computed in dtype."""
     arguments, dout, dlse = problem
     leaves = {}
     for name in DIFFERENTIABLE:
@@ -126,7 +126,7 @@ def results(function, problem, dtype):
     drawn = arguments.get("dropout", 0.0) > 0 and "seed" not in arguments
     q = arguments["q"]
     with torch.random.fork_rng(devices=[q.device] if q.is_cuda else [], enabled=drawn):
-        if drawn:  # all functions shall draw the same
+        if drawn:  # every function draws the same dropout mask
             torch.manual_seed(5)
         found = function(**arguments | leaves, return_lse=dlse is not None)
     outputs, wanted = {"out": found}, [dout.to(dtype)]
@@ -148,7 +148,7 @@ def reference(**arguments):
 
 
 def our_kernels(arguments):
-    """The implementations that serve a call on this machine: the portable kernels, those for Hopper where they do."""
+    """The kernels that support a call on this machine: the portable ones, and the Hopper ones if they do."""
     try:
         explain(**arguments, impl="hopper")
     except ValueError:
@@ -157,28 +157,31 @@ def our_kernels(arguments):
 
 
 class Worst(NamedTuple):
-    """What check() found."""
+    """What check() returns."""
 
-    ratio: float  # the largest error, as a multiple of what it is held to twice of
-    precise: set[str]  # results held to a sum in float32, not to eager PyTorch
-    impls: tuple[str, ...]  # that were asked
+    ratio: float  # the largest error, as a multiple of half its bound
+    precise: set[str]  # results compared with a sum in float32, not with eager PyTorch
+    impls: tuple[str, ...]  # the implementations checked
 
 
 def check(draw, dtype, impls=None, yardstick=None):
-    """Fail if a result errs more than twice as much as eager PyTorch, on average over draws; returns Worst.
+    """Fail if the error of a result is more than twice that of eager PyTorch; returns Worst.
 
-    draw() makes a problem. Errors are norms over a whole result. Often a row or two with the fewest keys make most of
-    one, so where it is too large, 8 draws decide, 32 or 128: the errors of all are added in square.
-    impls: None for all of our_kernels().
+    draw() makes a random problem. impls: the implementations to check; None for all of our_kernels().
 
-    Eager PyTorch computes in dtype, or in the dtype `yardstick`, of which the error counts twice: it rounds numbers
-    where tensor cores cut float32 off to tf32.
+    Errors are norms over a whole result. Most of a norm often comes from the one or two rows with the fewest keys, so a
+    single draw is noisy. If an error is too large after 1 draw, the squared errors of 8 draws are added up, then of 32,
+    then of 128.
 
-    No error is held to less than twice that of a sum in float32, by roundoff(): eager PyTorch is exact in the LSE of a
-    single key with a scale of 0, and in the gradient that a bias of such a key takes from the LSE; for a single query
-    it adds better than one by one. Which results need that, 128 draws decide, or 8 if eager is over 20 times as good.
+    Eager PyTorch computes in dtype or, if given, in the dtype `yardstick`. The bound is then four times its error:
+    float16 rounds, while tensor cores truncate float32 to tf32.
+
+    The bound is never below twice the error of a sum in float32, see roundoff(), because eager PyTorch is sometimes
+    better than that. For a single key and a scale of 0, its LSE is exact, and so is the gradient of a bias that comes
+    from this LSE. For a single query it sums more exactly than one by one. This bound applies only after 128 draws, or
+    after 8 if the error is over 20 times eager PyTorch's.
     """
-    squares = {}  # (implementation, result) -> sums over draws of squares: our errors, eager's, a float32 sum's
+    squares = {}  # (implementation, result) -> sums of squared errors over all draws: ours, eager's, a float32 sum's
     for count in range(1, 129):
         problem = draw()
         impls = impls or our_kernels(problem[0])
@@ -196,20 +199,20 @@ def check(draw, dtype, impls=None, yardstick=None):
         ratios, precise = {}, set()
         for key, sums in squares.items():
             error, of_eager, precision = sums.sqrt().tolist()
-            assert math.isfinite(of_eager), f"{key}: eager PyTorch overflows or gives NaN"
+            assert math.isfinite(of_eager), f"{key}: eager PyTorch overflows or returns NaN"
             held_to = of_eager * (1 if yardstick is None else 2)
             if error > 2 * held_to and (count == 128 or (count > 1 and error > 20 * held_to)):
                 precise.add(key[1])
                 held_to = max(held_to, precision)
-            ratios[key] = error / max(held_to, 1e-20)  # Hopper's forward takes a scale of 0 as 1e-30
+            ratios[key] = error / max(held_to, 1e-20)  # Hopper's forward replaces a scale of 0 by 1e-30
         key = max(ratios, key=ratios.get)
         if ratios[key] <= 2:
             return Worst(ratios[key], precise, impls)
-    raise AssertionError(f"{key[1]} of {key[0]} errs {ratios[key]:.3g} times as much as eager PyTorch: {count} draws")
+    raise AssertionError(f"{key[1]} of {key[0]}: {ratios[key]:.3g} times the error of eager PyTorch, {count} draws")
 
 
 def roundoff(name, problem):
-    """By how much of its size a float32 sum over the head dim errs on average: 0.3 sqrt(n) roundoffs; for the LSE 1."""
+    """Mean relative error of a float32 sum over the head dim n: 0.3 sqrt(n) roundoffs; of the LSE: 1 roundoff."""
     arguments, dout, _ = problem
     roundoffs = 1 if name == "lse" else 0.3 * max(dout.shape[-1], arguments["q"].shape[-1]) ** 0.5
     return roundoffs * torch.finfo(torch.float32).eps / 2

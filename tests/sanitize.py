@@ -16,14 +16,14 @@ from test_attention_pairs import CASES, arguments
 
 from attention import portable
 
-# the others are PyTorch's
+# all other kernels are PyTorch's
 KERNELS = "(forward|dq|dkdv|group_sum|dbias|backward|prepare|finish|list|blank)_kernel"
 
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--kernels", action="store_true", help="print the pattern of our kernels' names and end")
-    parser.add_argument("--hopper", action="store_true", help="the cases of test_hopper.py by the Hopper kernels")
+    parser.add_argument("--kernels", action="store_true", help="print the pattern of our kernels' names and exit")
+    parser.add_argument("--hopper", action="store_true", help="run the cases of test_hopper.py with the Hopper kernels")
     parser.add_argument("--part", type=int, default=0, help="which part of the cases to run")
     parser.add_argument("--parts", type=int, default=1)
     args = parser.parse_args()
@@ -36,7 +36,7 @@ def main():
         cases = cases[args.part :: args.parts]
         for case in cases:
             problem = make_problem("cuda", torch.bfloat16, **case)
-            for _ in range(2):  # the second time as remembered
+            for _ in range(2):  # the second call uses what the first one cached
                 results(test_hopper.hopper, problem, torch.bfloat16)
     for case in () if args.hopper else cases:
         portable.loops_over_group = lambda problem, programs, device, loops=case.loops: loops

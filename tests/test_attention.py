@@ -1,4 +1,4 @@
-"""The kernels against the reference in float64: output, log-sum-exp and every gradient, as problems.py judges them."""
+"""The kernels against the reference in float64: output, log-sum-exp and every gradient, by check() of problems.py."""
 
 import itertools
 from functools import partial
@@ -27,9 +27,9 @@ def test_half_precision(case, dtype, device, poisoned):
 
 
 def test_gates_before_the_window(device):
-    """They learn the row sums of dS less its column sums, which two kernels make: together 0."""
+    """Their gradient is the row sums of dS minus its column sums, computed by two kernels: it should be 0."""
     case = dict(decay=True, bias=(2, 70, 70), window=20, packed=([0, 1], [0, 70]))
-    factor = 2 if ON_GPU else 0.01  # interpreted, dS is the same in both
+    factor = 2 if ON_GPU else 0.01  # in the interpreter, both kernels get the same dS
     squares = torch.zeros(2, dtype=torch.float64)
     for _ in range(16):
         problem = make_problem(device, torch.float32, **case)
@@ -43,7 +43,7 @@ def test_gates_before_the_window(device):
 @pytest.mark.skipif(not ON_GPU, reason="the interpreter has no tf32")
 @pytest.mark.parametrize("case", ["causal", "grouped_full", "window", "all"])
 def test_tf32(case, device, poisoned):
-    """As exact as float16, which has as many bits; cuBLAS takes tf32 or not as it likes."""
+    """As exact as float16, which has as many bits. Eager tf32 is no yardstick: cuBLAS may not use it."""
     before = torch.get_float32_matmul_precision()
     torch.set_float32_matmul_precision("high")
     try:
@@ -53,7 +53,7 @@ def test_tf32(case, device, poisoned):
 
 
 def test_precision_by_either_api(device):
-    """PyTorch's older question raises after the newer API was used."""
+    """The precision is read correctly after PyTorch's newer API was used, where its older getter raises."""
     matmul, q = torch.backends.cuda.matmul, torch.randn(1, 20, 1, 16, device=device)
     before, asked = matmul.fp32_precision, torch.get_float32_matmul_precision()
     found = {}
@@ -93,10 +93,10 @@ def test_lengths(q_len, k_len, device, poisoned):
 
 @pytest.mark.parametrize("group", [1, 2])
 def test_more_heads_than_take_turns(group, device, poisoned, monkeypatch):
-    """Under a causal mask heads go in sets, of which the last is not full: see query_tile()."""
-    # sets are of at most 256 key heads in the forwards and dq, of 32 in Hopper's backward
+    """With a causal mask heads are processed in sets, and here the last set is not full: see query_tile()."""
+    # a set has at most 256 key heads in the forwards and dq, 32 in Hopper's backward
     sizes, dtype = dict(batch=20, heads=30, kv_heads=30 // group, dim=64), torch.bfloat16
-    if not ON_GPU:  # of 3 groups, since the queries are three tiles
+    if not ON_GPU:  # 3 groups, since there are three tiles of queries
         sizes, dtype = dict(batch=1, heads=8, kv_heads=8 // group), torch.float32
         monkeypatch.setattr(tiles, "TURN_ELEMENTS", tl.constexpr(0))
         monkeypatch.setattr(tiles, "MANY", tl.constexpr(8))
@@ -104,7 +104,7 @@ def test_more_heads_than_take_turns(group, device, poisoned, monkeypatch):
 
 
 def apart(launches):
-    """The same choice of launches, but dk and dv computed one after the other."""
+    """The same launch settings, but with dk and dv computed one after the other."""
     both = launches.get("dkdv")
     return {name: x for name, x in launches.items() if name != "dkdv"} | ({"dk": both, "dv": both} if both else {})
 
@@ -113,7 +113,7 @@ def apart(launches):
 @pytest.mark.parametrize("loops", [True, False], ids=["loop", "partials"])
 @pytest.mark.parametrize("group", [1, 2, 3, 8])
 def test_dkdv_strategies(outputs, loops, group, device, poisoned, monkeypatch):
-    length = 50 if ON_GPU else 33  # in the interpreter two tiles of queries and three of keys
+    length = 50 if ON_GPU else 33  # in the interpreter, two tiles of queries and three of keys
     make = partial(make_problem, device, torch.float16, batch=1, q_len=length)
     monkeypatch.setattr(portable, "loops_over_group", lambda problem, programs, device: loops)
     monkeypatch.setattr(problem, "PROBLEMS", {})
@@ -134,7 +134,7 @@ def test_training_sizes(dtype, dim, options, device, poisoned):
 
 
 def test_strided_inputs(device):
-    """Slices of a fused QKV projection, a transposed layout, and one that has to be copied."""
+    """Slices of a fused QKV projection, a transposed layout, and a layout that must be copied."""
     qkv = torch.randn(2, 40, 6, 16, device=device)
     q, k, v = qkv.split((2, 2, 2), dim=2)
     expected = attention(q.contiguous(), k.contiguous(), v.contiguous(), impl="triton")
@@ -153,13 +153,13 @@ def test_strided_sink(device):
 
 
 def test_one_token_at_any_stride(device):
-    """With one token per row its stride means nothing."""
+    """With one token per row, the stride over tokens has no effect."""
     x = torch.randn(3, 1, 2, 16, device=device).as_strided((3, 1, 2, 16), (32, 2**23, 16, 1))
     assert torch.equal(attention(x, x, x, impl="triton"), x)
 
 
 def test_bias_without_gradient_is_not_differentiated(device, monkeypatch):
-    """A constant bias, ALiBi say, does not pay for dbias."""
+    """dbias is not computed for a constant bias, such as ALiBi."""
     monkeypatch.setattr(portable, "launch_dbias", None)
     problem = make_problem(device, torch.float32, bias=(1, 2, 40, 40), q_len=40)
     arguments, dout, _ = problem
@@ -169,7 +169,7 @@ def test_bias_without_gradient_is_not_differentiated(device, monkeypatch):
 
 
 def test_gradient_of_a_sum(device):
-    """.sum().backward() hands the backward an expanded scalar, whose strides are all zero."""
+    """.sum().backward() gives the backward an expanded scalar, whose strides are all zero."""
     q, k, v = (torch.randn(1, 20, 2, 16, device=device, requires_grad=True) for _ in range(3))
     attention(q, k, v, impl="triton").sum().backward()
     expected = torch.autograd.grad(reference_attention(q, k, v).sum(), (q, k, v))
@@ -228,7 +228,7 @@ def test_sdpa_agrees(options, device):
 
 
 def test_reference_by_other_ways():
-    """The specification itself: what each feature means, said by calls without it."""
+    """The specification itself: each feature gives the same as an equivalent computation without it."""
     q, k, v = (torch.randn(1, 12, 2, 8, dtype=torch.float64) for _ in range(3))
     plain, lse = reference_attention(q, k, v, return_lse=True)
     same = torch.testing.assert_close
@@ -250,7 +250,7 @@ def test_reference_by_other_ways():
     same(reference_attention(q, k, v, decay=gates), reference_attention(q, k, v, bias=summed.permute(2, 0, 1)))
 
     sink = torch.tensor([0.3, -2.0], dtype=torch.float64)
-    share = torch.sigmoid(lse - sink[:, None]).transpose(1, 2)[..., None]  # what the sink leaves of the weights
+    share = torch.sigmoid(lse - sink[:, None]).transpose(1, 2)[..., None]  # what the sink leaves for the weights
     same(reference_attention(q, k, v, sink=sink), plain * share)
 
     scores = torch.einsum("bqhd,bkhd->bhqk", q, k) * 8**-0.5

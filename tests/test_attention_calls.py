@@ -1,4 +1,4 @@
-"""What attention() takes and refuses, which implementation it chooses, and what it remembers of a call."""
+"""Which implementation attention() chooses, its self-check, and what it caches for later calls."""
 
 import re
 import threading
@@ -14,7 +14,7 @@ from attention import attention, explain, ops, problem
 from attention.api import hopper_misses
 
 
-def test_auto_says_once_what_it_took(device, capsys):
+def test_auto_prints_its_choice_once(device, capsys):
     from attention import api
 
     api._CHOICES.clear()
@@ -41,15 +41,15 @@ def test_auto_survives_a_broken_kernel(device, monkeypatch):
     monkeypatch.setattr(api, "_self_check", broken)
     assert choose().name == "sdpa" and choose().reason.count("no compiler") == 2
     monkeypatch.setattr(api, "_self_check", lambda *check: broken(*check) if check[-1] == "hopper" else 1e-3)
-    assert choose(hopper=False) == ("triton", "self-check passed, relative error 1.0e-03")
-    assert choose().name == "triton" and "hopper kernels failed" in choose().reason
+    assert choose(hopper=False).name == "triton" and "1.0e-03" in choose(hopper=False).reason
+    assert choose().name == "triton" and "hopper" in choose().reason
     monkeypatch.setattr(api, "_self_check", lambda *check: float("nan"))
     assert choose().name == "sdpa"
 
 
-@pytest.mark.parametrize("error", [torch.cuda.OutOfMemoryError, RuntimeError])  # of the allocator, and of the driver
-def test_a_full_gpu_is_no_verdict(monkeypatch, error):
-    """It is the caller's error, and the next call asks again."""
+@pytest.mark.parametrize("error", [torch.cuda.OutOfMemoryError, RuntimeError])  # from the allocator, from the driver
+def test_out_of_memory_is_raised(monkeypatch, error):
+    """It says nothing about the kernels: the caller gets the error, and the next call checks again."""
     from attention import api
 
     def full(*check):
@@ -114,7 +114,7 @@ def without_threads(call, x):
 
 @pytest.mark.parametrize("within", [fake, hooked, inferring, transformed, rounded, backward, without_threads])
 def test_self_check_in_any_context(within, device):
-    """What the first call happens to stand in has no say in what serves all later ones."""
+    """The self-check passes in whatever context the first call happens, since its result is for all later calls."""
     from attention import api
 
     found = []
@@ -134,19 +134,19 @@ def test_kernels_need_a_gpu(monkeypatch):
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
     monkeypatch.setattr(api, "_DECIDED", {})
     q = torch.randn(1, 10, 2, 16)
-    with pytest.raises(ValueError, match="impl='triton' needs tensors on a CUDA GPU, got cpu"):
+    with pytest.raises(ValueError, match=r"impl='triton'.*GPU.*cpu"):
         attention(q, q, q, impl="triton")
 
 
-def test_rules_hold_for_calls_seen_before(device):
+def test_repeated_calls_are_checked_again(device):
     q = torch.randn(2, 10, 2, 16, device=device)
     attention(q, q, q, lengths=integers(10, 4))
     with pytest.raises(ValueError, match="lengths"):
         attention(q, q, q, lengths=integers(10))
 
 
-def test_any_seed_is_one_decision(device, monkeypatch):
-    """A seed of each step's own is not looked at for longer than its range takes."""
+def test_a_new_seed_is_no_new_decision(device, monkeypatch):
+    """A new seed in each step does not grow the cache, but its type and range are checked each time."""
     from attention import api
 
     monkeypatch.setattr(api, "_DECIDED", {})
@@ -158,7 +158,7 @@ def test_any_seed_is_one_decision(device, monkeypatch):
         with pytest.raises(ValueError, match="seed="):
             attention(q, q, q, dropout=0.1, seed=seed, impl="reference")
     attention(q, q, q, return_lse=True, impl="reference")
-    with pytest.raises(ValueError, match="return_lse=1 is int"):
+    with pytest.raises(ValueError, match="return_lse=1"):
         attention(q, q, q, return_lse=1, impl="reference")
     q = q.double()
     assert explain(q, q, q, dropout=0.1).startswith("sdpa")
@@ -171,21 +171,21 @@ def strided(x):
 
 
 def odd(x):
-    """The same tensor, not starting at 16 bytes."""
+    """The same tensor, at an address that is no multiple of 16 bytes."""
     return torch.cat((x.flatten()[:1], x.flatten()))[1:].view_as(x)
 
 
 @contextmanager
-def remembers(new, what):
-    """Whether the block meets a problem that was not met before."""
+def adds_problem(new, call):
+    """Check whether the block adds a problem to the cache; `new` says if it should."""
     before = set(problem.PROBLEMS)
     yield
-    assert (set(problem.PROBLEMS) > before) == new, what
+    assert (set(problem.PROBLEMS) > before) == new, call
 
 
 @pytest.fixture(params=["triton", "hopper"])
 def impl(request, device, monkeypatch):
-    """An implementation that remembers nothing yet."""
+    """An implementation with an empty cache."""
     if request.param == "hopper" and hopper_misses(torch.device(device)):
         pytest.skip(hopper_misses(torch.device(device)))
     monkeypatch.setattr(problem, "PROBLEMS", {})
@@ -193,18 +193,18 @@ def impl(request, device, monkeypatch):
 
 
 def small(device):
-    """q, k, v and dout in bfloat16: in the interpreter two tiles of keys."""
+    """q, k, v and dout in bfloat16; in the interpreter they are two tiles of keys."""
     length, heads = (40, 4) if ON_GPU else (20, 2)
     return [torch.randn(2, length, n, 64, device=device).bfloat16() for n in (heads, heads // 2, heads // 2, heads)]
 
 
 def test_calls_that_look_alike(impl, device):
-    """What is remembered of a call serves no other: each differs from the first in one thing, and all come twice."""
+    """A cached problem is not used for a different call. Each call differs from the first in one way; all run twice."""
     q, k, v, dout = small(device)
     length, heads = q.shape[1:3]
     packed = [dict(cu_seqlens=integers(*starts)) for starts in ((0, 7, 12), (0, 5, 12), (0, 3, 7, 12))]
     rows = dict(zip("qkv", (x[:1] for x in (q, k, v)), strict=True))
-    calls = [  # of tensors and options, and whether it is a new problem
+    calls = [  # tensors and options, and whether they make a new problem
         ({}, True), (dict(q=strided(q)), True), (dict(k=strided(k)), True), (dict(v=strided(v)), True),
         (dict(q=odd(q)), False), (dict(scale=0.3), True), (dict(scale=-0.3), True), (dict(causal=False), True),
         (dict(window=7), True), (dict(softcap=2.0), True), (dict(softcap=3.0), True), (dict(sink=floats(heads)), True),
@@ -230,7 +230,7 @@ def test_calls_that_look_alike(impl, device):
             options = dict(q=q, k=k, v=v) | call
             leaves = [options.pop(name) for name in "qkv"]
             leaves = [(x if dtype is None else x.to(dtype)).detach().requires_grad_() for x in leaves]
-            with remembers(new and other == impl, call):
+            with adds_problem(new and other == impl, call):
                 out = attention(*leaves, **options, impl=other)
                 outputs = out if isinstance(out, tuple) else (out,)
                 gradients = [dout[: len(out)].to(outputs[0].dtype), *(torch.ones_like(lse) for lse in outputs[1:])]
@@ -240,7 +240,7 @@ def test_calls_that_look_alike(impl, device):
             assert (ours - truth).norm() < 0.02 * truth.norm(), call
 
 
-def test_precisions_are_remembered_apart(device, monkeypatch):
+def test_precisions_are_cached_separately(device, monkeypatch):
     monkeypatch.setattr(problem, "PROBLEMS", {})
     q, matmul = torch.randn(1, 20, 1, 16, device=device), torch.backends.cuda.matmul
     before = matmul.fp32_precision
@@ -254,7 +254,7 @@ def test_precisions_are_remembered_apart(device, monkeypatch):
 
 
 def test_backwards_that_look_alike(impl, device):
-    """The same of all that the backward reads, which autograd gives it in any strides."""
+    """The same for all tensors that the backward reads; autograd may give them any strides."""
     q, k, v, dout = small(device)
     options = ops.Options(
         *[None] * ops.TENSOR_OPTIONS, *q.shape[1:2], *k.shape[1:2], True, 0, 0.0, 0.0, 0.1, impl == "hopper"
@@ -266,36 +266,36 @@ def test_backwards_that_look_alike(impl, device):
     calls += [dict(lse2=odd(lse2)), dict(dlse=odd(tensors["dlse"]))]
     expected = host.backward(*tensors.values(), False, options)[:3]
     for changed, new in [*((x, x != {}) for x in calls), *((x, False) for x in calls)]:
-        with remembers(new, changed):
+        with adds_problem(new, changed):
             found = host.backward(*(tensors | changed).values(), False, options)[:3]
         for ours, first in zip(found, expected, strict=True):
             torch.testing.assert_close(ours, first)
-    with remembers(True, "without dlse"):
+    with adds_problem(True, "without dlse"):
         without = host.backward(*(tensors | dict(dlse=None)).values(), False, options)[:3]
     assert not torch.equal(without[0], expected[0])
 
 
 @pytest.mark.parametrize(
-    "lack, options",
+    "lack, options",  # a part of the message
     [
         ("softcap", dict(softcap=3.0)),
         ("decay", dict(decay=True)),
         ("sink", dict(sink=True)),
         ("cu_seqlens", dict(packed=[0, 8, 20], q_len=20)),
         ("return_lse", dict(return_lse=True)),
-        ("dropout with a given seed", dict(dropout=0.1, seed=3)),
-        ("causal attention of 9 queries to 8 keys (the first queries see no key)", dict(q_len=9, k_len=8)),
-        ("a window with 9 queries and 8 keys", dict(q_len=9, k_len=8, window=5, causal=False)),
-        ("lengths (queries past them see no key)", dict(lengths=[20, 7], q_len=20)),
+        ("seed", dict(dropout=0.1, seed=3)),
+        ("9 queries", dict(q_len=9, k_len=8)),
+        ("window", dict(q_len=9, k_len=8, window=5, causal=False)),
+        ("lengths", dict(lengths=[20, 7], q_len=20)),
     ],
     ids=str,
 )
-def test_sdpa_says_what_it_lacks(lack, options, device):
-    """In float64, which no kernel serves: so auto asks SDPA on every machine."""
+def test_sdpa_names_what_it_lacks(lack, options, device):
+    """In float64, which no kernel supports, so auto tries SDPA on every machine."""
     arguments, _, _ = make_problem(device, torch.float64, **options)
     arguments["return_lse"] = "return_lse" in options
-    said = f"SDPA cannot express {lack}"
     for call in (attention, explain):
-        with pytest.raises(ValueError, match=re.escape(f"{said}; use impl='triton' or impl='reference'")):
+        with pytest.raises(ValueError, match=f"SDPA.*{lack}.*impl='reference'"):
             call(**arguments, impl="sdpa")
-    assert explain(**arguments) == f"reference: the kernels do not compute in torch.float64; {said}"
+    reason = explain(**arguments)
+    assert reason.startswith("reference") and "torch.float64" in reason and lack in reason

@@ -1,4 +1,4 @@
-"""What attention() accepts: each rule of checks.py, at its values."""
+"""The rules of checks.py: for each, the values that it rejects and accepts."""
 
 import numpy as np
 import pytest
@@ -7,6 +7,7 @@ from problems import ON_GPU, floats, integers, make_problem
 
 from attention import attention
 
+# name -> (change of the tensors, options, a part of the message: what is wrong)
 BAD = {
     "dims": (lambda q, k, v: (q[0], k, v), {}, "q has shape"),
     "dtype": (lambda q, k, v: (q, k.half(), v), {}, "k is torch.float16"),
@@ -69,7 +70,7 @@ BAD = {
     "max_seqlen_3": (
         lambda q, k, v: (q[:1], k[:1], v[:1]),
         dict(cu_seqlens=integers(0, 10), max_seqlen=(1, 2, 3)),
-        "max_seqlen=\\(1, 2, 3\\) must be one int",
+        "max_seqlen=\\(1, 2, 3\\)",
     ),
     "max_seqlen_bool": (
         lambda q, k, v: (q[:1], k[:1], v[:1]),
@@ -93,11 +94,11 @@ BAD = {
     "bool_dropout": (lambda q, k, v: (q, k, v), dict(dropout=False), "dropout=False"),
     "bool_seed": (lambda q, k, v: (q, k, v), dict(seed=True), "seed=True"),
     "small_seed": (lambda q, k, v: (q, k, v), dict(seed=-(2**63) - 1), "seed=-9223372036854775809"),
-    "two_seeds": (lambda q, k, v: (q, k, v), dict(seed=integers(1, 2).long()), "seed is torch.int64 of 2 elements"),
+    "two_seeds": (lambda q, k, v: (q, k, v), dict(seed=integers(1, 2).long()), "seed is torch.int64.*2 elements"),
     "seed_device": (
         lambda q, k, v: (q, k, v),
         dict(seed=integers(1).long().to("meta")),
-        "seed is torch.int64 of 1 elements on meta",
+        "seed is torch.int64.*on meta",
     ),
     "bias_dims": (
         lambda q, k, v: (q, k, v),
@@ -107,14 +108,14 @@ BAD = {
     "bias_device": (lambda q, k, v: (q, k, v), dict(bias=floats(1).to("meta")), "bias is torch.float32 on meta"),
     "integer_decay": (lambda q, k, v: (q, k, v), dict(decay=integers(1)), "decay is torch.int32"),
     "sink_device": (lambda q, k, v: (q, k, v), dict(sink=floats(4).to("meta")), "sink is torch.float32 on meta"),
-    "lengths_dims": (lambda q, k, v: (q, k, v), dict(lengths=integers(1, 2)[None]), "lengths is torch.int32 of 2 dims"),
+    "lengths_dims": (lambda q, k, v: (q, k, v), dict(lengths=integers(1, 2)[None]), "lengths is torch.int32.*2 dims"),
     "lengths_device": (
         lambda q, k, v: (q, k, v),
         dict(lengths=integers(1, 2).to("meta")),
-        "lengths is torch.int32 of 1 dims on meta",
+        "lengths is torch.int32.*on meta",
     ),
     "lengths_stride": (lambda q, k, v: (q, k, v), dict(lengths=integers(1, 2, 3)[::2]), "lengths has stride 2"),
-    "packed_list": (lambda q, k, v: (q[:1], k[:1], v[:1]), dict(cu_seqlens=[0, 10]), "cu_seqlens=\\[0, 10\\] must be"),
+    "packed_list": (lambda q, k, v: (q[:1], k[:1], v[:1]), dict(cu_seqlens=[0, 10]), "cu_seqlens=\\[0, 10\\]"),
     "packed_dtype": (
         lambda q, k, v: (q[:1], k[:1], v[:1]),
         dict(cu_seqlens=integers(0, 10).long()),
@@ -123,7 +124,7 @@ BAD = {
     "packed_device": (
         lambda q, k, v: (q[:1], k[:1], v[:1]),
         dict(cu_seqlens=integers(0, 10).to("meta")),
-        "cu_seqlens is torch.int32 of 1 dims on meta",
+        "cu_seqlens is torch.int32.*on meta",
     ),
     "packed_stride": (
         lambda q, k, v: (q[:1], k[:1], v[:1]),
@@ -143,7 +144,7 @@ BAD = {
     "packed_3": (
         lambda q, k, v: (q[:1], k[:1], v[:1]),
         dict(cu_seqlens=3 * (integers(0, 10),)),
-        "must be one tensor, or a tuple of two",
+        "cu_seqlens=.*tuple of two",
     ),
     "packed_nothing": (
         lambda q, k, v: (q[:1], k[:1], v[:1]),
@@ -163,32 +164,32 @@ BAD = {
     "packed_two_in_a_list": (
         lambda q, k, v: (q[:1], k[:1], v[:1]),
         dict(cu_seqlens=2 * [integers(0, 10)]),
-        "must be one tensor, or a tuple of two, for queries and for keys",
+        "cu_seqlens=.*tuple of two",
     ),
     "max_seqlen_tensor": (
         lambda q, k, v: (q[:1], k[:1], v[:1]),
         dict(cu_seqlens=integers(0, 10), max_seqlen=torch.tensor(10)),
-        "max_seqlen=tensor\\(10\\) is Tensor; it must be a Python int: call .item\\(\\)",
+        "max_seqlen=tensor\\(10\\).*Python int.*item",
     ),
     "max_seqlen_list": (
         lambda q, k, v: (q[:1], k[:1], v[:1]),
         dict(cu_seqlens=integers(0, 10), max_seqlen=[10, 10]),
-        "max_seqlen=\\[10, 10\\] must be one int, or a tuple of two, for queries and for keys",
+        "max_seqlen=\\[10, 10\\].*tuple of two",
     ),
     "numpy_window": (
         lambda q, k, v: (q, k, v),
         dict(window=np.int64(5)),
-        "is int64; it must be a Python int: call",
+        "window=.*int64.*Python int",
     ),
     "numpy_scale": (
         lambda q, k, v: (q, k, v),
         dict(scale=np.float32(1)),
-        "is float32; it must be a Python float:",
+        "scale=.*float32.*Python float",
     ),
-    "numpy_causal": (lambda q, k, v: (q, k, v), dict(causal=np.bool_(1)), "it must be a Python bool: call .item"),
-    "return_lse": (lambda q, k, v: (q, k, v), dict(return_lse="x"), "return_lse='x' is str; it must be a Python bool"),
-    "big_softcap": (lambda q, k, v: (q, k, v), dict(softcap=3e38), "softcap=3e\\+38 must be from 1e-30 to 1e30"),
-    "small_softcap": (lambda q, k, v: (q, k, v), dict(softcap=1e-42), "softcap=1e-42 must be from 1e-30 to 1e30"),
+    "numpy_causal": (lambda q, k, v: (q, k, v), dict(causal=np.bool_(1)), "causal=.*Python bool.*item"),
+    "return_lse": (lambda q, k, v: (q, k, v), dict(return_lse="x"), "return_lse='x'.*Python bool"),
+    "big_softcap": (lambda q, k, v: (q, k, v), dict(softcap=3e38), "softcap=3e\\+38.*1e-30.*1e30"),
+    "small_softcap": (lambda q, k, v: (q, k, v), dict(softcap=1e-42), "softcap=1e-42.*1e-30.*1e30"),
     "big_max_seqlen": (
         lambda q, k, v: (q[:1], k[:1], v[:1]),
         dict(cu_seqlens=integers(0, 10), max_seqlen=2**30),
@@ -212,10 +213,10 @@ def test_bad_input(change, options, message, device):
         (dict(cu_seqlens=[1, 5]), "start at 0"),
         (dict(cu_seqlens=[0, 11]), "end at 10"),
         (dict(cu_seqlens=[0, 8], max_seqlen=4), "at least 8"),
-        (dict(cu_seqlens=([0, 10], [0, 11])), "cu_seqlens=\\[0, 11\\] must .* end at 10"),
-        (dict(cu_seqlens=([0, 5], [0, 8]), max_seqlen=(5, 7)), "max_seqlen=7 must be at least 8"),
+        (dict(cu_seqlens=([0, 10], [0, 11])), "cu_seqlens=\\[0, 11\\].*end at 10"),
+        (dict(cu_seqlens=([0, 5], [0, 8]), max_seqlen=(5, 7)), "max_seqlen=7.*at least 8"),
         (dict(lengths=[11]), "from 0 to 10"),
-        (dict(lengths=[-1]), "lengths run from -1 to -1"),
+        (dict(lengths=[-1]), "lengths.*from -1"),
     ],
 )
 def test_contents_are_checked_on_request(options, message, device, monkeypatch):
@@ -239,14 +240,14 @@ def test_contents_are_checked_on_request(options, message, device, monkeypatch):
     ids=str,
 )
 def test_right_contents_pass(options, device, monkeypatch):
-    """The check of contents takes what is at the edge of its rules: 0, all of a row, the longest sequence."""
+    """The check of contents accepts the limits of its rules: 0, a whole row, the longest sequence."""
     monkeypatch.setenv("ATTENTION_DEBUG", "1")
     arguments, _, _ = make_problem(device, torch.float32, **options)
     attention(**arguments, impl="reference")
 
 
 def test_two_starts_that_are_one_tensor(device):
-    """The queries are more than the keys, the rest of which belong to no sequence."""
+    """There are more queries than keys; those after the last start belong to no sequence."""
     arguments, _, _ = make_problem(device, torch.float32, packed=[0, 5, 12], q_len=20, k_len=14)
     arguments["cu_seqlens"] = (arguments["cu_seqlens"],) * 2
     kernels, eager = (attention(**arguments, impl=impl) for impl in ("triton", "reference"))
@@ -255,7 +256,7 @@ def test_two_starts_that_are_one_tensor(device):
 
 @pytest.mark.parametrize("softcap", [1e-30, 1e30])
 def test_outermost_softcaps(softcap, device):
-    """All scores are all but equal, or nothing is capped."""
+    """The smallest makes all scores nearly equal; the largest caps nothing."""
     q, k, v = (torch.randn(1, 20, 1, 64, device=device, requires_grad=True) for _ in range(3))
     other = dict(scale=1e-30) if softcap < 1 else {}
     found = []

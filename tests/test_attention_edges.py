@@ -1,4 +1,4 @@
-"""Where others are vague: rows without keys, biases and gates that hide, NaN in what nobody sees."""
+"""Edge cases: rows that see no key, biases and gates that hide keys, NaN at hidden positions."""
 
 from functools import partial
 
@@ -12,7 +12,7 @@ from attention import attention, explain
 
 
 def test_rows_without_keys(device):
-    """Causal, more queries than keys: the first queries see nothing."""
+    """Causal with more queries than keys: the first queries see no key."""
     q, k, v = (torch.randn(1, n, 2, 16, device=device, requires_grad=True) for n in (50, 20, 20))
     out, lse = attention(q, k, v, return_lse=True, impl="triton")
     assert (out[:, :30] == 0).all() and (lse[:, :, :30] == float("-inf")).all() and lse[:, :, 30:].isfinite().all()
@@ -35,7 +35,7 @@ def test_rows_without_keys(device):
     ids=str,
 )
 def test_a_single_key_has_all_weight(options, dtype, device, poisoned):
-    """Whatever its score, so that queries and keys learn of the LSE alone, not what rounding leaves of dP - delta."""
+    """Its weight is 1 for any score. So dq and dk come from the LSE alone, without rounding errors of dP - delta."""
     arguments_, dout, dlse = make_problem(device, dtype, dim=64, **options)
     for impl in our_kernels(arguments_):
 
@@ -61,7 +61,7 @@ def test_no_keys_or_no_batch(device):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("impl", ["triton", "reference", "sdpa"])
 def test_least_bias(impl, dtype, device):
-    """What is -inf in base 2 hides as -inf does, a row or a key that is NaN; what is a little more does not."""
+    """A bias that is -inf in base 2 hides like -inf: a row, or a key that is NaN. A slightly larger bias does not."""
     q, k, v = (torch.randn(1, 20, 1, 16, device=device, dtype=dtype) for _ in range(3))
     k[:, 5] = v[:, 5] = float("nan")
     found = []
@@ -86,7 +86,7 @@ def test_least_bias(impl, dtype, device):
 
 @pytest.mark.parametrize("dtype, low, least", [(torch.float16, -4e4, -6e4), (torch.float32, -1.8e38, -2.2e38)], ids=str)
 @pytest.mark.parametrize("impl", ["triton", "reference", "sdpa"])
-def test_low_biases_are_told_apart(impl, dtype, low, least, device):
+def test_low_biases_stay_distinct(impl, dtype, low, least, device):
     q, k, v = (torch.randn(1, 20, 1, 16, device=device, dtype=dtype) for _ in range(3))
     bias = torch.full((20, 20), least, device=device, dtype=dtype)
     bias[:, 2] = low
@@ -94,7 +94,7 @@ def test_low_biases_are_told_apart(impl, dtype, low, least, device):
     out = attention(q, k, v, bias=bias, causal=False, impl=impl)
     torch.testing.assert_close(out, v[:, 2:3].expand_as(out), rtol=1e-3, atol=1e-3)  # SDPA's weights of 1 are inexact
     if dtype == torch.float32:
-        return  # a row of such a bias cannot tell its keys apart, and learns nothing of use (docs, section 10)
+        return  # a whole row of this bias has useless gradients (docs/attention.md, section 10)
     bias = torch.zeros(20, 20, device=device, dtype=dtype)
     bias[3] = least
     bias.requires_grad_()
@@ -104,8 +104,8 @@ def test_low_biases_are_told_apart(impl, dtype, low, least, device):
 
 
 @pytest.mark.parametrize("shape", [(1, 1, 20, 20), (2, 1, 20), (20, 1), (1,)], ids=str)
-def test_an_expanded_bias_learns_in_every_place(shape, device):
-    """Asked of the expanded tensor itself, by autograd and by torch.func; and one that nobody learns serves alike."""
+def test_an_expanded_bias_has_a_full_gradient(shape, device):
+    """The gradient of the expanded tensor itself, by autograd and torch.func; and a bias without gradient works too."""
     q, k, v = (torch.randn(3, 20, 2, 16, device=device) for _ in range(3))
     bias = torch.randn(shape, device=device).expand(3, 2, 20, 20)
 
@@ -122,7 +122,7 @@ def test_an_expanded_bias_learns_in_every_place(shape, device):
     close(*gradients)
     close(torch.func.grad(loss)(bias, "sdpa"), gradients[1])
     gradients = []
-    for impl in ("sdpa", "reference"):  # around a derivative of torch.func
+    for impl in ("sdpa", "reference"):  # autograd of a torch.func derivative
         leaf = bias.detach().requires_grad_()
         inner = lambda x, leaf=leaf, impl=impl: attention(x, k, v, bias=leaf, causal=False, impl=impl).square().sum()  # noqa: E731
         with sdpa_kernel(SDPBackend.MATH):
@@ -133,8 +133,8 @@ def test_an_expanded_bias_learns_in_every_place(shape, device):
 
 
 @pytest.mark.parametrize("impl", ["triton", "reference"])
-def test_a_gate_that_forgets_all(impl, device):
-    """What follows a gate of -1e4, or of -1e9, is as exact as a call on it alone."""
+def test_a_gate_that_forgets_everything(impl, device):
+    """After a gate of -1e4 or -1e9, the output is as exact as a call on the later tokens alone."""
     q, k, v = (torch.randn(1, 40, 2, 16, device=device) for _ in range(3))
     decay = F.logsigmoid(torch.randn(1, 40, 2, device=device))
     alone = [x[:, 20:].double() for x in (q, k, v)]
@@ -160,13 +160,13 @@ def test_a_gate_that_forgets_all(impl, device):
     ],
 )
 @pytest.mark.parametrize("impl", ["triton", "reference", "sdpa"])
-def test_nan_in_what_nobody_sees(impl, where, device):
-    """NaN in keys and values that no query sees, and in queries that see none, reaches neither output nor gradients."""
+def test_nan_at_hidden_positions(impl, where, device):
+    """NaN in keys and values that no query sees, and in queries that see no key, changes no output and no gradient."""
     q, k, v = (torch.randn(1, 10 if i == 0 else 40, 4 if i == 0 else 2, 16, device=device) for i in range(3))
     hiding, of_a_head, of_a_query = floats(40), floats(4, 1, 40), floats(4, 10, 40)
     hiding[20:27] = of_a_head[:2, :, 20:27] = of_a_query[:2, 4] = float("-inf")
     packed = dict(cu_seqlens=(integers(0, 3, 8), integers(0, 15, 33)))
-    # options, keys that nobody sees, queries that see none; both with the heads
+    # options, keys that no query sees, queries that see no key; both as (positions, heads)
     options, hidden, blind = {
         "lengths": (dict(lengths=integers(33)), (slice(33, 40),), (slice(3, 10),)),
         "packed": (packed, (slice(33, 40),), (slice(8, 10),)),
@@ -180,7 +180,7 @@ def test_nan_in_what_nobody_sees(impl, where, device):
     }[where]
     options["impl"] = impl
     if (impl, where) == ("triton", "bias_of_a_query"):
-        pytest.skip("not promised by docs/attention.md: dkdv_kernel would spill for it")
+        pytest.skip("docs/attention.md does not promise it: dkdv_kernel would spill")
     try:
         explain(q, k, v, **options)
     except ValueError as lack:

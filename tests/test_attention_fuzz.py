@@ -1,7 +1,7 @@
 """Random problems over all arguments of attention(), against the float64 reference.
 
-pytest tests/test_attention_fuzz.py                                 bounded, for every machine
-python tests/test_attention_fuzz.py --problems 5000 [--hopper]      the long mode, for a GPU; prints a report
+pytest -m slow tests/test_attention_fuzz.py                         a few problems, on any machine
+python tests/test_attention_fuzz.py --problems 5000 [--hopper]      many problems, on a GPU; prints a report
 """
 
 import argparse
@@ -19,6 +19,7 @@ from typing import NamedTuple
 from unittest import mock
 
 import hypothesis
+import pytest
 import torch
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
@@ -32,16 +33,17 @@ from test_attention_pairs import PARAMETERS, arguments, possible
 
 from attention import portable
 
-# To shrink a failing problem would run hundreds of others.
+# Without the phase that shrinks a failing problem, which would run hundreds of others.
 BOUNDED = settings(deadline=None, suppress_health_check=list(HealthCheck), database=None, phases=[Phase.generate])
-# What kernels are compiled for: seconds each, while a problem takes milliseconds. So many problems share a variant.
+# Kernels are compiled for each combination of these arguments, a variant. This takes seconds and a problem takes
+# milliseconds, so many problems share a variant.
 COMPILED = ("dim", "value_dim", "dtype", "group", "kv_heads", "bias", "ragged", "window", "causal", "softcap",
             "dropout", "decay", "sink", "seed", "hide", "longest", "return_lse", "loops")  # fmt: skip
 VARIANTS = 80 if ON_GPU else 10_000
 LONGEST = 300 if ON_GPU else 40
 
 
-# What the Hopper kernels serve, which is little of all that.
+# What the Hopper kernels support.
 FOR_HOPPER = PARAMETERS | {
     "dim": [dim for dim in PARAMETERS["dim"] if dim >= 40],
     "value_dim": [None],
@@ -53,7 +55,7 @@ FOR_HOPPER = PARAMETERS | {
 
 
 def variant(number, parameters):
-    """Values of COMPILED; the same for the same number."""
+    """Values of COMPILED, which depend on the number only."""
     generator = random.Random(number)
     while True:
         case = dict.fromkeys(parameters) | {name: generator.choice(parameters[name]) for name in COMPILED}
@@ -90,6 +92,7 @@ def run(problem, seed):
         return check(partial(make_problem, "cuda" if ON_GPU else "cpu", dtype, **problem), dtype)
 
 
+@pytest.mark.slow
 @settings(BOUNDED, max_examples=60 if ON_GPU else 15, derandomize=True)
 @given(problems(range(VARIANTS)), st.integers(0, 2**31))
 def test_random_problems(problem, seed):
@@ -98,15 +101,15 @@ def test_random_problems(problem, seed):
 
 class Report(NamedTuple):
     done: int
-    hopper: int  # of which the Hopper kernels computed too
-    worst: dict[str, tuple[float, str]]  # dtype -> largest error, of the 2 allowed, and the problem
-    precise: Counter  # (dtype, result) -> problems where it is held to a sum in float32
+    hopper: int  # problems that the Hopper kernels computed too
+    worst: dict[str, tuple[float, str]]  # dtype -> largest error (the bound is 2), and its problem
+    precise: Counter  # (dtype, result) -> problems where the result was compared with a sum in float32
     by_precision: int  # problems with any such result
     failures: list[str]
 
 
 def search(count, deadline, parameters, numbers, seed):
-    """Run `count` random problems over some variants, no new one after the deadline; go on after a failure."""
+    """Run `count` random problems over some variants, starting none after the deadline; failures do not stop it."""
     done, hopper, worst, precise, by_precision, failures = 0, 0, {}, Counter(), 0, []
     if ON_GPU:
         torch.cuda.set_device(seed % torch.cuda.device_count())
@@ -142,12 +145,12 @@ def main():
         "--seconds",
         type=float,
         default=float("inf"),
-        help="start no problem after so long, imports and compilations included",
+        help="start no problem after this time, which includes imports and compilation",
     )
-    parser.add_argument("--hopper", action="store_true", help="only what the Hopper kernels serve")
+    parser.add_argument("--hopper", action="store_true", help="only problems that the Hopper kernels support")
     args = parser.parse_args()
     if args.hopper and not ON_GPU:
-        parser.error("--hopper needs a Hopper GPU; leave it out")
+        parser.error("--hopper needs a Hopper GPU")
     start = time.time()
     parameters = FOR_HOPPER if args.hopper else PARAMETERS
     share = -(-args.problems // args.processes)
@@ -163,15 +166,15 @@ def main():
     hopper = sum(report.hopper for report in reports)
     precise = sum((report.precise for report in reports), Counter())
     print(
-        f"{done} problems in {time.time() - start:.0f} s, {hopper} of them by the Hopper kernels too, "
+        f"{done} problems in {time.time() - start:.0f} s, {hopper} of them also by the Hopper kernels, "
         f"{len(failures)} failed"
     )
     for name in map(str, PARAMETERS["dtype"]):
         results = ", ".join(f"{result} {n}" for (dtype, result), n in precise.most_common() if dtype == name)
-        print(f"problems in {name} with results held to a sum in float32: {results or 'none'}")
+        print(f"problems in {name} with results compared with a sum in float32: {results or 'none'}")
         ratio, problem = max(report.worst.get(name, (0.0, "")) for report in reports)
-        print(f"largest error in {name}, of the 2 allowed: {ratio:.2f}, of {problem}")
-    print(f"{sum(report.by_precision for report in reports)} problems with a result held to a sum in float32")
+        print(f"largest error in {name} (the bound is 2): {ratio:.2f}, of {problem}")
+    print(f"{sum(report.by_precision for report in reports)} problems with a result compared with a sum in float32")
     sys.exit(bool(failures) or not done)
 
 

@@ -1,6 +1,6 @@
-"""Every pair of argument values of attention() meets in some problem: kernels against the float64 reference.
+"""Every pair of argument values of attention() occurs in some problem: kernels against the float64 reference.
 
-Small sizes in the interpreter; on a GPU the full range of lengths, head dims and dtypes.
+Sizes are small in the interpreter; on a GPU they cover the full range of lengths, head dims and dtypes.
 """
 
 from functools import partial
@@ -30,16 +30,16 @@ PARAMETERS = {
     "dropout": [0.0, 0.3],
     "decay": [False, True],
     "sink": [False, True],
-    "seed": [None, 5],  # drawn, given
-    "hide": [False, True],  # a part of the bias is -inf
-    "longest": [True, False],  # max_seqlen given
+    "seed": [None, 5],  # None: drawn from torch
+    "hide": [False, True],  # part of the bias is -inf
+    "longest": [True, False],  # whether max_seqlen is given
     "return_lse": [True, False],
     "loops": [True, False],
 }
 
 
 def possible(values):
-    """Whether the parameters given so far go together; allpairspy asks this of growing prefixes."""
+    """Whether these values are allowed together; allpairspy calls this with growing prefixes of the parameters."""
     case = dict.fromkeys(PARAMETERS) | dict(zip(PARAMETERS, values, strict=False))
     packed = case["ragged"] in ("packed", "packed_pair")
     return not (
@@ -69,7 +69,8 @@ def arguments(case):
         "queries": (heads, q_len, 1),
         "one": (1,),
     }[case.bias]
-    starts = [0, q_len // 3, q_len // 3, q_len - q_len // 8]  # the second is empty, and some tokens belong to none
+    # the second sequence is empty, and the last tokens belong to none
+    starts = [0, q_len // 3, q_len // 3, q_len - q_len // 8]
     if case.ragged == "lengths":
         arguments["lengths"] = [k_len, k_len * 2 // 3, 0]
     elif case.ragged == "packed":
@@ -98,7 +99,7 @@ def test_pair(case, draw):
 
 @pytest.mark.parametrize("case", CASES if ON_GPU else CASES[:2], ids=range(len(CASES) if ON_GPU else 2))
 def test_repeatable(case, draw):
-    """The same bits 50 times, for every pair of features."""
+    """The same bits in each of 50 calls on a GPU, for every pair of features; in one more in the interpreter."""
     problem = draw()
     first = results(kernels, problem, case.dtype)
     for _ in range(50 if ON_GPU else 1):

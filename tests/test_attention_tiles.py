@@ -1,4 +1,4 @@
-"""Blocks that no query of a tile can see are never visited: asked of the kernels, not of a copy of their ranges."""
+"""The kernels never visit tiles that are fully hidden. This observes the kernels, not a copy of their formulas."""
 
 import itertools
 from collections import defaultdict
@@ -10,7 +10,7 @@ from problems import ON_GPU, kernels, make_problem, results
 
 from attention import backward, forward, launch, portable
 
-# Multiples of all tile sizes: of the GPUs' table, and of the interpreter.
+# Multiples of all tile sizes: those of the GPU tables, or those of the interpreter.
 BLOCK_Q, BLOCK_K = (128, 128) if ON_GPU else (launch.INTERPRETER.block_q, launch.INTERPRETER.block_k)
 LONG = 3 * BLOCK_Q + 7
 
@@ -35,7 +35,7 @@ CASES = {
 
 
 class Bounds(NamedTuple):
-    """Where a sequence lies, and which keys its queries see: [queries, keys], from the definition."""
+    """Where a sequence lies, and which keys its queries see: [queries, keys], by the definition of the mask."""
 
     row: int
     q_start: int
@@ -65,11 +65,11 @@ def make_case(case, device, dtype=torch.float32, **sizes):
     return problem, sequences
 
 
-@pytest.mark.skipif(ON_GPU, reason="only the interpreter shows what a kernel visits")
+@pytest.mark.skipif(ON_GPU, reason="only the interpreter can record the tiles that a kernel visits")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 @pytest.mark.parametrize("case", CASES)
 def test_visited_tiles(case, dtype, device, monkeypatch):
-    """Each kernel meets every visible pair once, masks what is not all visible, and visits no tile without a pair."""
+    """Each kernel visits every visible pair once, masks tiles that are partly hidden and visits no fully hidden one."""
     visits, running = defaultdict(list), []
 
     def start(make_settings, problem, args, *choices):
@@ -101,21 +101,21 @@ def test_visited_tiles(case, dtype, device, monkeypatch):
             keys = k_index[k_index < sees.shape[1]]
             tile = sees[rows][:, keys]
             where = f"{kernel}: queries from {int(q_index[0])}, keys from {int(k_index[0])} of sequence {sequence}"
-            assert tile.any(), f"{where} see nothing"
-            assert masked or tile.all(), f"{where} are not all visible"
+            assert tile.any(), f"{where} are fully hidden"
+            assert masked or tile.all(), f"{where} are partly hidden, but not masked"
             counts[sequence][head, rows[:, None], keys] += 1
         for count, bounds in zip(counts, sequences, strict=True):
-            assert (count[:, bounds.sees] == 1).all(), f"{kernel} leaves out a pair, or meets it twice"
+            assert (count[:, bounds.sees] == 1).all(), f"{kernel} skips a visible pair or visits it twice"
 
 
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")  # NumPy's, of NaN
-@pytest.mark.parametrize("dim", [16, 32])  # in the interpreter by TMA and by pointers
+@pytest.mark.parametrize("dim", [16, 32])  # the interpreter loads these by TMA and through pointers
 @pytest.mark.parametrize("case", ["causal", "window_full", "lengths", "packed_pair_window"])
 def test_nan_in_tiles_that_a_tile_does_not_see(case, dim, device):
-    """NaN in tiles of keys that a tile of queries does not see, though others may, reaches nothing of that tile.
+    """NaN in tiles of keys that are hidden from a tile of queries does not change the output or dq of that tile.
 
-    Nor does NaN in tiles of queries reach dk and dv of a tile of keys that they do not see. A visit to keys before
-    those that are seen would not show: load_tile() then reads the first of these.
+    Nor does NaN in tiles of queries change dk and dv of a tile of keys that is hidden from them. Visits to keys before
+    the visible ones would go unnoticed, since load_tile() then reads the first visible ones.
     """
     (arguments, dout, dlse), sequences = make_case(case, device, dim=dim)
     clean = results(kernels, (arguments, dout, dlse), torch.float32)
@@ -126,7 +126,7 @@ def test_nan_in_tiles_that_a_tile_does_not_see(case, dim, device):
         return slice(start, min(start + block, length))
 
     def spoil(x, seen, start, block):
-        """NaN outside of the tiles that hold a position seen, of a sequence that begins at `start`."""
+        """Put NaN outside the tiles that contain a visible position, for a sequence that begins at `start`."""
         hidden = torch.ones(x.shape[:2], dtype=torch.bool)
         for at in range(0, len(seen), block):
             hidden[row, start + at : start + min(at + block, len(seen))] = not seen[at : at + block].any()

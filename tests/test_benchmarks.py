@@ -1,4 +1,4 @@
-"""The control of the benchmark computes what it is compared with."""
+"""The control of the benchmark, benchmarks/flat.py, computes the same as the reference."""
 
 import pytest
 import torch
@@ -8,7 +8,7 @@ from attention.reference import reference_attention
 from benchmarks.flat import flat_attention
 
 
-@pytest.mark.parametrize("dim", [64, 128 if ON_GPU else 16])  # by pointers and by TMA
+@pytest.mark.parametrize("dim", [64, 128 if ON_GPU else 16])  # loaded through pointers and by TMA
 @pytest.mark.parametrize("causal", [True, False])
 def test_flat_attention(causal, dim, device):
     dtype = torch.bfloat16 if device == "cuda" else torch.float32

@@ -1,106 +1,165 @@
-"""What checkpoint.py promises of each file it writes; whole runs are in test_reliability_files.py."""
+"""Checkpoints: resuming is bit-exact, a damaged file is noticed, and loading one executes nothing."""
 
 import os
-import threading
+import pickle
+import sys
+from functools import partial
 
+import filelock
 import pytest
 import torch
+from helpers import FAST, at_step, contents, equal, losses, metrics, one_sentence, same
 
-import checkpoint
-from checkpoint import Saver, save_checkpoint
+import sample
+from model import GPT, GPTConfig
+from training.checkpoint import FORMAT, load_checkpoint, save_checkpoint, to_host
 
-WEIGHTS = dict(step=7, model={"weight": torch.ones(3)}, config={"allow_changes": False})
-
-
-@pytest.fixture
-def saver(tmp_path):
-    return Saver(tmp_path, keep=2)
+CHECKPOINT = "runs/run/checkpoint.pt"
 
 
-def test_a_checkpoint_is_flushed_and_read_back_before_it_gets_its_name(tmp_path, monkeypatch):
-    path, said = tmp_path / "checkpoint.pt", []
+@pytest.mark.parametrize(
+    "options, threads",
+    [({}, 1), (dict(steps=4, eval_every=2), 2), (dict(optimizer="muon", n_kv_head=1), 1)],
+    ids=["adamw", "2 threads", "muon"],
+)
+def test_resume_is_bit_exact(folder, run, options, threads):
+    """Weights, optimizer and losses, with dropout; the run gets its own number of threads back."""
+    before = torch.get_num_threads()
+    try:
+        torch.set_num_threads(threads)
+        assert run(**options)[0] == 0
+        whole, whole_losses = contents(CHECKPOINT), losses(folder)
+        os.remove(CHECKPOINT)  # resume from the one before
+        torch.set_num_threads(1)
+        assert run("--resume")[0] == 0
+    finally:
+        torch.set_num_threads(before)
+    assert same(contents(CHECKPOINT), whole) and losses(folder) == whole_losses
+    assert whole["step"] == len(whole_losses) and whole["threads"] == threads
 
-    def record(owner, name):
-        function = getattr(owner, name)
-        monkeypatch.setattr(owner, name, lambda *args: (said.append(name), function(*args))[1])
 
-    for owner, name in ((os, "fsync"), (os, "posix_fadvise"), (checkpoint, "check_file"), (os, "replace")):
-        record(owner, name)
-    save_checkpoint(path, lambda: said.append("make room"), **WEIGHTS)
-    places = [said.index(name) for name in ("fsync", "posix_fadvise", "check_file", "make room", "replace")]
-    assert places == sorted(places)
+def test_float16_resumes_with_its_scaler(folder, run, monkeypatch):
+    """The first scale is so large that the gradients of some steps overflow."""
+    huge = 2.0**28
+    monkeypatch.setattr(torch.amp, "GradScaler", partial(torch.amp.GradScaler, init_scale=huge))
+    assert run(dtype="float16")[0] == 0
+    whole, whole_losses = contents(CHECKPOINT), losses(folder)
+    os.remove(CHECKPOINT)
+    assert run("--resume")[0] == 0
+    assert same(contents(CHECKPOINT), whole) and losses(folder) == whole_losses
+    assert 0 < whole["take_step"]["scaler"]["scale"] < huge
+    skipped = [record["skipped_steps"] for record in metrics(folder) if "loss" in record][-1]
+    assert 0 < skipped == whole["take_step"]["skipped"] < FAST["steps"] / 2
 
 
-def test_a_checkpoint_that_reads_back_wrong_replaces_nothing(tmp_path, monkeypatch):
+def test_resume_remembers_the_best_loss(folder, run):
+    """A resumed run whose losses are worse leaves best.pt alone."""
+    assert run(steps=20, eval_every=10)[0] == 0
+    best = (folder / "runs/run/best.pt").read_bytes()
+    assert run("--resume", "--steps", "30", "--learning_rate", "9", "--allow_changes")[0] == 0
+    assert metrics(folder)[-1]["val_loss"] > contents("runs/run/best.pt")["best"]
+    assert (folder / "runs/run/best.pt").read_bytes() == best
+
+
+@pytest.mark.parametrize("damage", ["truncated", "flipped bit", "empty"])
+def test_a_damaged_checkpoint_gives_way_to_the_one_before(folder, run, damage):
+    assert run()[0] == 0
+    path = folder / CHECKPOINT
+    whole, whole_losses = contents(path), losses(folder)
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 1
+    damaged = {"truncated": data[: len(data) // 2], "flipped bit": data, "empty": b""}[damage]
+    path.write_bytes(damaged)
+    code, err = run("--resume")
+    assert code == 0 and err.count("warning: ") == 1 and CHECKPOINT in err, err
+    assert same(contents(path), whole) and losses(folder) == whole_losses
+    assert (folder / f"{CHECKPOINT}.damaged").read_bytes() == damaged
+
+
+def test_without_a_checkpoint_a_run_begins_again(folder, run, monkeypatch):
+    assert run(name="whole")[0] == 0
+    with monkeypatch.context() as patch:
+        at_step(patch, 5, lambda: sys.exit(9))
+        assert run()[0] == 9 and not os.path.exists(CHECKPOINT)
+    assert run("--resume")[0] == 0
+    assert [record["step"] for record in metrics(folder)] == [record["step"] for record in metrics(folder, "whole")]
+    assert same(contents(CHECKPOINT), contents("runs/whole/checkpoint.pt"))
+
+
+def test_without_a_good_checkpoint_nothing_changes(folder, run):
+    run(keep=1, steps=4, eval_every=2)
+    os.truncate(CHECKPOINT, 1000)
+    before = {path.name: path.read_bytes() for path in (folder / "runs/run").iterdir()}
+    code, err = run("--resume")
+    assert code == 1
+    one_sentence(err, CHECKPOINT)
+    assert {path.name: path.read_bytes() for path in (folder / "runs/run").iterdir()} == before
+
+
+def test_any_flipped_bit_is_noticed_or_harmless(tmp_path):
     path = tmp_path / "checkpoint.pt"
-    save_checkpoint(path, **WEIGHTS)
-    good, check = path.read_bytes(), checkpoint.check_file
-
-    def damage_and_check(name):
-        with open(name, "r+b") as file:
-            file.seek(len(good) // 2)
-            file.write(b"broken by the disk")
-        check(name)
-
-    monkeypatch.setattr(checkpoint, "check_file", damage_and_check)
-    with pytest.raises(ValueError):
-        save_checkpoint(path, **WEIGHTS | dict(step=8))
-    assert path.read_bytes() == good and [x.name for x in tmp_path.iterdir()] == ["checkpoint.pt"]
-
-
-def test_training_goes_on_while_a_checkpoint_is_written(saver, monkeypatch):
-    may_write, save = threading.Event(), checkpoint.save_checkpoint
-
-    def slow(*args, **contents):
-        assert may_write.wait(60)
-        save(*args, **contents)
-
-    monkeypatch.setattr(checkpoint, "save_checkpoint", slow)
-    weight = torch.ones(3)
-    saver.save(WEIGHTS | dict(model={"weight": weight}), {}, False)
-    weight.zero_()  # the next step
-    may_write.set()
-    saver.close()
-    assert torch.equal(torch.load(saver.folder / "checkpoint.pt", weights_only=True)["model"]["weight"], torch.ones(3))
+    model = GPT(GPTConfig(vocab_size=8, n_layer=1, n_head=1, n_embd=8, block_size=8))
+    save_checkpoint(path, {"format": FORMAT, "model": model.state_dict()})
+    data, expected = path.read_bytes(), load_checkpoint(path)
+    noticed = 0
+    for place in torch.randint(8 * len(data), (400,)).tolist():
+        damaged = bytearray(data)
+        damaged[place // 8] ^= 1 << place % 8
+        path.write_bytes(damaged)
+        try:
+            assert equal(load_checkpoint(path), expected), f"bit {place} changes what is loaded"
+        except ValueError:
+            noticed += 1
+    assert noticed > 40  # the other bits are padding
 
 
-@pytest.mark.parametrize("error", [RuntimeError("CUDA error: out of memory"), MemoryError()], ids=["CUDA", "host"])
-def test_a_host_without_memory_for_the_copy(saver, monkeypatch, error):
-    """It is written without one, before the next step changes the weights."""
-
-    def fail(*_):
-        raise error
-
-    monkeypatch.setattr(checkpoint, "to_host", fail)
-    weight = torch.ones(3)
-    saver.save(WEIGHTS | dict(model={"weight": weight}), {}, True)
-    weight.zero_()
-    saver.close()
-    for name in ("checkpoint.pt", "best.pt"):
-        found = torch.load(saver.folder / name, weights_only=True)
-        assert found["step"] == 7 and torch.equal(found["model"]["weight"], torch.ones(3))
+def test_keep(folder, run):
+    for keep in (1, 3):
+        assert run(keep=keep, eval_every=10, name=f"keep{keep}")[0] == 0
+    names = [{path.name for path in (folder / f"runs/keep{keep}").glob("checkpoint*")} for keep in (1, 3)]
+    assert names == [{"checkpoint.pt"}, {"checkpoint.pt", "checkpoint-30.pt", "checkpoint-20.pt"}]
+    assert contents("runs/keep3/checkpoint-30.pt")["step"] == 30
 
 
-def test_another_error_of_the_device_is_not_hidden(saver, monkeypatch):
-    def fail(*_):
-        raise RuntimeError("CUDA error: device-side assert triggered")
+def test_a_run_that_another_process_trains_is_refused(folder, run):
+    run(steps=4, eval_every=2)
+    with filelock.FileLock("runs/run/.lock"):
+        code, err = run("--resume", "--steps", "6", "--allow_changes")
+        assert code == 1
+        one_sentence(err, "another process")
+    assert run("--resume", "--steps", "6", "--allow_changes")[0] == 0
 
-    monkeypatch.setattr(checkpoint, "to_host", fail)
-    with pytest.raises(RuntimeError, match="device-side"):
-        saver.save(WEIGHTS, {}, True)
+
+def test_the_copy_for_a_checkpoint_is_independent(device):
+    """The next step must not change it, and tied weights must not take twice the room."""
+    weight, step = torch.ones(3, device=device), torch.tensor(7.0)
+    copied = to_host({"embed": weight, "head": [weight], "step": step, "name": "run"}, {})
+    if weight.is_cuda:
+        torch.cuda.synchronize()
+    weight.zero_(), step.zero_()
+    assert copied["embed"] is copied["head"][0] and copied["name"] == "run"
+    assert equal(copied["embed"], torch.ones(3)) and copied["step"] == 7
 
 
-@pytest.mark.parametrize("error", [OSError(28, "No space left on device"), MemoryError()], ids=["disk", "memory"])
-def test_a_last_checkpoint_that_cannot_be_written_is_an_error(saver, monkeypatch, error):
-    """Also where somebody has deleted those before it, to make room."""
-    saver.save(WEIGHTS, {}, False)
-    saver.last_good()
-    (saver.folder / "checkpoint.pt").unlink()
+class Evil:
+    """Unpickling it creates the file `executed`."""
 
-    def fail(*args, **contents):
-        raise error
+    def __reduce__(self):
+        return os.system, ("touch executed",)
 
-    monkeypatch.setattr(checkpoint, "save_checkpoint", fail)
-    saver.save(WEIGHTS | dict(step=8), {}, False)
-    with pytest.raises(OSError, match=r"step 8 cannot be written.*the last good one is none"):
-        saver.close()
+
+@pytest.mark.parametrize("write", [torch.save, lambda thing, path: path.write_bytes(pickle.dumps(thing))])
+def test_a_malicious_checkpoint_executes_nothing(folder, run, write):
+    run(steps=2, keep=1)
+    for name in ("best.pt", "checkpoint.pt"):
+        path = folder / "runs/run" / name
+        write(contents(path) | {"model": Evil()}, path)
+    code, err = run("--resume", "--steps", "4", "--allow_changes")
+    assert code == 1
+    one_sentence(err, CHECKPOINT)
+    for name in ("best.pt", "checkpoint.pt"):
+        with pytest.raises(ValueError, match=name):
+            sample.main(sample.SampleConfig(run=f"runs/run/{name}", device="cpu"))
+    assert not (folder / "executed").exists()
+    pickle.loads(pickle.dumps(Evil()))
+    assert (folder / "executed").exists()  # it would have been

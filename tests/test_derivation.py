@@ -1,6 +1,6 @@
-"""Every formula of docs/attention.md in float64, against autograd or brute force; no kernel runs here.
+"""The formulas of docs/attention.md, sections 2 to 8, in float64 against autograd or brute force; no kernel runs.
 
-One function per section of the document, in its order and with its names.
+Names are those of the document.
 """
 
 import itertools
@@ -35,7 +35,7 @@ def gradients(loss, *leaves):
     return torch.autograd.grad(loss, leaves, retain_graph=True)
 
 
-# Softmax
+# Softmax: sections 2 and 3
 
 
 def test_safe_softmax():
@@ -43,7 +43,7 @@ def test_safe_softmax():
     top = scores.amax(-1, keepdim=True)
     weights = torch.exp(scores - top)
     close(weights / weights.sum(-1, keepdim=True), torch.softmax(scores, -1))
-    assert torch.exp(scores).sum(-1).tolist() == [INF, 0]  # without the shift both rows are lost
+    assert torch.exp(scores).sum(-1).tolist() == [INF, 0]  # without the shift, one row overflows and one underflows
 
 
 def attend(scores2, v, block_k):
@@ -63,7 +63,7 @@ def attend(scores2, v, block_k):
 
 
 def finish(acc, top, total, sink=None):
-    """Output and base-2 LSE of a finished state, as the end of the forward kernel; sink in natural units."""
+    """Output and base-2 LSE of the final state, as at the end of the forward kernel. sink is in natural units."""
     dead, fade = total == 0, torch.ones_like(total)
     if sink is not None:
         logit = torch.tensor(sink * LOG2E)
@@ -77,8 +77,8 @@ def finish(acc, top, total, sink=None):
 
 @pytest.mark.parametrize("block_k", [1, 3, 4, 16])
 def test_online_softmax_in_base_2(block_k):
-    """Any tiling gives the same output and LSE; rows that see no key yet, or none at all, make no NaN."""
-    q_len, k_len = 9, 7  # causal, so the first two queries see nothing
+    """Any tiling gives the same output and LSE. Rows that see no key yet, or none at all, give no NaN."""
+    q_len, k_len = 9, 7  # causal, so the first two queries see no key
     scores = (100 * torch.randn(q_len, k_len)).masked_fill(~causal_mask(q_len, k_len), -INF)
     scores[4, :3] = -INF
     v = torch.randn(k_len, 5)
@@ -89,7 +89,7 @@ def test_online_softmax_in_base_2(block_k):
 
 
 def test_states_of_two_spans_merge():
-    """The state of all keys is the merge of the states of two halves: what tiling and splitting rest on."""
+    """Merging the states of two halves gives the state of all keys. Tiling and splitting rely on this."""
     scores, v = torch.randn(4, 10) * LOG2E, torch.randn(10, 3)
     (acc_a, top_a, total_a), (acc_b, top_b, total_b) = attend(scores[:, :6], v[:6], 4), attend(scores[:, 6:], v[6:], 4)
     top = torch.maximum(top_a, top_b)
@@ -99,7 +99,7 @@ def test_states_of_two_spans_merge():
         close(ours, whole)
 
 
-# Backward
+# Backward: sections 5 and 6
 
 
 def test_delta_dq_dk_dv_with_dropout_and_dlse():
@@ -127,14 +127,14 @@ def test_delta_dq_dk_dv_with_dropout_and_dlse():
         close(ours, truth)
 
 
-def test_gradient_of_lse_reaches_queries_and_keys_only_as_softmax():
+def test_gradient_of_lse_is_softmax():
     scores = torch.randn(5, 7, requires_grad=True)
     (dscores,) = gradients(torch.logsumexp(scores, -1).sum(), scores)
     close(dscores, torch.softmax(scores, -1))
 
 
 def test_base_2_gradient_conversion():
-    """Autograd hands the op d loss / d lse2; the kernels want d loss / d lse."""
+    """Autograd gives the op d loss / d lse2; the kernels need d loss / d lse."""
     lse = torch.randn(5, requires_grad=True)
     lse2 = lse * LOG2E
     dlse2, dlse = gradients((lse2 * math.log(2)).square().sum(), lse2, lse)
@@ -170,7 +170,7 @@ def test_grouped_queries_sum_over_the_group(strategy):
     close(sums, torch.cat((dk, dv), -1))
 
 
-# Score terms
+# Terms of the score: section 7
 
 
 @pytest.mark.parametrize("scale", [0.7, 0.0, -0.4])
@@ -183,13 +183,13 @@ def test_softcap_and_its_slope(scale):
     close(cap * softcap, scores)
     (slope,) = gradients(scores.sum(), scaled)
     close(1 - cap * cap, slope)
-    close(gradients(scores.sum(), qk)[0], slope * scale)  # why dq and dk carry both slope and scale
+    close(gradients(scores.sum(), qk)[0], slope * scale)  # so dq and dk are multiplied by both
     huge = torch.tensor([-1e6, 1e6])
     assert (1 - 2 / (torch.exp2(huge) + 1)).tolist() == [-1, 1]
 
 
 def test_tanh_near_zero_is_its_series():
-    """Where x^2 < 0.04 the series to x^7 is exact to half a unit of float32, from which the difference is far."""
+    """For x^2 < 0.04 the series up to x^7 is exact to half a unit in float32; the formula with exp2 is not."""
 
     def error(found):
         return (found / torch.tanh(x) - 1).abs().max()
@@ -202,10 +202,10 @@ def test_tanh_near_zero_is_its_series():
 
 @pytest.mark.parametrize("q_len, k_len", [(6, 6), (4, 7), (7, 4)])
 def test_decay_is_a_difference_of_gates(q_len, k_len):
-    """The term is sum(decay[j + 1 .. i]); its gradient is rows minus columns of dS, then autograd's through cumsum."""
+    """The term is sum(decay[j + 1 .. i]). dgate is the row sums minus the column sums of dS; cumsum does the rest."""
     decay = (-torch.rand(k_len)).requires_grad_()
     mask, shift = causal_mask(q_len, k_len), k_len - q_len
-    weight = torch.randn(q_len, k_len).masked_fill(~mask, 0.0)  # stands for dS, which is 0 where nothing is seen
+    weight = torch.randn(q_len, k_len).masked_fill(~mask, 0.0)  # plays the role of dS, which is 0 at hidden pairs
     brute = sum(
         (weight[i, j] * decay[j + 1 : i + shift + 1].sum() for i in range(q_len) for j in range(k_len) if mask[i, j]),
         start=torch.zeros(()),
@@ -216,13 +216,13 @@ def test_decay_is_a_difference_of_gates(q_len, k_len):
     dgate = -weight.sum(0)  # the key half
     for i in range(q_len):
         if i + shift >= 0:
-            dgate[i + shift] += weight[i].sum()  # the query half, at the key the query stands at
+            dgate[i + shift] += weight[i].sum()  # the query half, at the key where the query stands
     close(torch.autograd.grad(gate, decay, dgate)[0], expected)
-    close(dgate.flip(0).cumsum(0).flip(0), expected)  # which is the sum from the key's own place on
+    close(dgate.flip(0).cumsum(0).flip(0), expected)  # the sum over this key and all later ones
 
 
-def test_decay_of_packed_sequences_cancels_the_sum_before_them():
-    """Queries and keys packed apart: the query half of sequence n lies k_end[n] - q_end[n] further on."""
+def test_decay_of_packed_sequences():
+    """With separate starts of queries and keys, the query half of sequence n is shifted by k_end[n] - q_end[n]."""
     q_starts, k_starts = [0, 3, 5, 9], [0, 3, 7, 12]
     decay = (-torch.rand(k_starts[-1])).requires_grad_()
     gate = decay.cumsum(0)
@@ -255,7 +255,7 @@ def test_constant_decay_is_a_linear_distance():
 
 
 @pytest.mark.parametrize("shape", list(itertools.product((1, 2), (1, 3), (1, 4), (1, 5))))
-def test_bias_gradient_sums_what_it_was_broadcast_over(shape):
+def test_bias_gradient_sums_over_broadcast_axes(shape):
     full = (2, 3, 4, 5)
     qk, v = torch.randn(full), torch.randn(2, 3, 5, 6)
     bias = torch.randn(shape, requires_grad=True)
@@ -271,7 +271,7 @@ def test_bias_gradient_sums_what_it_was_broadcast_over(shape):
 
 @pytest.mark.parametrize("sink", [-3.0, 0.4, 30.0])
 def test_sink_and_its_gradient(sink):
-    q_len, k_len = 5, 4  # the first row is dead: the sink does not revive it
+    q_len, k_len = 5, 4  # the first row sees no key, and a sink does not change its output of 0
     mask = causal_mask(q_len, k_len)
     alive = mask.any(-1)
     scores = torch.randn(q_len, k_len).masked_fill(~mask, -INF)
@@ -291,19 +291,19 @@ def test_sink_and_its_gradient(sink):
     with torch.no_grad():
         delta = (out * dout).sum(-1) - dlse
         weight = torch.where(alive, torch.exp(leaf - lse), 0.0)
-        mean = (weights * keep * (dout @ v.T)).sum(-1) / (weights.sum(-1) + weight)  # delta by a walk over the keys
+        mean = (weights * keep * (dout @ v.T)).sum(-1) / (weights.sum(-1) + weight)  # delta, by a walk
         close((mean - dlse)[alive], delta[alive])
         close(-(weight * delta)[alive].sum(), expected)
 
 
 def test_dead_rows_have_no_weights():
-    """lse2 = -inf is read as +inf, so that a weight is 2^(score - inf) = 0 and never 2^(-inf + inf)."""
+    """The kernels replace lse2 = -inf by +inf, so that a weight is 2^(score - inf) = 0 and not 2^(-inf + inf) = NaN."""
     scores, lse2 = torch.tensor([-INF, 0.0, 5.0]), torch.tensor(-INF)
     lse2 = torch.where(lse2 == -INF, INF, lse2)
     assert (torch.exp2(scores - lse2) == 0).all()
 
 
-# Which tiles meet
+# Tiles and lengths: sections 4 and 8
 
 
 def meeting_range(first, last, behind, ahead, length, block, edge):
@@ -315,7 +315,7 @@ def meeting_range(first, last, behind, ahead, length, block, edge):
 
 
 def visits(lo, full_lo, full_hi, hi, block, edge):
-    """(positions, masked) of the two loops of the kernels: the interior, then the edges, stepping over the interior."""
+    """(positions, masked) of the kernels' two loops: over the interior, then over the edges, skipping the interior."""
     interior = [(range(start, start + block), False) for start in range(full_lo, full_hi, block)]
     steps = range(lo, hi - (full_hi - full_lo), edge)
     starts = [step if step < full_lo else step + full_hi - full_lo for step in steps]
@@ -338,7 +338,7 @@ MASKS = {
 @pytest.mark.parametrize("block_q, block_k", [(4, 2), (2, 4), (3, 3), (1, 1)])
 @pytest.mark.parametrize("parts", [1, 2], ids=["edges by blocks", "edges by half blocks"])
 def test_tiles_of_keys_for_a_tile_of_queries(mask, block_q, block_k, parts):
-    """Every visible pair is visited once, every unmasked tile is all visible, and no unseen tile is visited."""
+    """Every visible pair is visited once, every unmasked tile is fully visible, and no fully hidden tile is visited."""
     (behind, ahead), edge = mask, max(block_k // parts, 1)
     for q_len, k_len in itertools.product(range(1, 11), range(0, 11)):
         for q_start in range(0, q_len, block_q):
@@ -349,7 +349,7 @@ def test_tiles_of_keys_for_a_tile_of_queries(mask, block_q, block_k, parts):
             met = []
             for keys, masked in visits(*bounds, block_k, edge):
                 tile = {(p, k) for p in range(first, last + 1) for k in keys}
-                assert masked or tile <= seen  # the promise of MASKED=False
+                assert masked or tile <= seen  # MASKED=False requires this
                 assert tile & seen
                 met += tile & seen
             assert sorted(met) == sorted(seen)
@@ -359,7 +359,7 @@ def test_tiles_of_keys_for_a_tile_of_queries(mask, block_q, block_k, parts):
 @pytest.mark.parametrize("block_q, block_k", [(4, 2), (2, 4), (3, 3), (1, 1)])
 @pytest.mark.parametrize("parts", [1, 2], ids=["edges by blocks", "edges by half blocks"])
 def test_tiles_of_queries_for_a_tile_of_keys(mask, block_q, block_k, parts):
-    """The same for dk/dv, where queries are counted by their index."""
+    """The same for dk/dv, which counts queries by index, not by position."""
     (behind, ahead), edge = mask, max(block_q // parts, 1)
     for q_len, k_len in itertools.product(range(0, 11), range(1, 11)):
         shift = k_len - q_len
@@ -378,7 +378,7 @@ def test_tiles_of_queries_for_a_tile_of_keys(mask, block_q, block_k, parts):
 
 
 def test_lengths_shrink_both_counts():
-    """sequence(): with a length, query i still stands at key i + Tk - Tq."""
+    """With a length, query i still stands at key i + Tk - Tq: see sequence() in tiles.py."""
     for q_len, k_len in itertools.product(range(1, 7), repeat=2):
         for length in range(k_len + 1):
             kept_q, kept_k = max(q_len - (k_len - length), 0), length

@@ -1,4 +1,4 @@
-"""The Hopper kernels against the reference in float64, on their chip; and which calls they serve, anywhere."""
+"""The Hopper kernels against the reference in float64, on a Hopper GPU; and which calls they support, anywhere."""
 
 import itertools
 import random
@@ -70,8 +70,8 @@ CASES = {
     ),
 }  # fmt: skip
 
-# Tiles for more programs than the H200 runs at once (132), so that from pass to pass other programs take other tiles at
-# other times. "looped": the backward walks a group in one program; "parts": each query head has its own.
+# More tiles than programs that run at once on an H200 (132), so that the assignment of tiles to programs and their
+# timing vary from pass to pass. "looped": one program of the backward loops over a group; "parts": one per query head.
 REPEATED = {
     "many": dict(batch=12, q_len=700, heads=4),
     "many_full_looped": dict(batch=40, q_len=900, heads=3, kv_heads=1, causal=False),
@@ -107,7 +107,7 @@ def test_output_and_gradients(case, dim, poisoned):
 @pytest.mark.parametrize("bounds", ["packed", "packed_pair", "lengths"])
 @pytest.mark.parametrize("options", [{}, dict(causal=False), dict(window=70), dict(softcap=5.0)], ids=str)
 def test_nan_stays_in_its_sequence(options, bounds, dim, poisoned):
-    """What a tile would take in past its sequence: a neighbour, rows of no sequence, keys before every window."""
+    """A tile may reach past its sequence: into a neighbour, rows of no sequence, or keys before every window."""
 
     def mask(count, *ranges):
         x = torch.zeros(count, dtype=torch.bool, device="cuda")
@@ -147,7 +147,7 @@ def test_nan_stays_in_its_sequence(options, bounds, dim, poisoned):
 
     for name, ours, expected in zip(("out", "lse", "dq", "dk", "dv"), run(True), run(False), strict=True):
         assert expected.isfinite().all(), name
-        if name == "dq":  # added in any order
+        if name == "dq":  # summed in any order
             torch.testing.assert_close(ours, expected, rtol=2e-2, atol=1e-2)
         else:
             assert torch.equal(ours, expected), name
@@ -165,7 +165,7 @@ def test_strided_inputs_are_not_copied():
 
 @on_hopper
 def test_ragged_inputs_of_any_strides():
-    """Slices of a fused projection, and rows of a batch that do not follow each other."""
+    """Slices of a fused projection, and batch rows that are not contiguous in memory."""
     for x in (torch.randn(2, 300, 8, 64), torch.randn(300, 2, 8, 64).transpose(0, 1), torch.randn(2, 8, 300, 64)):
         x = x.transpose(1, 2) if x.shape[1] == 8 else x
         inputs = x.to("cuda", torch.bfloat16).split((4, 2, 2), 2)
@@ -185,7 +185,7 @@ def test_ragged_inputs_of_any_strides():
 @pytest.mark.parametrize("dim", [64, 128, 256])
 @pytest.mark.parametrize("case", REPEATED.values(), ids=REPEATED)
 def test_forward_repeats_and_deterministic_backward_too(case, dim):
-    """The same bits in each of 50 passes; without deterministic algorithms dq alone may differ, added in any order."""
+    """The same bits in each of 50 passes; without deterministic algorithms dq may differ: its sums vary in order."""
     problem = make_problem("cuda", torch.bfloat16, dim=dim, **case)
     for deterministic in (True, False):
         torch.use_deterministic_algorithms(deterministic)
@@ -201,7 +201,7 @@ def test_forward_repeats_and_deterministic_backward_too(case, dim):
 
 @on_hopper
 def test_deterministic_and_not_in_turns():
-    """What is compiled for the one backward is not for the other: their partials differ in layout."""
+    """A backward compiled for one mode is not used in the other: the layouts of their partial sums differ."""
     problem = make_problem("cuda", torch.bfloat16, q_len=300, heads=8, kv_heads=2, dim=96)
     found = []
     for deterministic in (False, True, False, True):
@@ -217,7 +217,7 @@ def test_deterministic_and_not_in_turns():
 
 @on_hopper
 def test_launches_back_to_back():
-    """Kernels wait for each other inside: none may wait for ever, whatever the shape."""
+    """The programs of a kernel wait for each other; none may wait forever, whatever the shape."""
     generator, totals = random.Random(0), []
     for _ in range(200):
         q_len, k_len = (generator.choice((1, 63, 64, 65, 500, 1000, 2049)) for _ in range(2))
@@ -287,7 +287,7 @@ def test_cuda_graph_with_other_sequences(dim):
 
 @on_hopper
 def test_ragged_launches_back_to_back():
-    """As test_launches_back_to_back(), with sequences of any lengths."""
+    """Like test_launches_back_to_back(), with ragged sequences."""
     generator, totals = random.Random(1), []
     for _ in range(200):
         heads, dim, count = generator.choice((1, 2, 6)), generator.choice((64, 128)), generator.choice((1, 3, 40))
@@ -304,20 +304,22 @@ def test_ragged_launches_back_to_back():
     assert torch.stack(totals).isfinite().all()
 
 
-def test_explains_what_serves(device):
+def test_explain_names_the_implementation(device):
     q = torch.randn(1, 16, 2, 64, device=device, dtype=torch.bfloat16)
     bias = torch.zeros(16, 16, device=device)
     if device == "cpu":
-        assert explain(q, q, q) == "sdpa: the Triton kernels need a CUDA GPU, this is cpu"
-        assert explain(q, q, q, impl="portable") == "sdpa: the Triton kernels need a CUDA GPU, this is cpu"
+        for options in ({}, dict(impl="portable")):
+            reason = explain(q, q, q, **options)
+            assert reason.startswith("sdpa: ") and "GPU" in reason and "cpu" in reason
         assert explain(q, q, q, sink=torch.zeros(2)).startswith("reference: ")
-        with pytest.raises(ValueError, match="the Hopper kernels do not serve cpu, which is no Hopper GPU"):
+        with pytest.raises(ValueError, match=r"Hopper.*cpu"):
             attention(q, q, q, impl="hopper")
     elif MISSES is None:
-        assert explain(q, q, q, window=5).startswith("hopper: self-check passed")
-        assert explain(q, q, q, bias=bias) == "triton: the Hopper kernels do not serve bias"
-        assert explain(q, q, q, impl="portable").startswith("triton: self-check passed")
-        with pytest.raises(ValueError, match="the Hopper kernels do not serve bias; use impl='auto'"):
+        assert explain(q, q, q, window=5).startswith("hopper: ")
+        reason = explain(q, q, q, bias=bias)
+        assert reason.startswith("triton: ") and "bias" in reason
+        assert explain(q, q, q, impl="portable").startswith("triton: ")
+        with pytest.raises(ValueError, match=r"Hopper.*bias.*impl='auto'"):
             attention(q, q, q, bias=bias, impl="hopper")
     with pytest.raises(ValueError, match="window"):
         explain(q, q, q, window=-1)
@@ -330,35 +332,35 @@ def test_explains_what_serves(device):
     [
         ("torch.float32", dict(dtype=torch.float32)),
         ("head dim 32", dict(dim=32)),
-        ("values of head dim 32", dict(value_dim=32)),
-        ("an empty tensor", dict(batch=0)),
+        ("head dim 32", dict(value_dim=32)),
+        ("empty", dict(batch=0)),
         ("dropout", dict(dropout=0.1)),
         ("decay", dict(decay=True)),
         ("bias", dict(bias=(8, 8))),
-        ("a window that leaves keys unseen", dict(q_len=8, k_len=18, window=10)),
+        ("window", dict(q_len=8, k_len=18, window=10)),
     ],
 )
-def test_calls_left_to_the_portable_kernels(lack, change):
-    assert lacks(**dict(q_len=8) | change).startswith(lack)
+def test_unsupported_calls(lack, change):
+    assert lack in lacks(**dict(q_len=8) | change)
 
 
-def test_sizes_left_to_the_portable_kernels():
+def test_unsupported_sizes():
     q, k = (torch.empty(1, n, 1, 64, dtype=torch.bfloat16, device="meta") for n in (8, 2**20 + 1))
     rule, extra = dict(dropout=0.0, window=None), dict.fromkeys(("bias", "decay", "lengths", "cu_seqlens"))
     for q_len, k_len, lack in (
-        (8, 2**20, None), (8, 2**20 + 1, "more than 1,048,576 positions"), (8, 0, "an empty tensor"),
-        (0, 8, "an empty tensor"),
+        (8, 2**20, None), (8, 2**20 + 1, "1,048,576"), (8, 0, "empty"), (0, 8, "empty"),
     ):  # fmt: skip
-        assert hopper_lacks(q[:, :q_len], k[:, :k_len], k[:, :k_len], rule, extra) == lack
+        found = hopper_lacks(q[:, :q_len], k[:, :k_len], k[:, :k_len], rule, extra)
+        assert found is None if lack is None else lack in found
 
 
 @pytest.mark.parametrize("case", (CASES | REPEATED).values(), ids=CASES | REPEATED)
-def test_calls_that_they_serve(case):
+def test_supported_calls(case):
     assert lacks(**case) is None
 
 
 def lacks(dtype=torch.bfloat16, dim=64, **problem):
-    """hopper_lacks() of a problem."""
+    """hopper_lacks() of a problem: why the Hopper kernels do not support it, or None."""
     arguments, _, _ = make_problem("cpu", dtype, dim=dim, **problem)
     rule = dict(dropout=arguments.get("dropout", 0.0), window=arguments.get("window"))
     extra = {name: arguments.get(name) for name in ("bias", "decay", "sink", "lengths", "cu_seqlens")}

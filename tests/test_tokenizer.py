@@ -1,7 +1,5 @@
 """Tokenizers: what they make of a text and give back, what is stored of them, and what they refuse."""
 
-import base64
-import hashlib
 import json
 from itertools import chain
 
@@ -11,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from data import tokenizer
-from data.tokenizer import fingerprint, from_state, make_tokenizer, to_state
+from data.tokenizer import from_state, make_tokenizer, to_state
 
 VERSE = "".join(f"ANNE:\nThe river bends at mile {mile}, and not before.\n\n" for mile in range(80))
 ODD = "naïve 東京 🦉\r\n\ttabs  and   spaces\x00 <|endoftext|> 12345's\n\n\n"
@@ -28,14 +26,14 @@ def test_tokenizer_round_trip(spec, text):
     assert all(type(index) is int and 0 <= index < made.n_vocab for index in ids)
     assert again.encode_ordinary(text) == ids and again.decode(ids) == text
     assert (again.name, again.n_vocab) == (made.name, made.n_vocab) == (spec, made.n_vocab)
-    assert fingerprint(again) == fingerprint(made)
+    assert to_state(again) == to_state(made)
 
 
 BYTES, BPE = make_tokenizer("bytes", ""), make_tokenizer("bpe:300", VERSE)
 
 
 @given(st.text())
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=100, deadline=None)
 def test_any_text_round_trips(text):
     assert BYTES.encode_ordinary(text) == list(text.encode())
     for made in (BYTES, BPE):
@@ -45,7 +43,7 @@ def test_any_text_round_trips(text):
 @given(st.lists(st.integers(0, 255)))
 @settings(max_examples=100, deadline=None)
 def test_any_bytes_decode(ids):
-    """A model samples any ids, also those that are no UTF-8 together."""
+    """A model may sample ids whose bytes together are not UTF-8."""
     assert BYTES.decode_bytes(ids) == bytes(ids)
     assert BPE.decode_bytes(ids) == b"".join(BPE.decode_single_token_bytes(index) for index in ids)
     assert isinstance(BPE.decode(ids), str)
@@ -74,24 +72,22 @@ def test_state_travels_in_a_checkpoint(tmp_path):
         made = make_tokenizer(spec, VERSE)
         torch.save({"tokenizer": to_state(made)}, tmp_path / "checkpoint.pt")
         loaded = torch.load(tmp_path / "checkpoint.pt", weights_only=True)["tokenizer"]
-        assert fingerprint(from_state(loaded)) == fingerprint(made)
+        assert from_state(loaded).n_vocab == made.n_vocab and to_state(from_state(loaded)) == to_state(made)
 
 
-def test_fingerprints_differ():
+def test_states_differ():
     texts = [("bytes", VERSE), ("char", VERSE), ("char", VERSE + "é"), ("bpe:300", VERSE), ("bpe:301", VERSE)]
-    assert len({fingerprint(make_tokenizer(spec, text)) for spec, text in texts}) == len(texts)
-    assert fingerprint(make_tokenizer("bpe:300", VERSE)) == fingerprint(BPE)
+    assert len({json.dumps(to_state(make_tokenizer(spec, text))) for spec, text in texts}) == len(texts)
+    assert to_state(make_tokenizer("bpe:300", VERSE)) == to_state(BPE)
 
 
 def test_char_order_is_nanogpts():
     assert make_tokenizer("char", "hello\n").encode_ordinary("\nehlo") == [0, 1, 2, 3, 4]
 
 
-def test_char_names_unknown_characters():
-    with pytest.raises(ValueError, match=r"no token for 'x', 'é'.*knows the 4 characters.*--tokenizer bytes"):
-        make_tokenizer("char", "helo").encode_ordinary("éxhéé")
-    with pytest.raises(KeyError):
-        make_tokenizer("char", "helo").decode([-1])
+def test_char_names_an_unknown_character():
+    with pytest.raises(ValueError, match="no token for 'é'"):
+        make_tokenizer("char", "helo").encode_ordinary("éhéé")
 
 
 def test_bpe_says_when_the_text_is_used_up(capsys):
@@ -99,26 +95,7 @@ def test_bpe_says_when_the_text_is_used_up(capsys):
     assert "bpe:5000: the training text has pairs for only" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("spec", ["", "bep:300", "bpe", "bpe:", "bpe:256", "bpe:-5", "bpe:9999999", "gpt2:"])
+@pytest.mark.parametrize("spec", ["", "bep:300", "bpe", "bpe:", "bpe:256", "bpe:-5", "gpt-2"])
 def test_wrong_specifications(spec):
-    with pytest.raises(ValueError, match=r"bpe:1024"):
+    with pytest.raises(ValueError, match="bpe:N"):
         make_tokenizer(spec, VERSE)
-
-
-@pytest.mark.parametrize("state", [None, {}, {"kind": "bpe"}, {**to_state(BPE), "tokens": ["?"]}])
-def test_wrong_states(state):
-    with pytest.raises(ValueError, match="no stored tokenizer"):
-        from_state(state)
-
-
-def test_gpt2_from_a_rank_file(tmp_path, monkeypatch):
-    """GPT-2's own file is too large to keep here: a small one in its format, with the digest it has."""
-    tokens = map(base64.b64encode, to_list(BPE))
-    lines = b"".join(b"%s %d\n" % (token, rank) for rank, token in enumerate(tokens))
-    (tmp_path / "ranks").write_bytes(lines)
-    monkeypatch.setattr(tokenizer, "GPT2_SHA256", hashlib.sha256(lines).hexdigest())
-    made = make_tokenizer(f"gpt2:{tmp_path / 'ranks'}", "")
-    assert (made.name, made.n_vocab, made.eot_token) == ("gpt2", 301, 300)
-    assert made.decode(made.encode_ordinary(ODD)) == ODD
-    assert 300 not in made.encode_ordinary("<|endoftext|>")
-    assert from_state(to_state(made)).eot_token == 300

@@ -1,0 +1,186 @@
+"""Output head and cross-entropy in one, without all logits in memory: for GPT-2 they are the largest tensor of a step.
+
+For a few thousand rows at a time: logits = x W^T, then one kernel computes their loss and overwrites the logits with
+their gradient P - Y, then dX and dW follow by two matmuls (Hsu et al. 2024, Liger Kernel). The backward only scales
+the stored gradients.
+
+Letters: N rows (tokens), C width, V vocabulary.
+"""
+
+import torch
+import triton
+import triton.language as tl
+
+CHUNK_LOGITS = 2**28  # logits per chunk, at most: half a gigabyte in 16 bits, and matmuls large enough to fill a GPU
+MULTIPLE = 128  # columns are padded to a multiple of this: matmuls of odd widths are slow
+
+
+def linear_cross_entropy(x, weight, targets, softcap=None):
+    """Mean cross-entropy, in nats, of the logits cap(x weight^T), where cap(z) = softcap * tanh(z / softcap).
+
+    Args:
+        x: [N, C] on a GPU; under autocast it is cast to autocast's dtype.
+        weight: [V, C], of any floating dtype; its gradient has that dtype and is summed in float32.
+        targets: [N] int64 in [0, V), or -100 for rows that do not count. A target >= V makes the loss NaN.
+        softcap: positive float, or None for no cap.
+
+    Returns:
+        float32 scalar; NaN if no row counts, as torch.nn.functional.cross_entropy. Its gradient is not differentiable.
+    """
+    kind = x.device.type
+    if torch.is_autocast_enabled(kind):
+        x = x.to(torch.get_autocast_dtype(kind))
+    needs_gradients = torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad)
+    total, _, _ = _chunked_cross_entropy(x, weight, targets, softcap or 0.0, needs_gradients)
+    return total / (targets >= 0).sum()
+
+
+@triton.jit
+def cap(z, softcap):
+    """softcap * tanh(z / softcap), and its slope."""
+    # tanh from a sigmoid has a small absolute error, which is enough for logits
+    t = 2 * tl.sigmoid(z * (2 / softcap)) - 1
+    return softcap * t, 1 - t * t
+
+
+@triton.jit
+def load_capped(logits, column, vocabulary, softcap, CAPPED: tl.constexpr, MASKED: tl.constexpr):
+    """Capped logits of a block of columns in float32, -inf from column `vocabulary` on, and the slope of the cap."""
+    if MASKED:
+        z = tl.load(logits + column, column < vocabulary, float("-inf")).to(tl.float32)
+    else:
+        z = tl.load(logits + column).to(tl.float32)
+    slope = tl.full(z.shape, 1.0, tl.float32)
+    if CAPPED:
+        z, slope = cap(z, softcap)
+        if MASKED:
+            z = tl.where(column < vocabulary, z, float("-inf"))
+    return z, slope
+
+
+@triton.jit
+def accumulate(logits, column, vocabulary, top, total, softcap, CAPPED: tl.constexpr, MASKED: tl.constexpr):
+    """One step of the online softmax: the largest logit of the row so far, and a sum of exponentials per lane."""
+    z, _ = load_capped(logits, column, vocabulary, softcap, CAPPED, MASKED)
+    higher = tl.maximum(top, tl.max(z, 0))
+    pivot = tl.where(higher == float("-inf"), 0.0, higher)
+    return higher, total * tl.exp(top - pivot) + tl.exp(z - pivot)
+
+
+@triton.jit
+def store_gradient(
+    logits, column, vocabulary, columns, top, share, softcap, CAPPED: tl.constexpr, MASKED: tl.constexpr
+):
+    """logits <- share * exp(logit - top) * slope: the softmax times the slope of the cap."""
+    z, slope = load_capped(logits, column, vocabulary, softcap, CAPPED, MASKED)
+    gradient = (tl.exp(z - top) * share * slope).to(logits.dtype.element_ty)
+    if MASKED:
+        tl.store(logits + column, gradient, column < columns)
+    else:
+        tl.store(logits + column, gradient)
+
+
+@triton.jit
+def cross_entropy_kernel(
+    logits, targets, losses, stride, vocabulary, columns, softcap,
+    CAPPED: tl.constexpr, GRADIENTS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """losses[row] = log sum exp(z) - z[target]; with GRADIENTS also logits[row] <- d loss / d logit.
+
+    Loss and gradient are 0 where target < 0. One program reads its row twice; the second time it is in the L2 cache.
+    Columns from `vocabulary` on are padding: they are left out of the sum, and their gradient is 0.
+    """
+    row = tl.program_id(0)
+    logits += row.to(tl.int64) * stride
+    target = tl.load(targets + row)
+    lane = tl.arange(0, BLOCK)
+    if target < 0:
+        tl.store(losses + row, 0.0)
+        if GRADIENTS:
+            for start in range(0, columns, BLOCK):
+                tl.store(logits + start + lane, tl.zeros([BLOCK], logits.dtype.element_ty), start + lane < columns)
+        return
+    whole = vocabulary // BLOCK * BLOCK  # columns in full blocks, which need no mask
+    top = float("-inf")
+    total = tl.zeros([BLOCK], tl.float32)
+    for start in range(0, whole, BLOCK):
+        top, total = accumulate(logits, start + lane, vocabulary, top, total, softcap, CAPPED, False)
+    for start in range(whole, vocabulary, BLOCK):
+        top, total = accumulate(logits, start + lane, vocabulary, top, total, softcap, CAPPED, True)
+    denominator = tl.sum(total, 0)
+    chosen = tl.load(logits + target, target < vocabulary, float("nan")).to(tl.float32)
+    slope = 1.0
+    if CAPPED:
+        chosen, slope = cap(chosen, softcap)
+    tl.store(losses + row, tl.log(denominator) + (top - chosen))
+    if GRADIENTS:
+        share = 1 / denominator
+        tl.debug_barrier()  # all threads have read the target's logit before any overwrites it
+        for start in range(0, whole, BLOCK):
+            store_gradient(logits, start + lane, vocabulary, columns, top, share, softcap, CAPPED, False)
+        for start in range(whole, columns, BLOCK):
+            store_gradient(logits, start + lane, vocabulary, columns, top, share, softcap, CAPPED, True)
+        tl.debug_barrier()  # the store below comes after the other threads' stores to the same element
+        gradient = (tl.exp(chosen - top) * share - 1) * slope
+        tl.store(logits + target, gradient.to(logits.dtype.element_ty), target < vocabulary)
+
+
+@torch.library.custom_op("gpt::linear_cross_entropy", mutates_args=())
+def _chunked_cross_entropy(
+    x: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor, softcap: float, gradients: bool
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Sum of the losses and, with gradients, dx in the dtype of x and dweight [V, C] float32 (else empty tensors)."""
+    (rows, width), vocabulary = x.shape, weight.shape[0]
+    columns = -(-vocabulary // MULTIPLE) * MULTIPLE
+    targets = targets.contiguous()
+    head = x.new_zeros(columns, width)
+    head[:vocabulary] = weight
+    losses = torch.empty(rows, device=x.device, dtype=torch.float32)
+    dx = x.new_empty(x.shape if gradients else 0)
+    dhead = torch.zeros_like(head, dtype=torch.float32) if gradients else x.new_empty(0, dtype=torch.float32)
+    # Large programs: with fewer rows in flight, all of them stay in the L2 cache between the two passes.
+    block = min(8192, triton.next_power_of_2(columns))
+    step = max(CHUNK_LOGITS // columns // MULTIPLE, 1) * MULTIPLE
+    buffer = x.new_empty(min(step, rows), columns)
+    for first in range(0, rows, step):
+        chunk = slice(first, min(first + step, rows))
+        logits = torch.mm(x[chunk], head.T, out=buffer[: chunk.stop - first])
+        with torch.cuda.device_of(logits):
+            cross_entropy_kernel[(len(logits),)](
+                logits, targets[chunk], losses[chunk], columns, vocabulary, columns, softcap,
+                CAPPED=softcap > 0, GRADIENTS=gradients, BLOCK=block, num_warps=max(block // 1024, 1),
+            )  # fmt: skip
+        if gradients:
+            torch.mm(logits, head, out=dx[chunk])
+            dhead += _matmul_float32(logits.T, x[chunk])
+    return losses.sum(), dx, dhead[:vocabulary]
+
+
+def _matmul_float32(a, b):
+    """a @ b with a float32 result; 16-bit operands use the tensor cores."""
+    if a.is_cuda and a.dtype != torch.float32:
+        return torch.mm(a, b, out_dtype=torch.float32)
+    with torch.autocast(a.device.type, enabled=False):
+        return a.float() @ b.float()
+
+
+@_chunked_cross_entropy.register_fake
+def _(x, weight, targets, softcap, gradients):
+    shapes = (x.shape, weight.shape) if gradients else ((0,), (0,))
+    return x.new_empty((), dtype=torch.float32), x.new_empty(shapes[0]), x.new_empty(shapes[1], dtype=torch.float32)
+
+
+def _save(ctx, inputs, output):
+    _, weight, *_ = inputs
+    _, dx, dweight = output
+    ctx.save_for_backward(dx, dweight)
+    ctx.set_materialize_grads(False)  # dx and dweight have no gradients of their own: do not fill zeros for them
+    ctx.weight_dtype = weight.dtype
+
+
+def _backward(ctx, dtotal, *_):
+    dx, dweight = ctx.saved_tensors
+    return (dx.float() * dtotal).to(dx.dtype), (dweight * dtotal).to(ctx.weight_dtype), None, None, None
+
+
+_chunked_cross_entropy.register_autograd(_backward, setup_context=_save)

@@ -1,0 +1,201 @@
+"""Several ranks train the same as one, agree on signals, and end together. Most tests here run two gloo processes."""
+
+import os
+import re
+import shutil
+import signal
+import socket
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from helpers import (
+    BY_DEVICE,
+    FAST,
+    at_step,
+    children,
+    contents,
+    finish,
+    launch,
+    losses,
+    metrics,
+    one_sentence,
+    reached,
+    same,
+    start,
+    wait_for,
+)
+
+CHECKPOINT = "runs/run/checkpoint.pt"
+slow = pytest.mark.slow
+
+
+def test_signals_save_and_stop_and_the_run_resumes_bit_exactly(folder, run, monkeypatch):
+    assert run(name="whole")[0] == 0
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)  # pytest may run under nohup
+    stops = {7: signal.SIGTERM, 15: signal.SIGINT, 26: signal.SIGHUP}
+    for step, number in stops.items():
+        at_step(monkeypatch, step, lambda number=number: signal.raise_signal(number))
+    for argv, step in zip(([], ["--resume"], ["--resume"]), stops, strict=True):
+        assert run(*argv)[0] == 0 and contents(CHECKPOINT)["step"] == step
+    at_step(monkeypatch, 33, lambda: signal.raise_signal(signal.SIGUSR1))
+    at_step(monkeypatch, 35, lambda: wait_for(lambda: contents(CHECKPOINT)["step"] == 33, seconds=30))
+    assert run("--resume")[0] == 0
+    assert same(contents(CHECKPOINT), contents("runs/whole/checkpoint.pt"))
+    assert losses(folder) == losses(folder, "whole")
+
+
+def test_more_processes_than_gpus(run, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    for name, value in dict(RANK="0", WORLD_SIZE="4", LOCAL_RANK="0", LOCAL_WORLD_SIZE="3").items():
+        monkeypatch.setenv(name, value)
+    code, err = run(device="cuda")
+    assert code == 1
+    one_sentence(err, "GPU", "--nproc_per_node=2")
+
+
+@slow
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_normal_run_prints_no_warning(folder, run, ranks):
+    """Two ranks with two micro-batches each train the same as one rank with one."""
+    out, err = finish(start(folder, ranks=ranks, **FAST | dict(dropout=0, micro_batch=0 if ranks == 1 else 2)))
+    assert "best val loss" in out and "Warning" not in err, err
+    if ranks > 1:
+        assert run(name="whole", dropout=0)[0] == 0
+        assert losses(folder) == pytest.approx(losses(folder, "whole"), rel=1e-4)
+        values = [metrics(folder, name)[-1]["val_loss"] for name in ("run", "whole")]
+        assert values[0] == pytest.approx(values[1], rel=1e-4)
+
+
+@slow
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_compiled_training_equals_eager_training(folder, run, ranks):
+    """--compile model compiles one graph in each rank, on a CPU too, and with several micro-batches."""
+    options = dict(n_layer=1, steps=6, eval_every=3, dropout=0, micro_batch=2)
+    assert run(name="eager", **options)[0] == 0
+    variables = {"TORCH_LOGS": "graph_code"}
+    _, err = finish(start(folder, ranks=ranks, variables=variables, **FAST | options | {"compile": "model"}))
+    traced = [line for line in err.splitlines() if "TRACED GRAPH" in line]
+    assert len(traced) == ranks and "Warning" not in err, err
+    for rank in range(ranks if ranks > 1 else 0):
+        assert any(line.startswith(f"[rank{rank}]") for line in traced), traced
+    assert losses(folder) == pytest.approx(losses(folder, "eager"), rel=1e-5)
+
+
+def rank_processes(torchrun):
+    """Process ids of torchrun's ranks, in order."""
+
+    def rank(pid):
+        return int(re.search(rb"\0RANK=(\d+)", Path(f"/proc/{pid}/environ").read_bytes())[1])
+
+    ranks = [pid for pid in children(torchrun.pid) if b"train.py" in Path(f"/proc/{pid}/cmdline").read_bytes()]
+    return sorted(ranks, key=rank)
+
+
+@slow
+@BY_DEVICE
+@pytest.mark.parametrize("ranks, then", [(2, 1), (1, 2)])
+def test_a_signal_to_one_rank_stops_all_and_another_number_resumes(folder, run, on, ranks, then):
+    """With dropout, whose masks do not depend on which rank has a sequence."""
+    options = dict(steps=200, eval_every=100, eval_batches=1, micro_batch=4) | on
+    assert run(name="whole", **options)[0] == 0
+    process = start(folder, ranks=ranks, **FAST | options)
+    wait_for(lambda: reached(folder, 3))
+    os.kill(rank_processes(process)[-1] if ranks > 1 else process.pid, signal.SIGTERM)
+    finish(process)
+    assert contents(CHECKPOINT)["step"] < 200
+    finish(start(folder, "--resume", ranks=then))
+    assert losses(folder) == pytest.approx(losses(folder, "whole"), rel=1e-3)
+
+
+@slow
+@BY_DEVICE
+def test_a_signal_to_torchrun_stops_all_ranks(folder, on):
+    """torchrun passes it on, waits for the ranks and then exits 1."""
+    process = start(folder, ranks=2, **FAST | dict(steps=100_000, eval_every=100_000) | on)
+    wait_for(lambda: reached(folder, 3))
+    process.send_signal(signal.SIGTERM)
+    out, _ = finish(process, code=1)
+    stopped = int(re.search(r"stopped at step (\d+); resume with: torchrun", out)[1])
+    assert contents(CHECKPOINT)["step"] == stopped
+
+
+@slow
+@BY_DEVICE
+def test_a_rank_that_dies_takes_the_job_down(folder, on):
+    process = start(folder, ranks=2, **FAST | dict(steps=100_000, eval_every=100_000) | on)
+    wait_for(lambda: reached(folder, 3))
+    victim, killed = rank_processes(process)[1], time.monotonic()
+    os.kill(victim, signal.SIGKILL)
+    _, err = finish(process, code=1)
+    assert time.monotonic() - killed < 60
+    assert "local_rank: 1" in err and f"pid: {victim}" in err and "SIGKILL" in err, err[-3000:]
+
+
+@slow
+def test_an_error_of_rank_0_ends_all(folder):
+    result = launch(folder, ranks=2, input="none.txt")
+    assert result.returncode != 0 and "none.txt" in result.stderr
+    assert "[rank" not in result.stderr, result.stderr  # a traceback of a rank
+
+
+@slow
+@pytest.mark.parametrize("differs", ["text", "run"])
+def test_hosts_that_differ_are_refused(folder, run, differs):
+    """Two processes with their own folders stand for two hosts."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        place = dict(WORLD_SIZE="2", LOCAL_RANK="0", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(free.getsockname()[1]))
+    assert run(steps=4, eval_every=2, micro_batch=4)[0] == 0
+    folders = [folder / "host0", folder / "host1"]
+    for host in folders:
+        shutil.copytree(folder / "runs", host / "runs")
+        shutil.copy("corpus.txt", host)
+    if differs == "text":
+        (folders[1] / "corpus.txt").write_text("the sea keeps what the sea has taken. " * 201)
+        argv = []
+    else:
+        (folders[1] / CHECKPOINT).unlink()  # this host has only the one of step 2
+        argv = ["--resume", "runs/run", "--steps", "6", "--allow_changes"]
+    hosts = [start(host, *argv, variables=place | {"RANK": str(rank)}, **FAST) for rank, host in enumerate(folders)]
+    _, err = finish(hosts[1], code=1)
+    one_sentence(err.replace("error on rank 1: ", "error: "), "rank 0", "hosts")
+    finish(hosts[0], code=1)
+
+
+@slow
+def test_a_rank_without_a_validation_batch(folder):
+    """The validation text has one window, so rank 1 has nothing to evaluate."""
+    result = launch(folder, ranks=2, steps=4, eval_every=2, micro_batch=4, position="rope", block_size=512)
+    assert result.returncode == 0 and len(losses(folder)) == 4, result.stderr
+
+
+AGREE = """
+import sys
+from training import step
+from training.config import load_config
+from training.distributed import start_distributed
+
+config = load_config(sys.argv[1:])
+ranks = start_distributed(config)
+step.fits = lambda model, rows, config, ranks: rows <= (2, 4)[ranks.rank]  # the GPUs have different room
+micro_batch = step.choose_micro_batch(None, config, ranks._replace(device="cuda"), None)
+print(f"chosen {micro_batch}")  # in one piece, because both ranks print
+"""
+
+
+@slow
+def test_ranks_agree_on_micro_batch_auto(folder, run):
+    """A run keeps it when another number of ranks resumes."""
+    (folder / "agree.py").write_text(AGREE)
+    out, _ = finish(start(folder, ranks=2, script="agree.py", **FAST | dict(micro_batch="auto")))
+    assert out.count("chosen 2") == 2, out
+
+    options = dict(micro_batch="auto", batch_size=6, steps=4, eval_every=2)
+    assert run(name="whole", **options | dict(micro_batch=3))[0] == 0
+    finish(start(folder, ranks=2, **FAST | options))
+    os.remove(CHECKPOINT)
+    assert run("--resume", "runs/run")[0] == 0  # a new run of one rank would take 6
+    assert contents(CHECKPOINT)["take_step"]["micro_batch"] == 3
+    assert losses(folder) == pytest.approx(losses(folder, "whole"), rel=1e-4)

@@ -1,0 +1,1 @@
+"""What train.py calls: options, ranks, optimizer, the step, checkpoints, reports."""

@@ -1,0 +1,240 @@
+"""Run folders and checkpoints: one file holds everything that a run needs to resume.
+
+    runs/NAME/config.json             the options
+    runs/NAME/checkpoint.pt           the newest checkpoint
+    runs/NAME/checkpoint-STEP.pt      older ones, as many as --keep leaves
+    runs/NAME/best.pt                 the weights with the lowest validation loss
+
+A checkpoint is written to a temporary name, flushed to disk and then renamed, so a crash leaves the older one. Resuming
+skips a damaged checkpoint and takes the one before it.
+"""
+
+import itertools
+import json
+import math
+import sys
+import zipfile
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import asdict
+from pathlib import Path
+
+import filelock
+import torch
+
+from data import atomic_file, from_state, to_state
+from model import GPT, GPTConfig, require
+
+RUNS = Path("runs")
+FORMAT = 1
+
+
+class Run:
+    """The folder of a run, in which rank 0 saves checkpoints while training goes on.
+
+    saved: contents of the checkpoint to resume from; {} begins at step 0. Raises ValueError if it is from another run
+    than config and corpus, or if another process trains in this folder.
+    """
+
+    def __init__(self, config, corpus, ranks, saved):
+        self.config, self.corpus, self.ranks, self.saved = config, corpus, ranks, saved
+        self.folder = Path(config.resume) if config.resume else None
+        self.step = saved.get("step")  # of checkpoint.pt
+        self.writing, self.error = None, None
+        same_step = ranks.share(self.step) == self.step
+        require(same_step, f"rank 0 resumes at another step than {self.step}; all hosts must see the same {RUNS}/")
+        if saved:
+            self._check_saved()
+        if ranks.rank == 0:
+            try:
+                self.folder = self.folder or make_folder(config.name)
+                self.lock = filelock.FileLock(self.folder / ".lock", timeout=0)
+                self.lock.acquire()
+            except filelock.Timeout:
+                raise ValueError(f"another process is training {self.folder}; stop it first") from None
+            for leftover in self.folder.glob(".*.tmp"):  # of a process that was killed while it wrote
+                leftover.unlink()
+            for path in checkpoints(self.folder):
+                if saved and path == saved["path"]:
+                    break
+                path.rename(f"{path}.damaged")  # load_first() could not load it
+            with atomic_file(self.folder / "config.json") as file:
+                file.write((json.dumps(asdict(config), indent=2) + "\n").encode())
+            self.pool = ThreadPoolExecutor(1)
+        self.folder = ranks.share(self.folder)
+
+    def _check_saved(self):
+        config, saved, corpus = self.config, self.saved, self.corpus
+        step, tokens_sha256 = saved["step"], saved["tokens_sha256"]
+        finished = f"{self.folder} is finished at step {step}; to train on, give more --steps and --allow_changes"
+        require(step < config.steps, finished)
+        same_tokenizer = saved["tokenizer"] == to_state(corpus.tokenizer)
+        require(same_tokenizer, f"{self.folder} was trained with another tokenizer; change --tokenizer back")
+        require(
+            tokens_sha256 == corpus.sha256 or config.allow_changes,
+            f"the tokens in {corpus.folder} (sha256 {corpus.sha256[:12]}) are not those of {self.folder} "
+            f"({tokens_sha256[:12]}); prepare the same text again, or add --allow_changes",
+        )
+
+    def load(self, model, optimizer, take_step):
+        """Load the checkpoint into these three; returns (first step, best loss so far), (0, inf) for a new run."""
+        saved, self.saved = self.saved, None  # frees its memory
+        if not saved:
+            return 0, math.inf
+        load_weights(model, saved)
+        same_optimizer = len(saved["optimizer"]["param_groups"]) == len(optimizer.param_groups)
+        require(same_optimizer, f"{self.folder} was trained with another --optimizer; change it back")
+        options = [{k: v for k, v in group.items() if k != "params"} for group in optimizer.param_groups]
+        optimizer.load_state_dict(saved["optimizer"])
+        for group, option in zip(optimizer.param_groups, options, strict=True):
+            group.update(option)  # those of this process's flags, not the checkpoint's
+        take_step.load_state_dict(saved["take_step"])
+        if saved["threads"] and not self.ranks.on_gpu and self.ranks.world == 1:
+            torch.set_num_threads(saved["threads"])  # the order of a CPU's sums depends on it
+        return saved["step"], saved["best"]
+
+    def save(self, step, best, is_best, model, optimizer, take_step):
+        """Copy a checkpoint to the host and start to write it.
+
+        If it cannot be written, a warning is printed and training goes on; close() then raises for the last one.
+        """
+        if self.ranks.rank > 0:
+            return
+        self.wait()  # so that memory holds one copy at most
+        weights = dict(
+            format=FORMAT, config=asdict(self.config), model_config=asdict(model.config), model=model.state_dict(),
+            tokenizer=to_state(self.corpus.tokenizer), tokens_sha256=self.corpus.sha256, step=step, best=best,
+        )  # fmt: skip
+        threads = torch.get_num_threads() if self.ranks.world == 1 else None
+        state = dict(optimizer=optimizer.state_dict(), take_step=take_step.state_dict(), threads=threads)
+        weights, state = to_host((weights, state), {})
+        copied = torch.cuda.current_stream().record_event() if torch.cuda.is_initialized() else None
+        self.writing = self.pool.submit(self._write, weights, state, is_best, copied)
+
+    def _write(self, weights, state, is_best, copied):
+        if copied:
+            copied.synchronize()
+        try:
+            if is_best:
+                save_checkpoint(self.folder / "best.pt", weights)
+            newest = self.folder / "checkpoint.pt"
+            if self.config.keep > 1 and newest.exists():
+                newest.rename(self.folder / f"checkpoint-{self.step}.pt")
+            save_checkpoint(newest, weights | state)
+            self.step, self.error = weights["step"], None
+            for path in checkpoints(self.folder)[self.config.keep :]:
+                path.unlink()
+        except Exception as error:  # this is a thread: nobody else would report it. torch.save raises many types
+            reason = (str(error.__context__ or error) or type(error).__name__).splitlines()[0]
+            self.error = f"no checkpoint of step {weights['step']} could be written ({reason}); make room on the disk"
+            print(f"warning: {self.error}", file=sys.stderr)
+
+    def wait(self):
+        """Wait until the checkpoint being written is on disk, or has failed."""
+        if self.writing is not None:
+            self.writing.result()
+
+    def close(self):
+        """Wait for the last checkpoint; OSError if it could not be written."""
+        if self.ranks.rank == 0:
+            self.wait()
+            self.pool.shutdown()
+            self.lock.release()
+            if self.error is not None:
+                raise OSError(self.error)
+
+
+def make_folder(name):
+    """Make and return runs/NAME, or runs/NAME-2, -3, ... if that exists: a new run overwrites nothing."""
+    for number in itertools.count(1):
+        folder = RUNS / (name if number == 1 else f"{name}-{number}")
+        with suppress(FileExistsError):
+            folder.mkdir(parents=True)
+            return folder
+
+
+def newest_run(*also):
+    """The run folder with the newest checkpoint, or file that matches one of the patterns `also`."""
+    found = [path for pattern in ("checkpoint*.pt", *also) for path in RUNS.glob(f"*/{pattern}")]
+    if not found:
+        raise ValueError(f"no run in {RUNS}/; train one first: python train.py configs/shakespeare.py")
+    return max(found, key=lambda path: path.stat().st_mtime).parent
+
+
+def checkpoints(folder):
+    """Paths of the folder's checkpoints with optimizer state, newest first."""
+    folder = Path(folder)
+    steps = (path.stem.partition("-")[2] for path in folder.glob("checkpoint-*.pt"))
+    older = sorted((int(step) for step in steps if step.isdecimal()), reverse=True)
+    names = ["checkpoint.pt", *(f"checkpoint-{step}.pt" for step in older)]
+    return [path for name in names if (path := folder / name).exists()]
+
+
+def load_first(paths):
+    """Contents of the first checkpoint that is not damaged, with a warning for those before it; {} without paths."""
+    for path in paths[:-1]:
+        try:
+            return load_checkpoint(path)
+        except ValueError as error:
+            print(f"warning: {error}", file=sys.stderr)
+    return load_checkpoint(paths[-1]) if paths else {}
+
+
+def save_checkpoint(path, contents):
+    """Write a dict of tensors and plain values, whole or not at all."""
+    with atomic_file(path) as file:
+        torch.save(contents, file)
+
+
+def load_checkpoint(path):
+    """The contents of a checkpoint, on the CPU, and its "path". Nothing in the file is executed (weights_only).
+
+    Raises:
+        ValueError: it does not exist, is damaged, or is not a checkpoint of this project.
+    """
+    try:
+        with zipfile.ZipFile(path) as file:  # torch.load does not check the checksums
+            broken = file.testzip()
+        if broken:
+            raise ValueError(f"wrong checksum of {broken}")
+        contents = torch.load(path, map_location="cpu", weights_only=True)
+    except Exception as error:  # zipfile and torch.load raise a dozen types for a damaged file
+        reason = (str(error) or type(error).__name__).splitlines()[0][:120]
+        raise ValueError(f"checkpoint {path} cannot be read ({reason}); use another one") from error
+    ours = isinstance(contents, dict) and contents.get("format") == FORMAT
+    require(ours, f"checkpoint {path} is not of this project's format {FORMAT}; use another one")
+    return contents | {"path": path}
+
+
+def restore_model(contents):
+    """(GPT on the CPU, tokenizer) of a loaded checkpoint."""
+    model = GPT(GPTConfig(**contents["model_config"] | {"attention": "auto"}))  # this machine may have other kernels
+    load_weights(model, contents)
+    return model, from_state(contents["tokenizer"])
+
+
+def load_weights(model, contents):
+    """Copy the weights of a loaded checkpoint into a GPT; ValueError if its configuration differs."""
+    saved = asdict(GPTConfig(**contents["model_config"]))
+    for name, value in asdict(model.config).items():
+        same = saved[name] == value or name in ("dropout", "attention")
+        require(same, f"the checkpoint holds another model: its {name} is {saved[name]!r}, not {value!r}")
+    model.load_state_dict(contents["model"])
+
+
+def to_host(value, copies):
+    """Nested dicts, lists and tuples with their tensors copied to the host; tied weights stay tied.
+
+    Tensors on a GPU are copied to pinned memory, after the work that is queued there and without waiting for it.
+    """
+    if isinstance(value, dict):
+        return {name: to_host(part, copies) for name, part in value.items()}
+    if isinstance(value, list | tuple):
+        return type(value)(to_host(part, copies) for part in value)
+    if not isinstance(value, torch.Tensor):
+        return value
+    key = (value.data_ptr(), value.shape, value.dtype)
+    if key not in copies:
+        host = torch.empty_like(value, device="cpu", pin_memory=value.is_cuda)
+        copies[key] = host.copy_(value, non_blocking=value.is_cuda)
+    return copies[key]

@@ -1,0 +1,211 @@
+"""Config: every option of a run, typed and documented. load_config() reads defaults < config file < flags."""
+
+import argparse
+import json
+import runpy
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from typing import Literal
+
+import torch
+import tyro
+
+from model import GPTConfig, require
+from training.checkpoint import newest_run
+
+# Options that may differ when a run is resumed, because the result stays the same. `data` and `input` are among them:
+# the run's tokens are compared instead.
+FREE_ON_RESUME = {
+    "resume", "allow_changes", "name", "data", "input", "keep", "max_bad_steps", "log_every", "wandb",
+}  # fmt: skip
+
+
+@dataclass(frozen=True, kw_only=True)
+class Config(GPTConfig):
+    """Options of a training run: python train.py [configs/NAME.py] [--option value ...]"""
+
+    # data
+    data: Literal["shakespeare", "text"] = "shakespeare"
+    """Corpus: tiny Shakespeare, or your own text with --input."""
+    input: str = ""
+    """Text file or folder for --data text (or a local copy of tiny Shakespeare)."""
+    tokenizer: str = "char"
+    """bytes, char, bpe:N (trained on the corpus), gpt2, or gpt2:RANK_FILE."""
+
+    # batches
+    batch_size: int = 64
+    """Sequences per step, over all GPUs and micro-batches."""
+    micro_batch: int | Literal["auto"] = 0
+    """Sequences per forward pass of one GPU: 0 takes the GPU's whole share of a batch, auto as many as fit into memory.
+    """
+
+    # optimizer
+    steps: int = 5000
+    """Updates of the weights."""
+    learning_rate: float = 1e-3
+    """Highest learning rate, after the warm-up."""
+    min_learning_rate: float = 1e-4
+    """Learning rate at the end."""
+    warmup_steps: int = 100
+    """Steps in which the learning rate rises from 0."""
+    cooldown: float = 0.0
+    """0: cosine decay after the warm-up. Above 0: constant rate, then linear decay over this share of the steps."""
+    optimizer: Literal["adamw", "muon"] = "adamw"
+    """muon: orthogonalised steps for the matrices of the blocks, AdamW for the rest."""
+    muon_scale: float = 1.0
+    """With muon, the learning rate of the blocks' matrices, as a multiple of learning_rate; try up to 2."""
+    weight_decay: float = 0.1
+    """Of matrices and embeddings; norms and biases have none."""
+    beta2: float = 0.99
+    """AdamW's decay of the squared gradients' average; beta1 is 0.9."""
+    grad_clip: float = 1.0
+    """Largest norm of the gradient; 0 = no clipping."""
+    max_bad_steps: int = 20
+    """A step whose loss or gradient is not finite is skipped; the run ends after this many in a row."""
+
+    # run
+    name: str = "run"
+    """The run's folder is runs/NAME, or runs/NAME-2 and so on if that exists."""
+    resume: str = ""
+    """Resume the run in this folder; --resume alone takes the newest."""
+    allow_changes: bool = False
+    """With --resume: accept other options or data than before; the result will differ from an uninterrupted run."""
+    keep: int = 2
+    """Number of checkpoints to keep, besides best.pt."""
+    seed: int = 1337
+    deterministic: bool = False
+    """Make a GPU return the same bits for the same seed, with slower kernels; a CPU does so anyway."""
+    device: str = "auto"
+    """auto (CUDA, else MPS, else CPU), cpu, cuda, cuda:1, mps."""
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
+    """dtype of matmuls. auto: bfloat16 on GPUs that have it, float16 with a gradient scaler on older ones, float32 on
+    other devices."""
+    compile: Literal["auto", "model", "blocks", "off"] = "auto"
+    """torch.compile the whole model, or only its blocks, which share one compilation: this starts sooner and runs a few
+    percent slower. auto: model on CUDA, off elsewhere."""
+    cuda_graph: bool = True
+    """On one CUDA GPU and with one micro-batch per step, replay the step as a CUDA graph."""
+
+    # reports
+    eval_every: int = 250
+    """Steps between evaluations, each of which saves a checkpoint."""
+    eval_batches: int = 50
+    """Batches of batch_size per evaluation, spread evenly over the validation text; 0 takes all of it."""
+    log_every: int = 10
+    """Steps between lines of metrics.jsonl."""
+    wandb: Literal["off", "offline", "online"] = "off"
+    """Log to Weights & Biases as well; WANDB_PROJECT names the project."""
+
+    def __post_init__(self):
+        super().__post_init__()
+        at_least_1 = ("batch_size", "steps", "eval_every", "log_every", "keep", "max_bad_steps")
+        at_least_0 = ("micro_batch", "warmup_steps", "eval_batches", "weight_decay", "grad_clip", "min_learning_rate")
+        for name in at_least_1 + at_least_0:
+            value, least = getattr(self, name), int(name in at_least_1)
+            require(value == "auto" or value >= least, f"{name}={value} must be at least {least}")
+        ordered = 0 < self.learning_rate >= self.min_learning_rate
+        require(
+            ordered,
+            f"learning_rate={self.learning_rate} must be above 0 and min_learning_rate={self.min_learning_rate}",
+        )
+        require(self.muon_scale > 0, f"muon_scale={self.muon_scale} must be positive")
+        require(0 <= self.cooldown <= 1, f"cooldown={self.cooldown} must be in [0, 1], a share of the steps")
+        require(self.data != "text" or self.input, "data='text' needs --input FILE, a text file or folder of yours")
+        one_folder = Path(self.name).name == self.name and not self.name.startswith(".")
+        require(self.name and one_folder, f"name={self.name!r} must be one folder name, such as 'baseline'")
+
+    def model(self, vocab_size):
+        """GPTConfig of the network, for a tokenizer of `vocab_size` tokens."""
+        enough = self.vocab_size == 0 or self.vocab_size >= vocab_size
+        require(enough, f"vocab_size={self.vocab_size} is smaller than the tokenizer's {vocab_size}; 0 takes that")
+        values = {field.name: getattr(self, field.name) for field in fields(GPTConfig)}
+        return GPTConfig(**values | {"vocab_size": self.vocab_size or vocab_size})
+
+
+def load_config(argv):
+    """Config from the command line `[configs/NAME.py] [--flag value ...]`.
+
+    A config file holds assignments only, and counts as flags that come first. Its dictionary `cpu`, if any, replaces
+    values on a machine without a GPU. With --resume [FOLDER] the run's config.json takes the file's place; a flag that
+    would change the result then needs --allow_changes.
+
+    Raises:
+        ValueError: one sentence that says what to do.
+        SystemExit: tyro has printed what is wrong with a flag, or --help.
+    """
+    argv = list(argv)
+    settings = read_config_file(Path(argv.pop(0))) if argv and not argv[0].startswith("-") else {}
+    cpu = settings.pop("cpu", {})
+    early = argparse.ArgumentParser(add_help=False, allow_abbrev=False)  # two flags decide what the others mean
+    early.add_argument("--resume", nargs="?", const="newest")
+    early.add_argument("--device", default=settings.get("device"))
+    known, flags = early.parse_known_args(argv)
+    flags += [] if known.device is None else [f"--device={known.device}"]
+    if known.resume is None:
+        on_cpu = cpu and resolve_device(known.device or "auto") == "cpu"
+        return parse_flags(Config, [*to_flags(settings | cpu if on_cpu else settings), *flags])
+    require(not settings, "--resume takes the options of the run; leave out the config file")
+    return resumed_config(newest_run("config.json") if known.resume == "newest" else Path(known.resume), flags)
+
+
+def resumed_config(folder, flags):
+    """Config of the run in a folder, changed by flags; ValueError if that needs --allow_changes."""
+    try:
+        record = json.loads((folder / "config.json").read_text())
+    except (OSError, ValueError) as error:
+        raise ValueError(f"{folder / 'config.json'} cannot be read ({error}); --resume needs a run's folder") from None
+    record |= {"resume": str(folder), "allow_changes": False}  # changes are allowed for one resumption only
+    before, config = parse_flags(Config, to_flags(record)), parse_flags(Config, [*to_flags(record), *flags])
+    for name, value in asdict(config).items():
+        require(
+            value == getattr(before, name) or name in FREE_ON_RESUME or config.allow_changes,
+            f"{folder} has {name}={getattr(before, name)}; leave out --{name} {value}, or add --allow_changes",
+        )
+    return config
+
+
+def read_config_file(path):
+    """The assignments of a config file, by name."""
+    require(path.is_file(), f"config file {path} does not exist; configs/ has some")
+    settings = {name: value for name, value in runpy.run_path(str(path)).items() if not name.startswith("_")}
+    allowed = isinstance(settings.get("cpu", {}), dict) and "resume" not in settings
+    require(allowed, f"in {path}, cpu must be a dict of options, and resume cannot be set: it is a flag")
+    return {"name": path.stem} | settings
+
+
+def to_flags(settings):
+    return [f"--{name}={value}" for name, value in settings.items()]
+
+
+def parse_flags(kind, argv):
+    """An instance of the dataclass `kind` from `--name value` flags; of a repeated flag the last one counts.
+
+    A flag of a boolean option may stand alone and then means True.
+    """
+    switches = {f"--{field.name}" for field in fields(kind) if field.type is bool}
+    argv = list(argv)
+    for index in reversed(range(len(argv))):
+        if argv[index] in switches and (index + 1 == len(argv) or argv[index + 1].startswith("--")):
+            argv.insert(index + 1, "True")
+    return tyro.cli(kind, args=argv, config=(tyro.conf.FlagConversionOff,), use_underscores=True)
+
+
+def resolve_device(device):
+    """The device that `auto` stands for; ValueError if the device is not there."""
+    if device == "auto":
+        return "cuda" if torch.cuda.is_available() else "mps" if torch.backends.mps.is_available() else "cpu"
+    kind, _, index = device.partition(":")
+    known = kind in ("cpu", "mps", "cuda") and (index == "" or (kind == "cuda" and index.isdecimal()))
+    require(known, f"device={device!r} is unknown; choose auto, cpu, cuda, cuda:N or mps")
+    count = {"cpu": 1, "cuda": torch.cuda.device_count(), "mps": int(torch.backends.mps.is_available())}[kind]
+    require(int(index or 0) < count, f"device={device!r} is not available; use --device cpu or auto")
+    return device
+
+
+def resolve_dtype(dtype, device):
+    """The torch.dtype of matmuls that an option stands for; auto depends on the device."""
+    if dtype != "auto":
+        return getattr(torch, dtype)
+    if not device.startswith("cuda"):
+        return torch.float32
+    return torch.bfloat16 if torch.cuda.get_device_capability(device) >= (8, 0) else torch.float16

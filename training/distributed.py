@@ -1,0 +1,142 @@
+"""The processes (ranks) of a run: their devices, what rank 0 does for the others, and signals."""
+
+import os
+import signal
+import sys
+from contextlib import suppress
+from datetime import timedelta
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+
+from data import open_corpus
+from model import require
+from training.config import resolve_device
+
+SAVE, STOP = 1, 2  # what a signal asks for; STOP saves too
+HANDLED = [getattr(signal, name) for name in ("SIGTERM", "SIGINT", "SIGHUP", "SIGUSR1") if hasattr(signal, name)]
+
+
+class Ranks(NamedTuple):
+    """This process among those of the run; without torchrun it is the only one."""
+
+    rank: int
+    world: int
+    device: str
+    control: Any = None  # a gloo group, for exchanges between hosts that must not wait for GPUs
+
+    @property
+    def on_gpu(self):
+        return self.device.startswith("cuda")
+
+    def share(self, value):
+        """Rank 0's `value` (anything that pickles), on all ranks."""
+        if self.world > 1:
+            shared = [value]
+            dist.broadcast_object_list(shared, src=0, group=self.control)
+            value = shared[0]
+        return value
+
+
+def start_distributed(config):
+    """Ranks: join torchrun's process group, if there is one, and take this process's device."""
+    device = resolve_device(config.device)
+    world = int(os.environ.get("WORLD_SIZE", 1))
+    if device == "cuda" and world > 1:
+        here, gpus = int(os.environ["LOCAL_WORLD_SIZE"]), torch.cuda.device_count()
+        require(here <= gpus, f"{here} processes here need a GPU each, but there are {gpus}: --nproc_per_node={gpus}")
+        device = f"cuda:{os.environ['LOCAL_RANK']}"
+    if device.startswith("cuda:"):
+        torch.cuda.set_device(device)
+    if world == 1:
+        return Ranks(0, 1, device)
+    dist.init_process_group("nccl" if device.startswith("cuda") else "gloo")
+    # A long timeout, because rank 0 may prepare a corpus for hours; a rank that dies is noticed at once all the same.
+    control = dist.new_group(backend="gloo", timeout=timedelta(days=1))
+    return Ranks(dist.get_rank(), world, device, control)
+
+
+def open_on_all_ranks(config, ranks, sha256):
+    """The Corpus. The first rank of each host prepares it if need be, and then the other ranks open it.
+
+    sha256: of the tokens that a resumed run was trained on, or None.
+    """
+
+    def open_here(quiet):
+        return open_corpus(config.data, config.tokenizer, config.input or None, sha256=sha256, quiet=quiet)
+
+    corpus = open_here(quiet=False) if os.environ.get("LOCAL_RANK", "0") == "0" else None
+    expected = ranks.share(corpus and corpus.sha256)
+    if ranks.world > 1:
+        dist.barrier(ranks.control)  # until the first rank of every host is done
+    corpus = corpus or open_here(quiet=True)
+    same = corpus.sha256 == expected
+    require(same, f"the tokens in {corpus.folder} differ from rank 0's; give all hosts the same text, or one GPT_DATA")
+    return corpus
+
+
+def fail(error):
+    """End the program with one sentence on standard error and exit code 1.
+
+    Before the ranks have joined, all of a host fail alike, and only its first one prints.
+    """
+    if dist.is_initialized() and dist.get_rank() > 0:
+        print(f"error on rank {dist.get_rank()}: {error}", file=sys.stderr)
+    elif dist.is_initialized() or os.environ.get("LOCAL_RANK", "0") == "0":
+        print(f"error: {error}", file=sys.stderr)
+    sys.exit(1)
+
+
+def lost_a_rank(error):
+    """Whether a RuntimeError of this rank means that another rank has ended."""
+    messages = ("closed by peer", "reset by peer", "remote process exited", "aborted")  # of gloo, gloo, NCCL, NCCL
+    return dist.is_initialized() and any(message in str(error) for message in messages)
+
+
+class Signals:
+    """Within this context SIGTERM, SIGINT and SIGHUP ask for STOP and SIGUSR1 for SAVE; a second Ctrl-C exits at once.
+
+    A signal that is ignored, as SIGHUP is under nohup, stays ignored.
+    """
+
+    def __init__(self, ranks):
+        self.ranks = ranks
+        self.asked, self.stopping, self.vote = 0, False, None
+
+    def __enter__(self):
+        handled = [n for n in HANDLED if n == signal.SIGINT or signal.getsignal(n) != signal.SIG_IGN]
+        self.before = {number: signal.signal(number, self._handle) for number in handled}
+        return self
+
+    def __exit__(self, kind, *_):
+        for number, handler in self.before.items():
+            signal.signal(number, handler)
+        if self.vote is not None and kind is None:
+            self.vote[1].wait()
+
+    def _handle(self, number, _):
+        if signal.Signals(number).name == "SIGUSR1":
+            self.asked = max(self.asked, SAVE)
+        elif not self.stopping:
+            self.asked, self.stopping = STOP, True
+            with suppress(OSError):  # os.write, because print() may be interrupted halfway
+                os.write(2, b"\nstopping after this step, with a checkpoint; Ctrl-C again exits at once\n")
+        elif number == signal.SIGINT:
+            os._exit(130)
+
+    def agreed(self):
+        """What the signals of all ranks ask for: 0, SAVE or STOP, the same on all ranks. Call it once per step.
+
+        The ranks vote on the CPU while their devices compute, and read the result one call later, so nobody waits.
+        """
+        asked, self.asked = self.asked, 0
+        if self.ranks.world == 1:
+            return asked
+        ballot = torch.tensor(asked)
+        work = dist.all_reduce(ballot, dist.ReduceOp.MAX, group=self.ranks.control, async_op=True)
+        before, self.vote = self.vote, (ballot, work)
+        if before is None:
+            return 0
+        before[1].wait()
+        return int(before[0])

@@ -1,0 +1,119 @@
+"""The optimizer of a run, AdamW or Muon, and the learning rate of each step."""
+
+import math
+
+import torch
+
+MOMENTUM = 0.95  # of Muon
+COEFFICIENTS = (3.4445, -4.7750, 2.0315)  # of a quintic that moves singular values in (0, 1] close to 1
+ITERATIONS = 5
+BATCH_ELEMENTS = 1 << 26  # elements of matrices that take a step together; the step needs about ten times as many
+
+
+def make_optimizer(model, config, ranks):
+    """AdamW or Muon for a model."""
+
+    def rate(value):  # on the GPU, where a CUDA graph sees it change
+        return torch.tensor(value, dtype=torch.float32, device=ranks.device) if ranks.on_gpu else value
+
+    blocks = {}
+    if config.optimizer == "muon":
+        scale = config.muon_scale
+        blocks = dict(momentum=MOMENTUM, lr=rate(scale * config.learning_rate), relative=scale)
+    kind = Muon if blocks else torch.optim.AdamW
+    groups = model.parameter_groups(config.weight_decay, **blocks)
+    # fused: fast, and skips a step on the device where its found_inf is 1
+    return kind(groups, rate(config.learning_rate), (0.9, config.beta2), fused=True, capturable=ranks.on_gpu)
+
+
+def learning_rate(step, config):
+    """Learning rate of a step: linear warm-up, then cosine decay, or constant with a linear cooldown at the end."""
+    if step < config.warmup_steps:
+        return config.learning_rate * (step + 1) / (config.warmup_steps + 1)
+    if config.cooldown > 0:
+        share = min((1 - step / config.steps) / config.cooldown, 1.0)
+    else:
+        progress = min((step - config.warmup_steps) / max(config.steps - config.warmup_steps, 1), 1.0)
+        share = 0.5 * (1 + math.cos(math.pi * progress))
+    return config.min_learning_rate + share * (config.learning_rate - config.min_learning_rate)
+
+
+def set_learning_rate(optimizer, rate):
+    """Give every group this rate, times the group's own factor `relative` if it has one."""
+    for group in optimizer.param_groups:
+        own = rate * group.get("relative", 1.0)
+        if torch.is_tensor(group["lr"]):
+            group["lr"].fill_(own)
+        else:
+            group["lr"] = own
+
+
+class Muon(torch.optim.AdamW):
+    """Muon for parameter groups with a "momentum", whose parameters must be matrices; AdamW for the other groups.
+
+    The "lr" of a Muon group is on AdamW's scale: the entries of a step have a root mean square of 0.2 lr. A parameter
+    with the attribute `parts`, numbers of rows, is split into that many matrices (q, k and v). Matrices of one shape
+    are orthogonalised together. If `found_inf` is 1, nothing changes, as in a fused AdamW.
+
+    Sources: Jordan et al. 2024, Muon: an optimizer for hidden layers in neural networks (step and coefficients); Liu et
+    al. 2025, Muon is scalable for LLM training, section 2.2 (size of a step).
+    """
+
+    def __setstate__(self, state):
+        torch.optim.Optimizer.__setstate__(self, state)  # AdamW's version expects a step count for each parameter
+
+    @torch.no_grad()
+    def step(self):
+        gradients = {}
+        for group in self.param_groups:
+            if "momentum" in group:
+                own = [p for p in group["params"] if p.grad is not None]
+                self._step(own, group)
+                gradients |= {p: p.grad for p in own}
+        for p in gradients:
+            p.grad = None  # so that AdamW skips it
+        super().step()
+        for p, gradient in gradients.items():
+            p.grad = gradient
+
+    def _step(self, parameters, group):
+        shapes = {}  # shape -> (weight, momentum, gradient) of each matrix
+        for p in parameters:
+            if not self.state[p]:
+                self.state[p]["momentum"] = torch.zeros_like(p)
+            parts = getattr(p, "parts", len(p))
+            for matrix in zip(*(x.split(parts) for x in (p, self.state[p]["momentum"], p.grad)), strict=True):
+                shapes.setdefault(matrix[0].shape, []).append(matrix)
+        for shape, alike in shapes.items():
+            together = max(1, BATCH_ELEMENTS // math.prod(shape))
+            for first in range(0, len(alike), together):
+                self._step_together(alike[first : first + together], group)
+
+    def _step_together(self, matrices, group):
+        """Muon's step for (weight, momentum, gradient) of matrices of one shape."""
+        weights, momenta, gradients = zip(*matrices, strict=True)
+        weight, momentum, gradient = torch.stack(weights), torch.stack(momenta), torch.stack(gradients)
+        new_momentum = momentum.lerp(gradient, 1 - group["momentum"])
+        direction = orthogonal(new_momentum.lerp(gradient, 1 - group["momentum"]))  # Nesterov momentum
+        rms = 0.2 * math.sqrt(max(weight.shape[1:]))  # of an orthogonal matrix: 1 / sqrt(larger side)
+        new_weight = weight - group["lr"] * (rms * direction + group["weight_decay"] * weight)
+        skip = getattr(self, "found_inf", None)
+        if skip is not None:
+            new_weight = torch.where(skip > 0, weight, new_weight)
+            new_momentum = torch.where(skip > 0, momentum, new_momentum)
+        for old, new in zip((*weights, *momenta), (*new_weight, *new_momentum), strict=True):
+            old.copy_(new)
+
+
+def orthogonal(matrices):
+    """Matrices [n, rows, columns] with their singular values moved close to 1, by Newton-Schulz iterations."""
+    wide = matrices.shape[-2] <= matrices.shape[-1]
+    x = matrices if wide else matrices.mT  # so that x @ x.mT is the smaller product
+    if x.is_cuda:
+        x = x.bfloat16()
+    x = x / (x.norm(dim=(-2, -1), keepdim=True) + 1e-7)
+    a, b, c = COEFFICIENTS
+    for _ in range(ITERATIONS):
+        square = x @ x.mT
+        x = a * x + (b * square + c * square @ square) @ x
+    return (x if wide else x.mT).to(matrices.dtype)
