@@ -8,6 +8,7 @@ A run writes runs/NAME/: config.json, metrics.jsonl, checkpoint.pt, best.pt and 
 terminal save and stop; SIGUSR1 saves and goes on.
 """
 
+import gc
 import os
 import sys
 from contextlib import closing
@@ -114,6 +115,7 @@ def main(argv):
         sys.exit(130)
     finally:
         if dist.is_initialized():
+            gc.collect()  # reference cycles hold the groups, whose threads must end before Python does
             dist.destroy_process_group()
 
 

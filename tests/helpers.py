@@ -77,7 +77,8 @@ def start(folder, *argv, ranks=1, script=ROOT / "train.py", variables=(), **opti
 def environment(folder):
     """A user's environment: without the Triton interpreter that the kernel tests turn on."""
     variables = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    return variables | {"GPT_DATA": str(folder / "prepared"), "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    paths = os.pathsep.join([str(ROOT), *filter(None, [variables.get("PYTHONPATH")])])
+    return variables | {"GPT_DATA": str(folder / "prepared"), "OMP_NUM_THREADS": "1", "PYTHONPATH": paths}
 
 
 def finish(process, code=0):
@@ -154,7 +155,7 @@ def same(a, b):
 def equal(a, b):
     """Bit for bit, in nested dicts and lists of tensors and plain values; NaN equals NaN."""
     if isinstance(a, torch.Tensor):
-        return a.dtype == b.dtype and a.shape == b.shape and a.numpy().tobytes() == b.numpy().tobytes()
+        return a.dtype == b.dtype and a.shape == b.shape and a.cpu().numpy().tobytes() == b.cpu().numpy().tobytes()
     if isinstance(a, dict):
         return a.keys() == b.keys() and all(equal(a[name], b[name]) for name in a)
     if isinstance(a, list | tuple):
