@@ -115,7 +115,7 @@ def main(argv):
         sys.exit(130)
     finally:
         if dist.is_initialized():
-            gc.collect()  # reference cycles hold the groups, whose threads must end before Python does
+            gc.collect()  # a reference cycle may hold the groups, whose threads must end before Python does
             dist.destroy_process_group()
 
 

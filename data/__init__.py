@@ -1,9 +1,7 @@
 """Text -> tokens -> batches.
 
-    corpus = open_corpus("shakespeare", "bpe:512")  # prepares it the first time
-    inputs, targets = Batches(corpus.train, block_size=256, batch_size=64, seed=1).batch(step)
-
-`python -m data.prepare NAME` prepares a corpus by hand.
+corpus = open_corpus("shakespeare", "bpe:512")  # prepares it the first time
+inputs, targets = Batches(corpus.train, block_size=256, batch_size=64, seed=1).batch(step)
 """
 
 from data.corpus import Corpus, open_corpus

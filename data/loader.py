@@ -33,7 +33,7 @@ class Batches:
         self.windows = max(1, (len(self.ids) - block_size) // block_size)  # per epoch
         # Every phase leaves room for all windows; a phase of block_size would be phase 0 again.
         self.phases = min(block_size, len(self.ids) - self.windows * block_size)
-        # Two epochs, because a batch may need two, and every micro-batch of it asks again.
+        # Every step asks again; a batch that crosses into the next epoch needs two.
         self._starts = lru_cache(maxsize=2)(self._draw_starts)
 
     def batch(self, step, rows=slice(None)):
@@ -41,7 +41,7 @@ class Batches:
 
         Args:
             step: at least 0.
-            rows: slice of range(batch_size), for the share of one device or micro-batch.
+            rows: slice of range(batch_size), for the share of one rank.
 
         Returns:
             (inputs, targets), each [rows, block_size] int64 on the CPU; targets[:, t] follows inputs[:, t].

@@ -22,7 +22,6 @@ def main(name: Literal["shakespeare", "text"], /, *, input: Path | None = None, 
     print(f"tokenizer  {corpus.tokenizer.name}, vocabulary of {corpus.tokenizer.n_vocab:,}")
     for label, part in (("train", corpus.train), ("val", corpus.val)):
         print(f"{label:10} {len(part):,} tokens, {part.bytes_per_token:.2f} bytes per token")
-    print(f"sample     {corpus.tokenizer.decode(corpus.train.ids[:20].tolist())!r}")
     print(f"folder     {corpus.folder}")
 
 

@@ -55,7 +55,7 @@ def _read_shakespeare(input):
 def _read_text(path):
     """(title, text) of a text file, or of all *.txt and *.md files below a folder, joined by blank lines."""
     if path.is_dir():
-        files = [file for file in sorted(path.rglob("*")) if file.suffix.lower() in (".txt", ".md")]
+        files = [file for file in sorted(path.rglob("*")) if file.suffix.lower() in (".txt", ".md") and file.is_file()]
         visible = [file for file in files if not any(part[0] == "." for part in file.relative_to(path).parts)]
         text = "\n\n".join(text.rstrip("\n") for text in map(_decode, visible) if text.strip()) + "\n"
     else:

@@ -33,7 +33,7 @@ slow = pytest.mark.slow
 
 def test_signals_save_and_stop_and_the_run_resumes_bit_exactly(folder, run, monkeypatch):
     assert run(name="whole")[0] == 0
-    signal.signal(signal.SIGHUP, signal.SIG_DFL)  # pytest may run under nohup
+    before = signal.signal(signal.SIGHUP, signal.SIG_DFL)  # pytest may run under nohup
     stops = {7: signal.SIGTERM, 15: signal.SIGINT, 26: signal.SIGHUP}
     for step, number in stops.items():
         at_step(monkeypatch, step, lambda number=number: signal.raise_signal(number))
@@ -44,6 +44,7 @@ def test_signals_save_and_stop_and_the_run_resumes_bit_exactly(folder, run, monk
     assert run("--resume")[0] == 0
     assert same(contents(CHECKPOINT), contents("runs/whole/checkpoint.pt"))
     assert losses(folder) == losses(folder, "whole")
+    signal.signal(signal.SIGHUP, before)
 
 
 def test_more_processes_than_gpus(run, monkeypatch):
@@ -173,15 +174,18 @@ def test_a_rank_without_a_validation_batch(folder):
 
 AGREE = """
 import sys
+import torch.distributed as dist
 from training import step
 from training.config import load_config
 from training.distributed import start_distributed
 
-config = load_config(sys.argv[1:])
-ranks = start_distributed(config)
-step.fits = lambda model, rows, config, ranks: rows <= (2, 4)[ranks.rank]  # the GPUs have different room
-micro_batch = step.choose_micro_batch(None, config, ranks._replace(device="cuda"), None)
-print(f"chosen {micro_batch}")  # in one piece, because both ranks print
+def choose(config):
+    ranks = start_distributed(config)
+    step.fits = lambda model, rows, config, ranks: rows <= (2, 4)[ranks.rank]  # the GPUs have different room
+    print("chosen", step.choose_micro_batch(None, config, ranks._replace(device="cuda"), None))
+
+choose(load_config(sys.argv[1:]))
+dist.destroy_process_group()
 """
 
 

@@ -58,8 +58,6 @@ class Run:
                 if saved and path == saved["path"]:
                     break
                 path.rename(f"{path}.damaged")  # load_first() could not load it
-            with atomic_file(self.folder / "config.json") as file:
-                file.write((json.dumps(asdict(config), indent=2) + "\n").encode())
             self.pool = ThreadPoolExecutor(1)
         self.folder = ranks.share(self.folder)
 
@@ -79,24 +77,26 @@ class Run:
     def load(self, model, optimizer, take_step):
         """Load the checkpoint into these three; returns (first step, best loss so far), (0, inf) for a new run."""
         saved, self.saved = self.saved, None  # frees its memory
-        if not saved:
-            return 0, math.inf
-        load_weights(model, saved)
-        same_optimizer = len(saved["optimizer"]["param_groups"]) == len(optimizer.param_groups)
-        require(same_optimizer, f"{self.folder} was trained with another --optimizer; change it back")
-        options = [{k: v for k, v in group.items() if k != "params"} for group in optimizer.param_groups]
-        optimizer.load_state_dict(saved["optimizer"])
-        for group, option in zip(optimizer.param_groups, options, strict=True):
-            group.update(option)  # those of this process's flags, not the checkpoint's
-        take_step.load_state_dict(saved["take_step"])
-        if saved["threads"] and not self.ranks.on_gpu and self.ranks.world == 1:
-            torch.set_num_threads(saved["threads"])  # the order of a CPU's sums depends on it
-        return saved["step"], saved["best"]
+        if saved:
+            load_weights(model, saved)
+            same_optimizer = len(saved["optimizer"]["param_groups"]) == len(optimizer.param_groups)
+            require(same_optimizer, f"{self.folder} was trained with another --optimizer; change it back")
+            options = [{k: v for k, v in group.items() if k != "params"} for group in optimizer.param_groups]
+            optimizer.load_state_dict(saved["optimizer"])
+            for group, option in zip(optimizer.param_groups, options, strict=True):
+                group.update(option)  # those of this process's flags, not the checkpoint's
+            take_step.load_state_dict(saved["take_step"])
+            if saved["threads"] and not self.ranks.on_gpu and self.ranks.world == 1:
+                torch.set_num_threads(saved["threads"])  # the order of a CPU's sums depends on it
+        if self.ranks.rank == 0:  # only now, because a run that is refused must stay as it was
+            with atomic_file(self.folder / "config.json") as file:
+                file.write((json.dumps(asdict(self.config), indent=2) + "\n").encode())
+        return (saved["step"], saved["best"]) if saved else (0, math.inf)
 
     def save(self, step, best, is_best, model, optimizer, take_step):
         """Copy a checkpoint to the host and start to write it.
 
-        If it cannot be written, a warning is printed and training goes on; close() then raises for the last one.
+        If writing fails, a warning is printed and training goes on; close() then raises for the last one.
         """
         if self.ranks.rank > 0:
             return
@@ -190,7 +190,7 @@ def load_checkpoint(path):
     """The contents of a checkpoint, on the CPU, and its "path". Nothing in the file is executed (weights_only).
 
     Raises:
-        ValueError: it does not exist, is damaged, or is not a checkpoint of this project.
+        ValueError: it is damaged, or not a checkpoint of this project. OSError: it cannot be read.
     """
     try:
         with zipfile.ZipFile(path) as file:  # torch.load does not check the checksums
@@ -198,6 +198,8 @@ def load_checkpoint(path):
         if broken:
             raise ValueError(f"wrong checksum of {broken}")
         contents = torch.load(path, map_location="cpu", weights_only=True)
+    except (OSError, MemoryError):  # the file may be good
+        raise
     except Exception as error:  # zipfile and torch.load raise a dozen types for a damaged file
         reason = (str(error) or type(error).__name__).splitlines()[0][:120]
         raise ValueError(f"checkpoint {path} cannot be read ({reason}); use another one") from error

@@ -13,11 +13,8 @@ import tyro
 from model import GPTConfig, require
 from training.checkpoint import newest_run
 
-# Options that may differ when a run is resumed, because the result stays the same. `data` and `input` are among them:
-# the run's tokens are compared instead.
-FREE_ON_RESUME = {
-    "resume", "allow_changes", "name", "data", "input", "keep", "max_bad_steps", "log_every", "wandb",
-}  # fmt: skip
+# Options that may change when a run is resumed. For `data` and `input` the run's tokens are compared instead.
+FREE_ON_RESUME = {"resume", "allow_changes", "data", "input", "keep", "max_bad_steps", "log_every", "wandb"}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -99,7 +96,15 @@ class Config(GPTConfig):
     def __post_init__(self):
         super().__post_init__()
         at_least_1 = ("batch_size", "steps", "eval_every", "log_every", "keep", "max_bad_steps")
-        at_least_0 = ("micro_batch", "warmup_steps", "eval_batches", "weight_decay", "grad_clip", "min_learning_rate")
+        at_least_0 = (
+            "micro_batch",
+            "warmup_steps",
+            "eval_batches",
+            "weight_decay",
+            "grad_clip",
+            "min_learning_rate",
+            "seed",
+        )
         for name in at_least_1 + at_least_0:
             value, least = getattr(self, name), int(name in at_least_1)
             require(value == "auto" or value >= least, f"{name}={value} must be at least {least}")
@@ -150,10 +155,8 @@ def load_config(argv):
 
 def resumed_config(folder, flags):
     """Config of the run in a folder, changed by flags; ValueError if that needs --allow_changes."""
-    try:
-        record = json.loads((folder / "config.json").read_text())
-    except (OSError, ValueError) as error:
-        raise ValueError(f"{folder / 'config.json'} cannot be read ({error}); --resume needs a run's folder") from None
+    require(folder.is_dir(), f"{folder} does not exist; --resume needs a run's folder")
+    record = json.loads((folder / "config.json").read_text())
     record |= {"resume": str(folder), "allow_changes": False}  # changes are allowed for one resumption only
     before, config = parse_flags(Config, to_flags(record)), parse_flags(Config, [*to_flags(record), *flags])
     for name, value in asdict(config).items():

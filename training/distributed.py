@@ -5,6 +5,7 @@ import signal
 import sys
 from contextlib import suppress
 from datetime import timedelta
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -62,10 +63,7 @@ def open_on_all_ranks(config, ranks, sha256):
 
     sha256: of the tokens that a resumed run was trained on, or None.
     """
-
-    def open_here(quiet):
-        return open_corpus(config.data, config.tokenizer, config.input or None, sha256=sha256, quiet=quiet)
-
+    open_here = partial(open_corpus, config.data, config.tokenizer, config.input or None, sha256=sha256)
     corpus = open_here(quiet=False) if os.environ.get("LOCAL_RANK", "0") == "0" else None
     expected = ranks.share(corpus and corpus.sha256)
     if ranks.world > 1:
@@ -121,7 +119,7 @@ class Signals:
         elif not self.stopping:
             self.asked, self.stopping = STOP, True
             with suppress(OSError):  # os.write, because print() may be interrupted halfway
-                os.write(2, b"\nstopping after this step, with a checkpoint; Ctrl-C again exits at once\n")
+                os.write(2, b"\nstopping soon, with a checkpoint; Ctrl-C again exits at once\n")
         elif number == signal.SIGINT:
             os._exit(130)
 

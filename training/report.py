@@ -183,7 +183,7 @@ def peak_flops(device):
 
 
 def read_metrics(folder):
-    """The records of a run's metrics.jsonl; a last line that a crash cut short is left out."""
+    """The records of a run's metrics.jsonl; damaged lines, such as one that a crash cut short, are left out."""
     path = folder / "metrics.jsonl"
     records = []
     for line in path.read_text().splitlines() if path.exists() else []:
@@ -194,6 +194,7 @@ def read_metrics(folder):
     return records
 
 
+@only_warn("drawing loss.png")
 def plot_losses(folder, bits_per_nat):
     """Draw loss.png from metrics.jsonl: training and validation loss, with bits per byte on the right axis."""
     from matplotlib.figure import Figure  # takes a second, which the start of a run need not wait for
@@ -217,5 +218,4 @@ def plot_losses(folder, bits_per_nat):
     right.set_ylabel("bits per byte")
     axis.grid(alpha=0.25)
     axis.legend(frameon=False)
-    with only_warn("drawing loss.png"):
-        figure.savefig(folder / "loss.png", dpi=130)
+    figure.savefig(folder / "loss.png", dpi=130)

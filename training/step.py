@@ -102,7 +102,7 @@ class TrainStep:
         require(
             bad < self.config.max_bad_steps,
             f"loss or gradient norm were not finite in {bad} steps in a row, from step {step - bad + 1} on: "
-            f"{batches.describe(max(step - bad, 0))}; look at that batch, or resume with a lower rate: "
+            f"{batches.describe(step - bad)}; look at that batch, or resume with a lower rate: "
             f"--resume {folder} --learning_rate {self.config.learning_rate / 2:g} --allow_changes",
         )
 
