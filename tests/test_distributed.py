@@ -182,7 +182,8 @@ from training.distributed import start_distributed
 def choose(config):
     ranks = start_distributed(config)
     step.fits = lambda model, rows, config, ranks: rows <= (2, 4)[ranks.rank]  # the GPUs have different room
-    print("chosen", step.choose_micro_batch(None, config, ranks._replace(device="cuda"), None))
+    chosen = step.choose_micro_batch(None, config, ranks._replace(device="cuda"), None)
+    print(f"chosen {chosen}")  # one string, because both ranks print at once
 
 choose(load_config(sys.argv[1:]))
 dist.destroy_process_group()
