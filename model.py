@@ -18,6 +18,7 @@ from torch import nn
 from attention import attention
 
 HAS_TRITON = find_spec("triton") is not None
+SHORTEST = 8  # tokens: mean length of the shortest documents of a row that mask_documents tells apart
 
 
 def require(condition, message):
@@ -58,6 +59,10 @@ class GPTConfig:
     """Replace logits by cap * tanh(logits / cap); None = off."""
     dropout: float = 0.0
     """Of embeddings, attention weights and each residual branch."""
+    mask_documents: bool = False
+    """Attention does not cross the end of a document, and positions start anew there."""
+    end_of_text: int | None = None
+    """Id of the token that ends a document; None means the tokenizer's, if it has one."""
     attention: Literal["auto", "hopper", "triton", "sdpa", "reference"] = "auto"
     """Implementation of attention(); auto takes our kernels where they run, else PyTorch's."""
 
@@ -127,6 +132,25 @@ def rotary_angles(config):
     return angle.cos(), angle.sin()
 
 
+def find_documents(tokens, end):
+    """The documents in tokens [B, T], each of which ends with the token `end`.
+
+    Returns:
+        starts: int32 cu_seqlens of the documents in the row of all B T tokens. Its length does not depend on the
+            tokens, which torch.compile and CUDA graphs need; so if documents of a row have less than SHORTEST tokens on
+            average, its last ones count as one.
+        positions: [B, T] of each token in its document.
+    """
+    B, T = tokens.shape
+    limit = T // SHORTEST + 1
+    begins = F.pad(tokens[:, :-1] == end, (1, 0), value=True)
+    begins = begins & (begins.cumsum(1) <= limit)
+    number = begins.flatten().cumsum(0) - 1  # of each token's document
+    starts = torch.searchsorted(number, torch.arange(B * limit + 1, device=tokens.device), out_int32=True)
+    positions = torch.arange(B * T, device=tokens.device) - starts[number]
+    return starts, positions.view(B, T)
+
+
 def rotate(x, cos, sin):
     """Rotate the pairs (x_i, x_{i + D/2}) of x [B, T, heads, D] by their angles."""
     a, b = x.float().chunk(2, dim=-1)
@@ -142,7 +166,7 @@ class Attention(nn.Module):
         self.project = nn.Linear(config.n_embd, config.n_embd, bias=config.bias)
         self.drop = nn.Dropout(config.dropout)
 
-    def forward(self, x, rotary, cache):
+    def forward(self, x, rotary, cache, documents):
         B, T, C = x.shape
         config = self.config
         heads = (config.n_head, config.kv_heads, config.kv_heads)
@@ -153,8 +177,11 @@ class Attention(nn.Module):
             q, k = (rotate(z, *rotary) for z in (q, k))
         if cache is not None:
             k, v = cache.append(self.layer, k, v)
-        dropout = config.dropout if self.training else 0.0
-        y = attention(q, k, v, causal=True, dropout=dropout, impl=config.attention_impl)  # [B, T, H, D]
+        options = dict(dropout=config.dropout if self.training else 0.0, impl=config.attention_impl)
+        if documents is not None:  # packed in one row: [1, B T, heads, D]
+            q, k, v = (z.flatten(0, 1)[None] for z in (q, k, v))
+            options |= dict(cu_seqlens=documents, max_seqlen=T)
+        y = attention(q, k, v, causal=True, **options)  # [B, T, H, D]
         return self.drop(self.project(y.reshape(B, T, C)))
 
 
@@ -189,8 +216,8 @@ class Block(nn.Module):
         self.norm_2 = make_norm(config)
         self.mlp = MLP(config)
 
-    def forward(self, x, rotary, cache):
-        x = x + self.attention(self.norm_1(x), rotary, cache)
+    def forward(self, x, rotary, cache, documents):
+        x = x + self.attention(self.norm_1(x), rotary, cache, documents)
         return x + self.mlp(self.norm_2(x))
 
 
@@ -237,14 +264,17 @@ class GPT(nn.Module):
         kind = x.device.type
         if torch.is_autocast_enabled(kind) and torch.get_autocast_dtype(kind) == torch.bfloat16:
             x = x.bfloat16()  # halves the memory traffic of the residual stream; float16 could overflow
+        documents, positions = None, slice(start, start + T)
+        if self.config.mask_documents and cache is None:
+            documents, positions = find_documents(tokens, self.config.end_of_text)
         rotary = None
         if self.config.position == "learned":
-            x = x + self.embed_position.weight[start : start + T].type_as(x)
+            x = x + self.embed_position.weight[positions].type_as(x)
         else:
-            rotary = self.rotary_cos[start : start + T], self.rotary_sin[start : start + T]
+            rotary = self.rotary_cos[positions], self.rotary_sin[positions]
         x = self.drop(x)
         for block in self.blocks:
-            x = block(x, rotary, cache)
+            x = block(x, rotary, cache, documents)
         if cache is not None:
             cache.length += T
         hidden, softcap = self.norm(x).type_as(x), self.config.logit_softcap

@@ -42,7 +42,7 @@ def train(config):
     batches = Batches(corpus.train, config.block_size, config.batch_size, config.seed)
 
     torch.manual_seed(config.seed)
-    model = GPT(config.model(corpus.tokenizer.n_vocab)).to(ranks.device)
+    model = GPT(config.model(corpus.tokenizer)).to(ranks.device)
     optimizer = make_optimizer(model, config, ranks)
     micro_batch = choose_micro_batch(model, config, ranks, saved.get("take_step", {}).get("micro_batch"))
     eval_batches = (

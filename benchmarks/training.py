@@ -4,6 +4,8 @@
     python benchmarks/training.py --text FILE --ranks FILE --nanogpt PATH         by turns with a checkout of nanoGPT
     python benchmarks/training.py --text FILE --ranks FILE --profile              GPU time per step, by kind of kernel
     python benchmarks/training.py --text FILE --jobs char modern --rounds 5 --whole   best losses of five seeds
+    python benchmarks/training.py --text FOLDER --ranks FILE --nanogpt PATH --jobs books --whole   100M tokens of GPT-2
+    python benchmarks/training.py --text DOCUMENTS --ranks FILE --jobs gpt2 documents   the cost of --mask_documents
 
 FILE is tiny Shakespeare, --ranks GPT-2's r50k_base.tiktoken. Every run is a process of its own, and all train on the
 same tokens. The time of a step is the median over the second half of the steps that the trainer reports. Seconds count
@@ -57,14 +59,23 @@ def jobs(ranks, small):
     steps = 10 if small else 100
     size = [f"--{name}={value}" for name, value in gpt2.items()]
     cpu = (["--device=cpu"], ["--device=cpu", "--compile=False", "--dtype=float32"]) if small else ([], [])
+    ours = ["configs/gpt2.py", "--batch_size=32", "--micro_batch=32", *size, *cpu[0]]
+    theirs = ["--batch_size=32", "--gradient_accumulation_steps=1", *size, *cpu[1]]
+    timed = [f"--steps={steps}", f"--eval_every={steps}", "--eval_batches=1", "--log_every=1"]
+    long = 20 if small else 3052  # 100M tokens
+    gpt2_job = Job(
+        f"gpt2:{ranks}",
+        32 * gpt2["block_size"],
+        [*ours, *timed],
+        [*theirs, f"--max_iters={steps}", "--eval_interval=100000", "--eval_iters=1", "--log_interval=1"],
+    )
     return {
-        "gpt2": Job(
-            f"gpt2:{ranks}",
-            32 * gpt2["block_size"],
-            ["configs/gpt2.py", "--batch_size=32", "--micro_batch=32", f"--steps={steps}", f"--eval_every={steps}",
-             "--eval_batches=1", "--log_every=1", *size, *cpu[0]],
-            ["--batch_size=32", "--gradient_accumulation_steps=1", f"--max_iters={steps}", "--eval_interval=100000",
-             "--eval_iters=1", "--log_interval=1", *size, *cpu[1]],
+        "gpt2": gpt2_job,
+        "documents": gpt2_job._replace(ours=[*gpt2_job.ours, "--mask_documents=True"], nanogpt=None),
+        "books": gpt2_job._replace(
+            ours=[*ours, f"--steps={long}", f"--eval_every={long // 12}", "--warmup_steps=200"],
+            nanogpt=[*theirs, f"--max_iters={long}", f"--lr_decay_iters={long}", f"--eval_interval={long // 12}",
+                     "--eval_iters=50", "--log_interval=10", "--warmup_iters=200"],
         ),
         "char": Job(
             "char",
@@ -88,7 +99,9 @@ def nanogpt_data(folder, corpus):
     """Write a Corpus in nanoGPT's format: train.bin and val.bin in 16 bits, and meta.pkl with the vocabulary size."""
     folder.mkdir(parents=True)
     for name, tokens in (("train", corpus.train), ("val", corpus.val)):
-        tokens.ids.astype("uint16").tofile(folder / f"{name}.bin")
+        with open(folder / f"{name}.bin", "wb") as file:
+            for shard in tokens.shards:
+                file.write(shard.astype("uint16"))
     vocabulary = corpus.tokenizer.n_vocab
     if vocabulary < 50_000:  # without meta.pkl nanoGPT takes GPT-2's, padded to 50304
         (folder / "meta.pkl").write_bytes(pickle.dumps(dict(vocab_size=vocabulary)))
@@ -121,6 +134,8 @@ def run(command, folder, job, whole):
     if process.wait() and not stopped:
         raise RuntimeError(f"{' '.join(command)} failed:\n{''.join(lines[-20:])}")
     ms = statistics.median(steps[len(steps) // 2 :] or [math.nan])
+    if whole:
+        print("validation losses", *losses)
     return Outcome(ms, min(losses), to_target, time.perf_counter() - start)
 
 
@@ -172,17 +187,17 @@ def show(name, trainer, job, outcome, what=""):
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--text", type=Path, required=True, help="tiny Shakespeare")
-    parser.add_argument("--ranks", type=Path, help="r50k_base.tiktoken, for the job gpt2")
+    parser.add_argument("--text", type=Path, required=True, help="tiny Shakespeare, or other text for GPT-2")
+    parser.add_argument("--ranks", type=Path, help="r50k_base.tiktoken, for the jobs of GPT-2")
     parser.add_argument("--nanogpt", type=Path, help="a checkout of nanoGPT, run by turns with ours")
-    parser.add_argument("--jobs", nargs="+", default=["gpt2", "char", "modern"], choices=["gpt2", "char", "modern"])
+    parser.add_argument("--jobs", nargs="+", default=["gpt2", "char", "modern"], choices=jobs("", False))
     parser.add_argument("--rounds", type=int, default=1, help="runs of each job; ours with a new seed each time")
     parser.add_argument("--whole", action="store_true", help="do not stop at the target")
     parser.add_argument("--profile", action="store_true")
     parser.add_argument("--small", action="store_true", help="networks that a CPU trains, to try this script")
     args = parser.parse_args()
-    if "gpt2" in args.jobs and not args.ranks:
-        parser.error("the job gpt2 needs --ranks; name other --jobs to do without")
+    if not args.ranks and not {"char", "modern"}.issuperset(args.jobs):
+        parser.error("the jobs of GPT-2 need --ranks; name other --jobs to do without")
     from data import open_corpus
 
     os.chdir(ROOT)

@@ -1,6 +1,7 @@
-# GPT-2 124M with nanoGPT's hyperparameters. Give your own corpus with --data text --input FOLDER; the default text is
-# only large enough to try it out.
-data = "shakespeare"
+# GPT-2 124M on 10 billion tokens of FineWeb-Edu, with nanoGPT's hyperparameters for a shorter run. Prepare them first:
+#     python -m data.prepare fineweb-edu --tokenizer gpt2
+# To try it on any text: python train.py configs/gpt2.py --data text --input FOLDER --steps 2000 --batch_size 32
+data = "fineweb-edu"
 tokenizer = "gpt2"
 
 n_layer = 12
@@ -10,16 +11,16 @@ block_size = 1024
 vocab_size = 50304  # 50257 rounded up to a multiple of 128: matmuls of even tiles are faster
 bias = False
 
-batch_size = 480  # half a million tokens
-micro_batch = 12
-steps = 600_000
+batch_size = 512  # x 1024 = 524,288 tokens
+micro_batch = 32  # on a small GPU: --micro_batch auto
+steps = 19_073  # 10 billion tokens
 learning_rate = 6e-4
 min_learning_rate = 6e-5
-warmup_steps = 2000
+warmup_steps = 700
 beta2 = 0.95
 weight_decay = 0.1
-eval_every = 1000
-eval_batches = 5  # of 480 sequences: the 2.5M tokens that nanoGPT takes
+eval_every = 250
+eval_batches = 5  # of 512 sequences: about the 2.5M tokens that nanoGPT takes
 
 # Without a GPU: the same recipe at a size that ends.
 cpu = dict(

@@ -1,14 +1,15 @@
-"""Text -> tokens -> batches.
+"""Documents -> tokens -> batches.
 
 corpus = open_corpus("shakespeare", "bpe:512")  # prepares it the first time
 inputs, targets = Batches(corpus.train, block_size=256, batch_size=64, seed=1).batch(step)
 """
 
-from data.corpus import Corpus, open_corpus
+from data.corpus import Corpus, open_corpus, prepare
 from data.files import atomic_file
-from data.loader import Batches, validation_batches
-from data.tokenizer import from_state, make_tokenizer, to_state
+from data.loader import Batches, map_ahead, validation_batches
+from data.tokenizer import end_of_text, from_state, make_tokenizer, to_state
 
 __all__ = [
-    "Batches", "Corpus", "atomic_file", "from_state", "make_tokenizer", "open_corpus", "to_state", "validation_batches",
+    "Batches", "Corpus", "atomic_file", "end_of_text", "from_state", "make_tokenizer", "map_ahead", "open_corpus",
+    "prepare", "to_state", "validation_batches",
 ]  # fmt: skip

@@ -1,47 +1,22 @@
-"""Prepared corpora: text -> prepared/<name>-<tokenizer>/ with three files.
-
-train.bin, val.bin    the ids, little-endian: uint16 for vocabularies of up to 65,536 tokens, otherwise uint32
-corpus.json           version, title and sha256 of the text, tokenizer, and size and sha256 of both parts
-"""
+"""Prepared corpora: prepared/NAME-TOKENIZER/ with shards of tokens and manifest.json."""
 
 import hashlib
-import json
 import os
 import sys
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-import numpy as np
+import filelock
 import tiktoken
 
-from data.files import atomic_file, data_folder
-from data.sources import PLAY, SHAKESPEARE, SHAKESPEARE_URL, read_source
-from data.tokenizer import CharTokenizer, encode_text, from_state, make_tokenizer, to_state, tokenizer_name
-
-VERSION = 2  # of the prepared files
-
-
-@dataclass(frozen=True)
-class Tokens:
-    """The tokens of the training or validation part.
-
-    Attributes:
-        ids: [count] uint16 or uint32, memory-mapped.
-        sha256: hex digest of the ids.
-        text_bytes: length of this part of the text in UTF-8.
-    """
-
-    ids: np.memmap
-    sha256: str
-    text_bytes: int
-
-    @property
-    def bytes_per_token(self):
-        return self.text_bytes / len(self.ids)
-
-    def __len__(self):
-        return len(self.ids)
+from data.build import PARTS, Options, build, make_request, read_record, same_request
+from data.external import index_tokens, listing_sha256
+from data.files import data_folder
+from data.hub import DATASETS
+from data.shards import HEADER_BYTES, Tokens, file_sha256, map_shard
+from data.sources import PLAY, SHAKESPEARE, SHAKESPEARE_URL, find_source
+from data.tokenizer import CharTokenizer, from_state, tokenizer_name
 
 
 @dataclass(frozen=True)
@@ -52,7 +27,8 @@ class Corpus:
         train, val: the two parts.
         tokenizer: the tokenizer that made them.
         folder: where the prepared files are.
-        source, source_sha256: title of the text, and hex digest of the whole text in UTF-8.
+        source: title of the text.
+        bad_lines: number of lines that were left out.
     """
 
     train: Tokens
@@ -60,7 +36,7 @@ class Corpus:
     tokenizer: tiktoken.Encoding | CharTokenizer
     folder: Path
     source: str
-    source_sha256: str
+    bad_lines: int = 0
 
     @property
     def bytes_per_token(self):
@@ -70,30 +46,46 @@ class Corpus:
     @property
     def sha256(self):
         """Hex digest of the tokens of both parts; it is made from the stored digests, not from the ids."""
-        return hashlib.sha256(bytes.fromhex(self.train.sha256 + self.val.sha256)).hexdigest()
+        return _joined_sha256(self.train.sha256, self.val.sha256)
 
 
-def open_corpus(name, tokenizer_spec, input=None, *, sha256=None, quiet=False):
-    """Open a corpus; prepare it first if it was never prepared, its text has changed or its files are unusable.
+def open_corpus(name, tokenizer_spec, input=None, *, sha256=None, quiet=False, verify=False):
+    """Open a corpus, without reading its text or tokens.
+
+    A text that was never prepared, has changed or lacks prepared files is prepared first, with the options that it was
+    prepared with before.
 
     Args:
         name, tokenizer_spec, input: as for `prepare`, which also lists the errors.
-        sha256: a prepared corpus with this `Corpus.sha256` is opened even if its text has changed or is gone.
+        sha256: a prepared corpus with this `Corpus.sha256` is opened even if its text has changed.
         quiet: print nothing unless a download fails; for all processes of a run except the first.
+        verify: read all tokens and compare their sha256 with the manifest's.
 
-    Returns:
-        Corpus.
+    Raises:
+        ValueError: also if a data set from the hub is not prepared, or not complete.
     """
-    folder = _corpus_folder(name, tokenizer_spec, input)
-    corpus = None
-    with suppress(OSError, ValueError):  # never prepared, damaged, or by another version of this module
-        corpus = _load_corpus(folder, json.loads((folder / "corpus.json").read_text()))
-    if corpus and input and corpus.sha256 != sha256 and corpus.source_sha256 != read_source(name, input)[2]:
-        corpus = None
+    folder, options = corpus_folder(name, tokenizer_spec, input), Options()
+    reason, corpus = "it is not prepared yet", None
+    if record := read_record(folder / "manifest.json"):
+        options = Options(**record["request"]["options"])
+        try:
+            corpus = load_corpus(folder, record, verify)
+        except ValueError as error:
+            reason = str(error)
+    # A text may be deleted once it is prepared.
+    if corpus and input and corpus.sha256 != sha256 and Path(input).exists():
+        found = listing_sha256(input) if name == "tokens" else find_source(name, input).sha256
+        if found != record["request"]["source_sha256"]:
+            reason, corpus = "its files have changed", None
     if corpus is None:
+        if name in DATASETS:
+            command = f"python -m data.prepare {name} --tokenizer {tokenizer_spec}"
+            raise ValueError(
+                f"{name} cannot be used: {reason}; type {command} (about {DATASETS[name][2]}; --tokens 1B takes a part)"
+            )
         if not quiet:
-            print(f"preparing {name} with tokenizer {tokenizer_spec} in {folder}", file=sys.stderr)
-        corpus = prepare(name, tokenizer_spec, input)
+            print(f"preparing {name} with tokenizer {tokenizer_spec} in {folder}: {reason}", file=sys.stderr)
+        corpus = prepare(name, tokenizer_spec, input, options)
     if name == "shakespeare" and corpus.source == PLAY and not quiet:
         print(
             f"NOTICE: this is NOT {SHAKESPEARE} but {PLAY}, data/play.txt. For the real text, save {SHAKESPEARE_URL} "
@@ -103,59 +95,68 @@ def open_corpus(name, tokenizer_spec, input=None, *, sha256=None, quiet=False):
     return corpus
 
 
-def prepare(name, tokenizer_spec, input=None):
-    """Tokenize a corpus, replacing what an earlier call prepared, and open it.
+def prepare(name, tokenizer_spec, input=None, options=None, threads=None):
+    """Prepare a corpus, replacing what was prepared from another source or with other options, and open it.
 
-    The text is split before it is tokenized: the first 90% of its characters are for training. `bpe` is trained on
-    the training part only. `char` uses the characters of the whole text, as nanoGPT does.
+    An interrupted preparation goes on where it was; of a finished one the sha256 of all shards are checked. See
+    data.build.build for the split into the two parts.
 
     Args:
-        name, input: see data.sources.read_source.
+        name: shakespeare, text, fineweb-edu, openwebtext, or tokens (see data.external).
         tokenizer_spec: see data.tokenizer.make_tokenizer.
+        input: file or folder of text or tokens.
+        options: Options, None takes their defaults.
+        threads: that tokenize; None = one for each core.
 
     Returns:
         Corpus.
 
     Raises:
-        ValueError: an argument is wrong, or the text is empty or not UTF-8.
-        OSError: a file cannot be read or written.
+        ValueError: an argument is wrong, or a file cannot be used.
+        OSError: a file cannot be read, downloaded or written.
     """
-    folder = _corpus_folder(name, tokenizer_spec, input)
-    title, text, text_sha256 = read_source(name, input)
-    split = int(0.9 * len(text))  # as in nanoGPT
-    parts = {"train": text[:split], "val": text[split:]}
-    tokenizer = make_tokenizer(tokenizer_spec, text if tokenizer_spec == "char" else parts["train"])
-    dtype = "<u2" if tokenizer.n_vocab <= 1 << 16 else "<u4"
-    about = {"version": VERSION, "source": title, "source_sha256": text_sha256, "dtype": dtype}
+    folder = corpus_folder(name, tokenizer_spec, input)
     folder.mkdir(exist_ok=True)
-    (folder / "corpus.json").unlink(missing_ok=True)  # written last, so that a killed preparation is not used
-    for part, part_text in parts.items():
-        ids = encode_text(tokenizer, part_text).astype(dtype)
-        with atomic_file(folder / f"{part}.bin") as file:
-            file.write(ids)
-        sha256, text_bytes = hashlib.sha256(ids).hexdigest(), len(part_text.encode())
-        about[part] = {"count": len(ids), "sha256": sha256, "text_bytes": text_bytes}
-    about["tokenizer"] = to_state(tokenizer)
-    with atomic_file(folder / "corpus.json") as file:
-        file.write(json.dumps(about).encode())
-    return _load_corpus(folder, about)
+    options, manifest = options or Options(), folder / "manifest.json"
+    with filelock.FileLock(folder.with_name(f".{folder.name}.lock")):
+        if name == "tokens":
+            index_tokens(folder, input, tokenizer_spec)
+            return load_corpus(folder, read_record(manifest))
+        source = find_source(name, input, options.sample)
+        request = make_request(source, tokenizer_spec, options)
+        if (record := read_record(manifest)) and same_request(record["request"], request):
+            with suppress(ValueError):  # a shard is damaged
+                return load_corpus(folder, record, verify=True)
+        build(folder, source, tokenizer_spec, options, threads)
+        return load_corpus(folder, read_record(manifest))
 
 
-def _corpus_folder(name, tokenizer_spec, input):
+def corpus_folder(name, tokenizer_spec, input):
     """Path of the prepared corpus, whether it exists or not."""
     parts = [name, tokenizer_name(tokenizer_spec).replace(":", "-")]
-    if name == "text" and input:  # so that two files with the same name have two folders
+    if input and name != "shakespeare":  # so that two files with the same name have two folders
         parts.append(hashlib.sha256(os.fsencode(Path(input).resolve())).hexdigest()[:8])
     return data_folder("prepared") / "-".join(parts)
 
 
-def _load_corpus(folder, about):
-    """The Corpus in `folder` that corpus.json describes; ValueError or OSError if the files are unusable."""
-    if about["version"] != VERSION:
-        raise ValueError(f"{folder} has version {about['version']}, not {VERSION}")
+def load_corpus(folder, record, verify=False):
+    """The Corpus that a manifest describes.
+
+    Raises:
+        ValueError: a shard is missing or has another size, or with verify another sha256.
+    """
     parts = []
-    for part in ("train", "val"):
-        count = about[part].pop("count")
-        ids = np.memmap(folder / f"{part}.bin", about["dtype"], "r", shape=count)  # ValueError if the file is shorter
-        parts.append(Tokens(ids, **about[part]))
-    return Corpus(*parts, from_state(about["tokenizer"]), folder, about["source"], about["source_sha256"])
+    for part in PARTS:
+        shards, arrays = record[part]["shards"], []
+        for shard in shards:
+            path = folder / shard["file"]
+            arrays.append(map_shard(path, record["dtype"], shard["tokens"], shard.get("offset", HEADER_BYTES)))
+            if verify and file_sha256(path) != shard["sha256"]:
+                raise ValueError(f"{path} is damaged: its sha256 is not the manifest's; prepare the corpus again")
+        sha256 = _joined_sha256(*(shard["sha256"] for shard in shards))
+        parts.append(Tokens(tuple(arrays), sha256, record[part]["documents"], record[part]["text_bytes"]))
+    return Corpus(*parts, from_state(record["tokenizer"]), folder, record["request"]["source"], record.get("bad", 0))
+
+
+def _joined_sha256(*digests):
+    return hashlib.sha256(bytes.fromhex("".join(digests))).hexdigest()

@@ -3,6 +3,7 @@
 import os
 import threading
 from contextlib import contextmanager, suppress
+from importlib import import_module
 from pathlib import Path
 
 TIMEOUT = (3, 10)  # seconds to connect to one address of a server, and to wait for its next data
@@ -15,25 +16,47 @@ def data_folder(name):
     return folder
 
 
+def optional(module, purpose):
+    """Import a module of the extra "hub"; ValueError if it is not installed."""
+    try:
+        return import_module(module)
+    except ImportError:
+        package = module.partition(".")[0]
+        raise ValueError(f"{purpose} needs the package {package}; install it: pip install -e '.[hub]'") from None
+
+
+@contextmanager
+def writing(path):
+    """Turn an OSError of this block, which writes a file, into one that says what to do."""
+    try:
+        yield
+    except OSError as error:
+        raise OSError(f"cannot write {path} ({error.strerror or error}); make room or make it writable") from error
+
+
 @contextmanager
 def atomic_file(path):
     """Open a binary file; it appears at `path` only if the block succeeds. OSError if it cannot be written."""
     path = Path(path)
     temporary = path.with_name(f".{path.name}.{os.getpid()}.{threading.get_ident()}.tmp")
     try:
-        with open(temporary, "wb") as file:
-            yield file
-            file.flush()
-            os.fsync(file.fileno())  # otherwise the file may be empty after a power cut
-        os.replace(temporary, path)
-        with suppress(OSError):  # some systems cannot open a folder
-            folder = os.open(path.parent, os.O_RDONLY)
-            os.fsync(folder)  # otherwise a power cut may undo the rename
-            os.close(folder)
-    except OSError as error:
-        raise OSError(f"cannot write {path} ({error.strerror or error}); make room or make it writable") from error
+        with writing(path):
+            with open(temporary, "wb") as file:
+                yield file
+            publish(temporary, path)
     finally:
         temporary.unlink(missing_ok=True)
+
+
+def publish(temporary, path):
+    """Rename a written file to its final name, so that not even a power cut leaves half of it there."""
+    with open(temporary, "rb") as file:
+        os.fsync(file.fileno())  # otherwise the file may be empty after a power cut
+    os.replace(temporary, path)
+    with suppress(OSError):  # some systems cannot open a folder
+        folder = os.open(path.parent, os.O_RDONLY)
+        os.fsync(folder)  # otherwise a power cut may undo the rename
+        os.close(folder)
 
 
 def download(url, file_name, sha256):

@@ -3,18 +3,23 @@
 A window is block_size + 1 consecutive tokens: block_size inputs, and the same shifted by one as targets.
 """
 
+from collections import deque
 from functools import lru_cache, partial
 
 import numpy as np
 import torch
 
+GROUP = 1 << 16  # windows that are shuffled together; their order takes half a megabyte
+
 
 class Batches:
     """An endless sequence of training batches.
 
-    Epoch e cuts the tokens into windows that start at phase + w * block_size. The phase and the order of the windows
-    are drawn from (seed, e). The windows of all epochs form one sequence, and batch `step` has those from
-    step * batch_size on, so a batch may contain the end of one epoch and the start of the next.
+    Epoch e cuts the tokens into windows that start at phase + w * block_size. Windows w with the same remainder modulo
+    the number of groups form a group, so that each group is spread over the whole text. The windows of a group are
+    shuffled; groups follow each other, and so do epochs. The phase and the order are drawn from (seed, e, group). Batch
+    `step` has the windows from step * batch_size on, so a batch may contain the end of one epoch and the start of the
+    next.
 
     Args:
         tokens: Tokens to train on.
@@ -28,13 +33,13 @@ class Batches:
 
     def __init__(self, tokens, block_size, batch_size, seed):
         _check_block_size(tokens, block_size)
-        self.ids = tokens.ids
+        self.tokens = tokens
         self.block_size, self.batch_size, self.seed = block_size, batch_size, seed
-        self.windows = max(1, (len(self.ids) - block_size) // block_size)  # per epoch
+        self.windows = max(1, (len(tokens) - block_size) // block_size)  # per epoch
         # Every phase leaves room for all windows; a phase of block_size would be phase 0 again.
-        self.phases = min(block_size, len(self.ids) - self.windows * block_size)
-        # Every step asks again; a batch that crosses into the next epoch needs two.
-        self._starts = lru_cache(maxsize=2)(self._draw_starts)
+        self.phases = min(block_size, len(tokens) - self.windows * block_size)
+        # Every step asks again; a batch that crosses into the next group needs two.
+        self._order = lru_cache(maxsize=2)(self._draw_order)
 
     def batch(self, step, rows=slice(None)):
         """Batch number `step`, or some of its rows.
@@ -46,24 +51,35 @@ class Batches:
         Returns:
             (inputs, targets), each [rows, block_size] int64 on the CPU; targets[:, t] follows inputs[:, t].
         """
-        places = self._places(step)[rows]
-        return _gather(self.ids, [self._starts(epoch)[window] for epoch, window in places], self.block_size)
+        starts = [self._start(number) for number in self._numbers(step)[rows]]
+        return _load(self.tokens, np.array(starts), self.block_size)
 
     def describe(self, step):
         """Which batch `step` is, in words."""
-        epoch, window = self._places(step)[0]
-        return f"batch {step} of seed {self.seed}: its first window is at token {self._starts(epoch)[window]}"
+        first = self._start(self._numbers(step)[0])
+        return f"batch {step} of seed {self.seed}: its first window is at token {first}"
 
-    def _places(self, step):
-        """[(epoch, window)] of each row of a batch: the number of its epoch, and of its window in the epoch."""
-        return [divmod(step * self.batch_size + row, self.windows) for row in range(self.batch_size)]
+    def _numbers(self, step):
+        """Numbers of the windows of a batch, all epochs counted through."""
+        return range(step * self.batch_size, (step + 1) * self.batch_size)
 
-    def _draw_starts(self, epoch):
-        """[windows] int64: the first token of each window of an epoch, in the order of training."""
+    def _start(self, number):
+        """First token of a window."""
+        epoch, position = divmod(number, self.windows)
+        groups = -(-self.windows // GROUP)
+        size, larger = divmod(self.windows, groups)  # the first `larger` groups have a window more
+        group, index = divmod(position, size + 1)
+        if group >= larger:
+            group, index = divmod(position - larger, size)
+        phase, order = self._order(epoch, group, size + (group < larger))
+        return phase + (int(order[index]) * groups + group) * self.block_size
+
+    def _draw_order(self, epoch, group, size):
+        """(phase of the epoch, order [size] of the group's windows)."""
         # Raw bits and a stable sort, because other versions of numpy may shuffle differently.
-        draws = np.random.PCG64(np.random.SeedSequence([self.seed, epoch])).random_raw(1 + self.windows)
-        phase = int(draws[0] % np.uint64(self.phases))
-        return phase + np.argsort(draws[1:], kind="stable") * self.block_size
+        phase, *_ = np.random.PCG64(np.random.SeedSequence([self.seed, epoch])).random_raw(1)
+        draws = np.random.PCG64(np.random.SeedSequence([self.seed, epoch, group])).random_raw(1 + size)
+        return int(phase % np.uint64(self.phases)), np.argsort(draws[1:], kind="stable")
 
 
 def validation_batches(tokens, block_size, batch_size, max_batches=None):
@@ -86,13 +102,25 @@ def validation_batches(tokens, block_size, batch_size, max_batches=None):
     count = windows if max_batches is None else min(windows, max_batches * batch_size)
     starts = np.arange(count) * windows // count * block_size
     batches = (starts[i : i + batch_size] for i in range(0, count, batch_size))
-    return [partial(_gather, tokens.ids, batch, block_size) for batch in batches]
+    return [partial(_load, tokens, batch, block_size) for batch in batches]
 
 
-def _gather(ids, starts, block_size):
+def _load(tokens, starts, block_size):
     """(inputs, targets), each [len(starts), block_size] int64, of the windows at `starts`."""
-    windows = np.lib.stride_tricks.sliding_window_view(ids, block_size + 1)[starts]
+    windows = tokens.windows(starts, block_size + 1)
     return torch.from_numpy(windows[:, :-1].astype(np.int64)), torch.from_numpy(windows[:, 1:].astype(np.int64))
+
+
+def map_ahead(pool, function, items, count):
+    """Yield (item, function(item)) in order, while threads of `pool` compute up to `count` of them ahead."""
+    waiting = deque()
+    for item in items:
+        waiting.append((item, pool.submit(function, item)))
+        if len(waiting) > count:
+            item, future = waiting.popleft()
+            yield item, future.result()
+    for item, future in waiting:
+        yield item, future.result()
 
 
 def _check_block_size(tokens, block_size):

@@ -1,10 +1,14 @@
-"""The texts: tiny Shakespeare, the play that replaces it offline, and the user's own files."""
+"""The corpora by name: which files they consist of, and how to get them."""
 
 import hashlib
 import sys
+from dataclasses import dataclass, field
 from pathlib import Path
 
+from data.documents import FORMATS
 from data.files import atomic_file, data_folder, download
+from data.hub import DATASETS, HubFile, dataset_files
+from data.shards import file_sha256
 
 SHAKESPEARE = "tiny Shakespeare"
 SHAKESPEARE_URL = "https://raw.githubusercontent.com/karpathy/char-rnn/master/data/tinyshakespeare/input.txt"
@@ -13,30 +17,85 @@ SHAKESPEARE_FILE = "tinyshakespeare.txt"  # its name in downloads/
 PLAY = "the embedded play"
 PLAY_FILE = Path(__file__).parent / "play.txt"
 
+SMALL = 1 << 25  # bytes of a corpus whose contents are compared when it is opened; of larger ones names and sizes
 
-def read_source(name, input=None):
-    """Read the text of a corpus: (title, text, sha256 hex digest of the text in UTF-8).
+
+@dataclass(frozen=True)
+class Source:
+    """What a corpus is made from.
+
+    Attributes:
+        title: for people.
+        files: local paths, or HubFiles.
+        sha256: hex digest of names and sizes, and of the contents if they are small or from the hub.
+    """
+
+    title: str
+    files: list[Path | HubFile]
+    sha256: str
+    sizes: list[int] = field(repr=False)
+
+    @property
+    def is_remote(self):
+        return isinstance(self.files[0], HubFile)
+
+    def local(self, index):
+        """Path of a file on this machine; a file from the hub is downloaded."""
+        file = self.files[index]
+        return file.download() if self.is_remote else file
+
+    def delete_downloads(self, files):
+        """Delete what was downloaded of files [slice], because they are done."""
+        for file in self.files[files] if self.is_remote else ():
+            (data_folder("downloads") / file.name).unlink(missing_ok=True)
+
+
+def find_source(name, input=None, sample="10BT"):
+    """The Source of a corpus.
 
     Args:
-        name: "shakespeare" or "text".
-        input: for "text", a UTF-8 text file or a folder of them. For "shakespeare", a local copy; None uses an
-            earlier copy or download, or downloads it, or reads the embedded play if the download fails.
+        name: shakespeare, text, or a key of DATASETS.
+        input: for text, a file or folder. For shakespeare, a local copy; None uses an earlier copy or download, or
+            downloads it, or takes the embedded play if the download fails.
+        sample: of fineweb-edu.
 
     Raises:
-        ValueError: the name is unknown, the text is empty or not UTF-8, or the local copy is another text.
-        OSError: a file cannot be read.
+        ValueError: the name is unknown, no file has a known format, or the local copy is another text.
+        OSError: a file cannot be read, or the hub cannot be reached.
     """
     if name == "text" and input:
-        title, text = _read_text(Path(input))
-    elif name == "shakespeare":
-        title, text = _read_shakespeare(input)
-    else:
-        raise ValueError(f"corpus {name!r} must be shakespeare, or text with --input FILE_OR_FOLDER")
-    return title, text, hashlib.sha256(text.encode()).hexdigest()
+        path = Path(input)
+        files = _files_below(path) if path.is_dir() else [path]
+        names = [str(file.relative_to(path)) if file != path else file.name for file in files]
+        return _source(path.resolve().name, files, names, [file.stat().st_size for file in files])
+    if name == "shakespeare":
+        title, path = _find_shakespeare(input)
+        return _source(title, [path], [path.name], [path.stat().st_size])
+    if name in DATASETS:
+        files = dataset_files(name, sample)
+        title = f"{name} {sample}" if name == "fineweb-edu" else name
+        digest = hashlib.sha256(repr([(file.name, file.sha256) for file in files]).encode()).hexdigest()
+        return Source(title, files, digest, [file.size for file in files])
+    raise ValueError(f"corpus {name!r} must be shakespeare, {', '.join(DATASETS)}, or text with --input FILE_OR_FOLDER")
 
 
-def _read_shakespeare(input):
-    """(title, text); a local copy is put where the download would be."""
+def _source(title, files, names, sizes):
+    contents = [file_sha256(file) for file in files] if sum(sizes) <= SMALL else []
+    digest = hashlib.sha256(repr((names, sizes, contents)).encode()).hexdigest()
+    return Source(title, files, digest, sizes)
+
+
+def _files_below(folder):
+    """All files of known formats below a folder, by name, without hidden ones."""
+    files = [file for file in folder.rglob("*") if file.name.lower().endswith(FORMATS) and file.is_file()]
+    files = [file for file in files if not any(part[0] == "." for part in file.relative_to(folder).parts)]
+    if not files:
+        raise ValueError(f"{folder} has no file to read; their names must end in one of {' '.join(FORMATS)}")
+    return sorted(files)
+
+
+def _find_shakespeare(input):
+    """(title, path); a local copy is put where the download would be."""
     if input:
         contents = Path(input).read_bytes()
         if hashlib.sha256(contents).hexdigest() != SHAKESPEARE_SHA256:
@@ -46,28 +105,7 @@ def _read_shakespeare(input):
         with atomic_file(data_folder("downloads") / SHAKESPEARE_FILE) as file:
             file.write(contents)
     try:
-        return SHAKESPEARE, _decode(download(SHAKESPEARE_URL, SHAKESPEARE_FILE, SHAKESPEARE_SHA256))
+        return SHAKESPEARE, download(SHAKESPEARE_URL, SHAKESPEARE_FILE, SHAKESPEARE_SHA256)
     except OSError as error:
         print(f"using {PLAY} instead of {SHAKESPEARE}: {error}", file=sys.stderr)
-        return PLAY, _decode(PLAY_FILE)
-
-
-def _read_text(path):
-    """(title, text) of a text file, or of all *.txt and *.md files below a folder, joined by blank lines."""
-    if path.is_dir():
-        files = [file for file in sorted(path.rglob("*")) if file.suffix.lower() in (".txt", ".md") and file.is_file()]
-        visible = [file for file in files if not any(part[0] == "." for part in file.relative_to(path).parts)]
-        text = "\n\n".join(text.rstrip("\n") for text in map(_decode, visible) if text.strip()) + "\n"
-    else:
-        text = _decode(path)
-    if len(text.strip()) < 2:  # the training and the validation part need a character each
-        raise ValueError(f"{path} has no text; --input must be a text file, or a folder with *.txt or *.md files")
-    return path.resolve().name, text
-
-
-def _decode(path):
-    """The text of a UTF-8 file, with \\n as line ends and without a byte order mark."""
-    try:
-        return path.read_text(encoding="utf-8-sig")
-    except UnicodeDecodeError as error:
-        raise ValueError(f"{path} is not UTF-8 text ({error}); convert it, for example with iconv") from None
+        return PLAY, PLAY_FILE

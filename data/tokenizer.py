@@ -2,9 +2,10 @@
 
 A tokenizer is a tiktoken.Encoding, or a CharTokenizer with the part of its interface that this repository uses:
 
-    name, n_vocab, encode_ordinary(text) -> list[int], decode(ids) -> str, decode_bytes(ids) -> bytes
+    name, n_vocab, encode_ordinary(text) -> list[int], encode_to_numpy(text, disallowed_special=()) -> [count] uint32,
+    decode(ids) -> str, decode_bytes(ids) -> bytes
 
-`encode_ordinary` treats the names of special tokens, such as "<|endoftext|>", as plain text.
+These treat the names of special tokens, such as "<|endoftext|>", as plain text; `end_of_text` gives the id.
 """
 
 import base64
@@ -31,92 +32,123 @@ LINE_PATTERN = r"[^\n]+|\n+"  # for bytes, which are never merged, any pattern w
 GPT2_URL = "https://openaipublic.blob.core.windows.net/encodings/r50k_base.tiktoken"
 GPT2_SHA256 = "306cd27f03c1a714eca7108e03d66b7dc042abe8c258b44c199a7ed9838dd930"
 
+END_OF_TEXT = "<|endoftext|>"
 CHUNK = 1 << 20  # characters that are encoded at once
+# Places where no pattern above matches across: "word| word", "word|\n" and, between lines, "\n|word".
+CUT = re.compile(r"(?<=[^\W\d_])(?= [^\W\d_])|(?<=[^\W_])(?=\n)|(?<=\S\n)(?=[^\W_])")
 
 
 class CharTokenizer:
-    """One token per character, as in nanoGPT; `characters` is a str of all of them in the order of their ids."""
+    """One token per character, as in nanoGPT; `characters` is a str of all of them in the order of their ids.
 
-    name = "char"
+    With end_of_text, the last id is that token.
+    """
 
-    def __init__(self, characters):
+    def __init__(self, characters, end_of_text=False):
         self.characters = characters
-        self._ids = {character: index for index, character in enumerate(characters)}
+        self.name = "char+eot" if end_of_text else "char"
+        self._special_tokens = {END_OF_TEXT: len(characters)} if end_of_text else {}
+        self._texts = [*characters, *self._special_tokens]
+        self._ids = np.full(max(map(ord, characters), default=0) + 2, -1)
+        self._ids[[ord(character) for character in characters]] = np.arange(len(characters))
 
     @property
     def n_vocab(self):
-        return len(self.characters)
+        return len(self._texts)
 
     def encode_ordinary(self, text):
-        """list[int], one id per character; ValueError if a character is not in the vocabulary."""
-        try:
-            return [self._ids[character] for character in text]
-        except KeyError as error:
-            raise ValueError(f"the char tokenizer has no token for {error}; leave this character out") from None
+        return self.encode_to_numpy(text).tolist()
+
+    def encode_to_numpy(self, text, disallowed_special=()):
+        """[len(text)] uint32; ValueError if a character is not in the vocabulary."""
+        codes = np.frombuffer(text.encode("utf-32-le"), "<u4")
+        ids = self._ids[np.minimum(codes, len(self._ids) - 1)]
+        if len(ids) and ids.min() < 0:
+            unknown = text[int(ids.argmin())]
+            raise ValueError(f"the char tokenizer has no token for {unknown!r}; leave this character out")
+        return ids.astype(np.uint32)
 
     def decode(self, ids):
-        return "".join(self.characters[index] for index in ids)
+        return "".join(self._texts[index] for index in ids)
 
     def decode_bytes(self, ids):
         return self.decode(ids).encode()
 
 
+def end_of_text(tokenizer):
+    """Id of the token that ends a document; None if the tokenizer has none."""
+    return tokenizer._special_tokens.get(END_OF_TEXT)
+
+
 def tokenizer_name(spec):
-    """The name of the tokenizer `spec`: bytes, char, bpe:N or gpt2; ValueError if it is none of these."""
+    """The name of the tokenizer `spec`, without a file; ValueError if there is no such tokenizer."""
     kind, _, argument = spec.partition(":")
-    if spec in ("bytes", "char") or kind == "gpt2":
+    if spec in ("bytes", "char", "bytes+eot", "char+eot") or kind == "gpt2":
         return kind
-    if kind == "bpe" and argument.isdecimal() and int(argument) > 256:
+    if kind == "bpe" and argument.isdecimal() and int(argument) > 257:
         return f"bpe:{int(argument)}"
-    raise ValueError(f"tokenizer {spec!r} must be bytes, char, gpt2, gpt2:RANK_FILE or bpe:N with N > 256")
+    raise ValueError(
+        f"tokenizer {spec!r} must be bytes, char, gpt2, gpt2:RANK_FILE or bpe:N with N > 257; bytes+eot and char+eot "
+        "have an end-of-text token"
+    )
 
 
-def make_tokenizer(spec, text):
+def make_tokenizer(spec, texts=(), many_documents=False):
     """Make a tokenizer, a tiktoken.Encoding or CharTokenizer, from its specification.
 
     Args:
-        spec: bytes, char, bpe:N (N tokens, the first 256 of them bytes), gpt2 or gpt2:RANK_FILE.
-        text: str; `char` takes its characters from it and `bpe` is trained on it; the others ignore it.
+        spec: bytes or char (+eot adds an end-of-text token), bpe:N (N tokens, of which 256 are bytes), gpt2 or
+            gpt2:RANK_FILE.
+        texts: iterable of str; `char` takes its characters from them and `bpe` is trained on them.
+        many_documents: whether the last of the N tokens of `bpe` is end-of-text. A single document needs none.
 
     Raises:
         ValueError: the specification or the rank file is wrong.
         OSError: the rank file of gpt2 cannot be read or downloaded.
     """
     name = tokenizer_name(spec)
-    if name == "bytes":
-        return _encoding(name, LINE_PATTERN, [bytes([value]) for value in range(256)])
-    if name == "char":
-        return CharTokenizer("".join(sorted(set(text))))
-    if name == "gpt2":
+    kind, _, ends = name.partition("+")
+    if kind == "bytes":
+        return _encoding(
+            name, LINE_PATTERN, [bytes([value]) for value in range(256)], {END_OF_TEXT: 256} if ends else {}
+        )
+    if kind == "char":
+        characters = set()
+        for text in texts:
+            characters.update(text)
+        return CharTokenizer("".join(sorted(characters)), bool(ends))
+    if kind == "gpt2":
         ranks = _gpt2_ranks(spec.partition(":")[2])
-        return _encoding(name, GPT2_PATTERN, ranks, {"<|endoftext|>": len(ranks)})
-    return _train_bpe(name, int(name.partition(":")[2]), text)
+        return _encoding(name, GPT2_PATTERN, ranks, {END_OF_TEXT: len(ranks)})
+    return _train_bpe(name, int(name.partition(":")[2]), texts, many_documents)
 
 
-def encode_text(tokenizer, text):
-    """Encode a nonempty text in chunks, with a progress bar; returns the ids as a uint32 array."""
-    bar = tqdm(chunks(text), total=-(-len(text) // CHUNK), unit="chunk", disable=None, leave=False)
-    return np.concatenate([np.array(tokenizer.encode_ordinary(chunk), dtype=np.uint32) for chunk in bar])
+def encode(tokenizer, text):
+    """[count] uint32 ids of a text of any length."""
+    parts = [tokenizer.encode_to_numpy(chunk, disallowed_special=()) for chunk in chunks([text])]
+    return parts[0] if len(parts) == 1 else np.concatenate(parts) if parts else np.empty(0, np.uint32)
 
 
-def chunks(text, size=CHUNK):
-    """Cut `text` into chunks of at least `size` characters, so that their tokens are those of the whole text.
+def chunks(pieces, size=CHUNK):
+    """Cut a text, an iterable of str, into chunks of `size` characters or a little more.
 
-    Each cut is between a letter or digit and a newline; no pattern above matches across the two.
+    The tokens of all chunks are those of the whole text: it is cut only where no pattern matches across.
     """
-    cut = re.compile(r"(?<=[^\W_])\n")
-    start = 0
-    while start < len(text):
-        found = cut.search(text, start + size)
-        stop = found.start() if found else len(text)
-        yield text[start:stop]
-        start = stop
+    held = ""
+    for piece in pieces:
+        held += piece
+        while len(held) > size and (found := CUT.search(held, size)):
+            yield held[: found.start()]
+            held = held[found.start() :]
+    if held:
+        yield held
 
 
 def to_state(tokenizer):
     """A dict of str, int, list and dict, for JSON and checkpoints; `from_state` turns it back into the tokenizer."""
     if isinstance(tokenizer, CharTokenizer):
-        return {"kind": "char", "name": tokenizer.name, "characters": tokenizer.characters}
+        ends = end_of_text(tokenizer) is not None
+        return {"kind": "char", "name": tokenizer.name, "characters": tokenizer.characters, "end_of_text": ends}
     ranks, special = tokenizer._mergeable_ranks, dict(tokenizer._special_tokens)
     tokens = [base64.b64encode(token).decode() for token in sorted(ranks, key=ranks.get)]
     names = {"kind": "bpe", "name": tokenizer.name, "pattern": tokenizer._pat_str}
@@ -126,7 +158,7 @@ def to_state(tokenizer):
 def from_state(state):
     """The tokenizer that `to_state` turned into `state`."""
     if state["kind"] == "char":
-        return CharTokenizer(state["characters"])
+        return CharTokenizer(state["characters"], state.get("end_of_text", False))
     tokens = [base64.b64decode(token) for token in state["tokens"]]
     return _encoding(state["name"], state["pattern"], tokens, state["special"])
 
@@ -137,15 +169,24 @@ def _encoding(name, pattern, tokens, special=None):
     return tiktoken.Encoding(name, pat_str=pattern, mergeable_ranks=ranks, special_tokens=special or {})
 
 
-def _train_bpe(name, size, text):
-    """Train byte-pair encoding on `text`; it has `size` tokens, or fewer if the text has too few pairs."""
+def _train_bpe(name, size, texts, many_documents):
+    """Train byte-pair encoding on texts; it has `size` tokens, or fewer if the texts have too few pairs."""
+    size -= many_documents
     trainer = rustbpe.Tokenizer()
-    trainer.train_from_iterator(chunks(text), size, pattern=GPT4_PATTERN)
+    bar = tqdm(unit="B", unit_scale=True, desc="learning tokens", disable=None, leave=False)
+
+    def report(texts):
+        for text in texts:
+            yield from chunks([text])
+            bar.update(len(text.encode()))
+
+    with bar:
+        trainer.train_from_iterator(report(texts), size, pattern=GPT4_PATTERN)
     # Two merges may give the same bytes; tiktoken identifies a token by its bytes, so it is kept once.
     tokens = list(dict.fromkeys(bytes(token) for token, _ in trainer.get_mergeable_ranks()))
     if len(tokens) < size:
         print(f"{name}: the training text has pairs for only {len(tokens):,} tokens", file=sys.stderr)
-    return _encoding(name, GPT4_PATTERN, tokens)
+    return _encoding(name, GPT4_PATTERN, tokens, {END_OF_TEXT: len(tokens)} if many_documents else {})
 
 
 def _gpt2_ranks(path):

@@ -1,37 +1,53 @@
 """Batches: which windows of a text are in the batch of a step."""
 
+from concurrent.futures import ThreadPoolExecutor
+
 import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from data.corpus import Tokens
-from data.loader import Batches, validation_batches
+from data import loader
+from data.loader import Batches, map_ahead, validation_batches
+from data.shards import Tokens
 
 
 def make_tokens(count):
     """Tokens whose ids are their positions, so that a window shows where it was cut."""
-    return Tokens(np.arange(count, dtype=np.uint32), sha256="", text_bytes=count)
+    ids = np.arange(count, dtype=np.uint32)
+    return Tokens(tuple(np.split(ids, [count // 3, count // 3 + 1])), sha256="", documents=1, text_bytes=count)
 
 
 def starts_of(batches, steps):
     return torch.cat([batches.batch(step)[0][:, 0] for step in steps]).tolist()
 
 
-@given(st.integers(2, 300), st.integers(1, 40), st.integers(1, 9), st.integers(0, 3))
-@settings(max_examples=150, deadline=None)
-def test_epochs_cover_every_window_once(count, block, rows, seed):
+@given(st.integers(2, 300), st.integers(1, 40), st.integers(1, 9), st.integers(0, 3), st.sampled_from([1, 4, 7, 1000]))
+@settings(max_examples=250, deadline=None)
+def test_epochs_cover_every_window_once(count, block, rows, seed, group):
     if block >= count:
         block = count - 1
     batches = Batches(make_tokens(count), block, rows, seed)
     windows = max(1, (count - block) // block)
-    starts = starts_of(batches, range(-(-3 * windows // rows)))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(loader, "GROUP", group)
+        starts = starts_of(batches, range(-(-3 * windows // rows)))
     for epoch in range(3):
         found = sorted(starts[epoch * windows : (epoch + 1) * windows])
         phase = found[0]
         assert found == [phase + window * block for window in range(windows)]
         assert 0 <= phase < block and found[-1] + block < count
+
+
+def test_a_group_is_spread_over_the_text_and_needs_little_memory(monkeypatch):
+    monkeypatch.setattr(loader, "GROUP", 10)
+    batches = Batches(make_tokens(1001), 10, 10, seed=0)  # 99 windows in 10 groups
+    groups = [starts_of(batches, [step]) for step in range(9)]
+    for group in groups:
+        assert max(np.diff(sorted(group))) == 100 and group != sorted(group)
+    assert len({tuple(np.argsort(group)) for group in groups}) > 5  # each in an order of its own
+    assert len(batches._draw_order(0, 0, 10)[1]) == 10
 
 
 def test_every_phase_occurs():
@@ -95,6 +111,14 @@ def test_few_validation_batches_are_spread():
     batches = validation_batches(make_tokens(1001), 10, 4, max_batches=5)
     assert torch.cat([load()[0][:, 0] for load in batches]).tolist() == list(range(0, 1000, 50))
     assert len(validation_batches(make_tokens(1001), 10, 4, max_batches=99)) == 25
+
+
+def test_map_ahead_keeps_the_order_and_stays_within_its_count():
+    started, items = [], iter(range(20))
+    with ThreadPoolExecutor(3) as pool:
+        results = map_ahead(pool, lambda item: started.append(item) or -item, items, 4)
+        assert next(results) == (0, 0) and next(items) == 5  # five are asked for, one of them is back
+        assert list(results) == [(item, -item) for item in [*range(1, 5), *range(6, 20)]]
 
 
 def test_describe_names_the_first_window():

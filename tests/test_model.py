@@ -6,7 +6,7 @@ import math
 import pytest
 import torch
 
-from model import GPT, Cache, GPTConfig
+from model import GPT, Cache, GPTConfig, find_documents
 
 SMALL = dict(vocab_size=50, block_size=24, n_layer=2, n_head=4, n_embd=32)
 MODERN = dict(norm="rmsnorm", position="rope", mlp="relu2", qk_norm=True, n_kv_head=2, tie_head=False)
@@ -79,6 +79,32 @@ def test_cached_logits_equal_uncached(config):
     cache = Cache(config, batch=2)
     pieces = [model(part, cache=cache) for part in tokens.split((5, 1, 1, 7, 10), dim=1)]
     torch.testing.assert_close(torch.cat(pieces, dim=1), full)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("compiled", [False, True])
+def test_masked_documents_are_isolated(config, compiled):
+    """Every document has the logits that it has alone, at the same positions."""
+    masked = make_model(dataclasses.replace(config, mask_documents=True, end_of_text=0))
+    alone = make_model(config)
+    for p, q in zip(masked.parameters(), alone.parameters(), strict=True):
+        q.copy_(p.normal_(std=0.2))
+    tokens = torch.randint(1, 50, (3, 24))
+    tokens[0, 9] = tokens[0, 10] = tokens[1, 23] = tokens[2, 0] = 0
+    logits = (torch.compile(masked, fullgraph=True) if compiled else masked)(tokens)
+    for row, begin, end in [(0, 0, 10), (0, 10, 11), (0, 11, 24), (1, 0, 24), (2, 0, 1), (2, 1, 24)]:
+        expected = alone(tokens[row : row + 1, begin:end])[0]
+        torch.testing.assert_close(logits[row, begin:end], expected, rtol=1e-4, atol=1e-5)
+    assert not torch.allclose(logits[0, 11:], alone(tokens)[0, 11:], atol=1e-2)
+
+
+def test_many_short_documents_share_the_last_place():
+    """The number of places is fixed by the shape. No document reaches into another row."""
+    tokens = torch.ones(2, 16, dtype=torch.long)
+    tokens[0, :6] = 0  # six documents of a token; a row has places for three
+    starts, positions = find_documents(tokens, 0)
+    assert starts.tolist() == [0, 1, 2, 16, 32, 32, 32] and starts.dtype == torch.int32
+    assert positions.tolist() == [[0, 0, *range(14)], [*range(16)]]
 
 
 def test_gpt2_initialisation():

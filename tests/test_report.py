@@ -9,6 +9,7 @@ import pytest
 import torch
 from helpers import FAST, ROOT, launch, losses
 
+from data import make_tokenizer
 from model import GPT
 from training import report
 from training.config import Config
@@ -17,6 +18,7 @@ from training.report import Report, plot_losses, read_metrics
 
 SHORT = dict(steps=4, eval_every=2)
 NAN = float("nan")
+BYTES = make_tokenizer("bytes")
 
 
 def make_report(folder, start=0, rank=0, **options):
@@ -24,7 +26,7 @@ def make_report(folder, start=0, rank=0, **options):
     config = Config(**FAST | SHORT | options)
     (folder / "config.json").touch()
     corpus = SimpleNamespace(bytes_per_token=2.0)
-    return Report(folder, config, GPT(config.model(8)), corpus, Ranks(rank, 2, "cpu"), start)
+    return Report(folder, config, GPT(config.model(BYTES)), corpus, Ranks(rank, 2, "cpu"), start)
 
 
 def record_step(report, step, loss=1.0, grad_norm=1.0, skipped=0.0):
@@ -43,7 +45,7 @@ def test_metrics_of_a_run(folder, run):
         assert record["val_bpb"] == pytest.approx(record["val_loss"] / 0.6931472)
     names = {"step", "loss", "learning_rate", "grad_norm", "skipped_steps", "tokens_per_second", "tflops"}
     assert all(record.keys() == names and record["tokens_per_second"] > 0 for record in trained)
-    model = GPT(Config(**FAST).model(256))
+    model = GPT(Config(**FAST).model(BYTES))
     flops = [record["tflops"] / record["tokens_per_second"] * 1e12 for record in trained]
     assert flops == pytest.approx([model.flops_per_token()] * 4)
 

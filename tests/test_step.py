@@ -10,7 +10,8 @@ import torch.distributed as dist
 from helpers import equal
 
 from data import Batches, validation_batches
-from data.corpus import Tokens
+from data.shards import Tokens
+from data.tokenizer import CharTokenizer
 from model import GPT
 from training import step as training_step
 from training.config import Config
@@ -21,6 +22,7 @@ from training.step import CPU_MICRO_BATCH, PREFETCHED, TrainStep, choose_micro_b
 SMALL = dict(vocab_size=16, n_layer=1, n_head=2, n_embd=16, block_size=8, batch_size=8, device="cpu", attention="sdpa")
 ONE = Ranks(0, 1, "cpu")
 NAN, INF = float("nan"), float("inf")
+SIXTEEN = CharTokenizer("0123456789abcdef")
 
 
 @pytest.fixture(autouse=True)
@@ -30,7 +32,7 @@ def no_interpreter(monkeypatch):
 
 def tokens(count):
     ids = np.random.default_rng(0).integers(16, size=count).astype("<u2")
-    return Tokens(ids, sha256="", text_bytes=count)
+    return Tokens((ids,), sha256="", documents=1, text_bytes=count)
 
 
 @pytest.fixture
@@ -50,7 +52,7 @@ def make_step(micro_batch=8, ranks=ONE, **options):
     """(model, TrainStep), always with the same weights."""
     torch.manual_seed(0)
     config = Config(**SMALL | options)
-    model = GPT(config.model(16))
+    model = GPT(config.model(SIXTEEN))
     return model, TrainStep(model, make_optimizer(model, config, ranks), config, ranks, micro_batch)
 
 
@@ -211,7 +213,7 @@ def test_a_resumed_run_keeps_its_micro_batch():
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="measures the memory of a GPU")
 def test_micro_batch_auto_takes_the_largest_that_fits(monkeypatch):
     config = Config(**SMALL | dict(batch_size=64, micro_batch="auto", device="cuda", vocab_size=4096, attention="auto"))
-    ranks, model = Ranks(0, 1, "cuda"), GPT(config.model(4096)).cuda()
+    ranks, model = Ranks(0, 1, "cuda"), GPT(config.model(CharTokenizer("".join(map(chr, range(4096)))))).cuda()
     before = copy.deepcopy(model.state_dict())
     assert choose_micro_batch(model, config, ranks, None) == 64
 
@@ -235,10 +237,10 @@ def test_micro_batch_auto_takes_the_largest_that_fits(monkeypatch):
 def test_evaluation_is_the_mean_over_all_tokens_and_is_split_over_the_ranks(process_group):
     """17 windows in batches of 4: the last one is smaller, so the mean of the batches' losses would differ."""
     config, seen = Config(**SMALL | dict(dropout=0.5)), []
-    model = GPT(config.model(16))
+    model = GPT(config.model(SIXTEEN))
     model.head.weight.data *= 50  # losses that differ from batch to batch
     text = tokens(17 * 8 + 1)
-    ids = torch.from_numpy(text.ids.astype("int64"))
+    ids = torch.from_numpy(text.windows([0], len(text))[0].astype("int64"))
     inputs, targets = ids[:-1].view(17, 8), ids[1:].view(17, 8)
     with torch.no_grad():
         expected = model.eval()(inputs, targets).item()

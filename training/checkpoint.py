@@ -219,7 +219,7 @@ def load_weights(model, contents):
     """Copy the weights of a loaded checkpoint into a GPT; ValueError if its configuration differs."""
     saved = asdict(GPTConfig(**contents["model_config"]))
     for name, value in asdict(model.config).items():
-        same = saved[name] == value or name in ("dropout", "attention")
+        same = saved[name] == value or name in ("dropout", "attention", "mask_documents", "end_of_text")
         require(same, f"the checkpoint holds another model: its {name} is {saved[name]!r}, not {value!r}")
     model.load_state_dict(contents["model"])
 

@@ -10,11 +10,12 @@ from typing import Literal
 import torch
 import tyro
 
+from data import end_of_text
 from model import GPTConfig, require
 from training.checkpoint import newest_run
 
 # Options that may change when a run is resumed. For `data` and `input` the run's tokens are compared instead.
-FREE_ON_RESUME = {"resume", "allow_changes", "data", "input", "keep", "max_bad_steps", "log_every", "wandb"}
+FREE_ON_RESUME = {"resume", "allow_changes", "data", "input", "verify", "keep", "max_bad_steps", "log_every", "wandb"}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -22,12 +23,15 @@ class Config(GPTConfig):
     """Options of a training run: python train.py [configs/NAME.py] [--option value ...]"""
 
     # data
-    data: Literal["shakespeare", "text"] = "shakespeare"
-    """Corpus: tiny Shakespeare, or your own text with --input."""
+    data: Literal["shakespeare", "text", "fineweb-edu", "openwebtext", "tokens"] = "shakespeare"
+    """Corpus: tiny Shakespeare, text or tokens of yours with --input, or a data set that `python -m data.prepare` has
+    prepared."""
     input: str = ""
-    """Text file or folder for --data text (or a local copy of tiny Shakespeare)."""
+    """File or folder for --data text (or a local copy of tiny Shakespeare); folder for --data tokens."""
     tokenizer: str = "char"
     """bytes, char, bpe:N (trained on the corpus), gpt2, or gpt2:RANK_FILE."""
+    verify: bool = False
+    """Read all tokens before training and compare their sha256 with the corpus's manifest."""
 
     # batches
     batch_size: int = 64
@@ -115,16 +119,20 @@ class Config(GPTConfig):
         )
         require(self.muon_scale > 0, f"muon_scale={self.muon_scale} must be positive")
         require(0 <= self.cooldown <= 1, f"cooldown={self.cooldown} must be in [0, 1], a share of the steps")
-        require(self.data != "text" or self.input, "data='text' needs --input FILE, a text file or folder of yours")
+        with_input = self.data not in ("text", "tokens") or self.input
+        require(with_input, f"data={self.data!r} needs --input PATH, a file or folder of yours")
         one_folder = Path(self.name).name == self.name and not self.name.startswith(".")
         require(self.name and one_folder, f"name={self.name!r} must be one folder name, such as 'baseline'")
 
-    def model(self, vocab_size):
-        """GPTConfig of the network, for a tokenizer of `vocab_size` tokens."""
-        enough = self.vocab_size == 0 or self.vocab_size >= vocab_size
-        require(enough, f"vocab_size={self.vocab_size} is smaller than the tokenizer's {vocab_size}; 0 takes that")
+    def model(self, tokenizer):
+        """GPTConfig of the network, for a tokenizer."""
+        count, end = tokenizer.n_vocab, end_of_text(tokenizer) if self.end_of_text is None else self.end_of_text
+        enough = self.vocab_size == 0 or self.vocab_size >= count
+        require(enough, f"vocab_size={self.vocab_size} is smaller than the tokenizer's {count}; 0 takes that")
+        hint = f"mask_documents needs an end-of-text token, which the tokenizer {tokenizer.name} of this corpus lacks"
+        require(end is not None or not self.mask_documents, f"{hint}; see --tokenizer, or leave mask_documents out")
         values = {field.name: getattr(self, field.name) for field in fields(GPTConfig)}
-        return GPTConfig(**values | {"vocab_size": self.vocab_size or vocab_size})
+        return GPTConfig(**values | {"vocab_size": self.vocab_size or count, "end_of_text": end})
 
 
 def load_config(argv):

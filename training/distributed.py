@@ -64,7 +64,8 @@ def open_on_all_ranks(config, ranks, sha256):
     sha256: of the tokens that a resumed run was trained on, or None.
     """
     open_here = partial(open_corpus, config.data, config.tokenizer, config.input or None, sha256=sha256)
-    corpus = open_here(quiet=False) if os.environ.get("LOCAL_RANK", "0") == "0" else None
+    is_first = os.environ.get("LOCAL_RANK", "0") == "0"
+    corpus = open_here(quiet=False, verify=config.verify) if is_first else None
     expected = ranks.share(corpus and corpus.sha256)
     if ranks.world > 1:
         dist.barrier(ranks.control)  # until the first rank of every host is done

@@ -1,7 +1,6 @@
 """A training step, the choice of its micro-batch, and evaluation."""
 
 import math
-from collections import deque
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 
@@ -10,6 +9,7 @@ import torch
 import torch.distributed as dist
 from torch.nn.utils import clip_grad_norm_
 
+from data import map_ahead
 from model import require
 from training.config import resolve_dtype
 from training.optimizer import set_learning_rate
@@ -183,13 +183,8 @@ def prefetch(batches, steps, ranks):
         return [x.pin_memory() for x in batch] if ranks.on_gpu else batch
 
     with ThreadPoolExecutor(1) as pool:
-        loading = deque()
-        for step in steps:
-            loading.append(pool.submit(load, step))
-            if len(loading) > PREFETCHED:
-                yield loading.popleft().result()
-        while loading:
-            yield loading.popleft().result()
+        for _, batch in map_ahead(pool, load, steps, PREFETCHED):
+            yield batch
 
 
 def choose_micro_batch(model, config, ranks, saved):

@@ -1,0 +1,84 @@
+"""A server on loopback with the endpoints of the Hugging Face hub that a download needs."""
+
+import hashlib
+import json
+from http.server import BaseHTTPRequestHandler
+from urllib.parse import unquote, urlsplit
+
+COMMIT = "0123456789abcdef0123456789abcdef01234567"
+
+
+class Handler(BaseHTTPRequestHandler):
+    """Answers for a server whose `repositories` are {name: {file name: contents}}.
+
+    The server's `mode` says what goes wrong, or names a file that fails.
+    """
+
+    protocol_version = "HTTP/1.1"
+    disable_nagle_algorithm = True  # otherwise each answer takes 40 ms
+
+    def do_HEAD(self):
+        self.answer(body=False)
+
+    def do_GET(self):
+        self.answer(body=True)
+
+    def answer(self, body):
+        path, hub = unquote(urlsplit(self.path).path), self.server
+        hub.requests.append(path)
+        if hub.mode == "error" or path.endswith(hub.mode):
+            return self.send(500, b"the hub is ill" if body else b"")
+        for repository, files in hub.repositories.items():
+            if path == f"/api/datasets/{repository}":
+                return self.send(200, json.dumps({"id": repository, "sha": COMMIT}).encode())
+            start = f"/api/datasets/{repository}/tree/{COMMIT}/"
+            if path.startswith(start):
+                return self.tree(files, path.removeprefix(start) + "/")
+            start = f"/datasets/{repository}/resolve/{COMMIT}/"
+            if (name := path.removeprefix(start)) in files and path.startswith(start):
+                return self.file(name, files[name], body)
+        self.send(404, b"", **{"X-Error-Code": "RepoNotFound"})
+
+    def tree(self, files, folder):
+        entries = [
+            {"type": "file", "path": name, "size": len(contents), "oid": "0" * 40}
+            | {"lfs": {"oid": hashlib.sha256(contents).hexdigest(), "size": len(contents), "pointerSize": 130}}
+            for name, contents in files.items()
+            if name.startswith(folder)
+        ]
+        if not entries:
+            return self.send(404, b"", **{"X-Error-Code": "EntryNotFound"})
+        others = [
+            {"type": "file", "path": f"{folder}README.md", "size": 3, "oid": "0" * 40},  # in git, not in LFS
+            {"type": "directory", "path": f"{folder}old", "oid": "0" * 40},
+        ]
+        self.send(200, json.dumps([*others, *entries]).encode())
+
+    def file(self, name, contents, body):
+        headers = {"X-Repo-Commit": COMMIT, "ETag": f'"{hashlib.sha256(contents).hexdigest()}"'}
+        if not body:
+            return self.send(200, b"", **headers, **{"Content-Length": str(len(contents))})
+        self.server.downloads.append(name)
+        self.server.present.append(sorted(path.name for path in self.server.folder.rglob("*.parquet")))
+        if self.server.mode == "changed":
+            contents = contents[:50] + bytes([contents[50] ^ 255]) + contents[51:]
+        headers["Content-Length"] = str(len(contents))
+        if start := int(self.headers.get("Range", "bytes=0-")[6:-1]):
+            contents = contents[start:]
+            headers["Content-Range"] = f"bytes {start}-{start + len(contents) - 1}/{start + len(contents)}"
+            headers["Content-Length"] = str(len(contents))
+        elif self.server.mode == "breaks off":
+            contents = contents[:1000]
+        self.send(206 if start else 200, contents, **headers)
+
+    def send(self, status, contents, **headers):
+        self.send_response(status)
+        for name, value in ({"Content-Length": str(len(contents))} | headers).items():
+            self.send_header(name, value)
+        self.end_headers()
+        self.wfile.write(contents)
+        if self.server.mode == "breaks off":
+            self.close_connection = True
+
+    def log_message(self, *args):
+        pass
