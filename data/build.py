@@ -5,7 +5,9 @@ position up to which the sources are done, so that an interrupted preparation go
 """
 
 import json
+import math
 import os
+import re
 import sys
 import time
 from collections import Counter
@@ -29,27 +31,51 @@ FEW, FEW_SHARE, SHARE = 1000, 0.1, 0.005  # with fewer documents than FEW, the l
 SAMPLE_BYTES = 10**9  # of text that bpe:N learns from
 SAVE_SECONDS = 10
 BETWEEN = "\n\n"  # documents, if the tokenizer has no end-of-text
+UNITS = {"": 1, "K": 10**3, "M": 10**6, "B": 10**9, "T": 10**12}
 
 
 @dataclass(frozen=True, kw_only=True)
 class Options:
     """How a corpus is prepared, besides its source and tokenizer."""
 
-    tokens: int | None = None  # to write at least; None = all
-    val_share: float | None = None  # of the documents; None = SHARE, or FEW_SHARE
+    tokens: str = "all"
+    """Stop after this many tokens, such as 1B."""
+    val_share: float | None = None
+    """Share of the documents for validation; None takes 0.005, or 0.1 if there are fewer than 1,000."""
     text_field: str = "text"
-    separator: str = ""  # line between the documents of a text file
+    """Field of JSON lines, or column of Parquet files, that holds the text."""
+    separator: str = ""
+    """A line that separates the documents of a text file, such as '<|endoftext|>'."""
     skip_bad: bool = False
-    sample: str = "10BT"  # of fineweb-edu
-    shard_tokens: int = 100_000_000
+    """Leave out lines that are no JSON object with a text, and count them."""
+    sample: str = "10BT"
+    """Of fineweb-edu: 10BT, 100BT or 350BT."""
+    shard_tokens: str = "100M"
+    """Tokens of a shard, a file."""
 
     def __post_init__(self):
         if self.val_share is not None and not 0 < self.val_share < 1:
             raise ValueError(f"val_share={self.val_share} must be between 0 and 1")
-        if self.tokens is not None and self.tokens < 1:
-            raise ValueError(f"tokens={self.tokens} must be at least 1; leave it out to take all")
-        if not 0 < self.shard_tokens < 2**31:
+        if self.limit < 1:
+            raise ValueError(f"tokens={self.tokens} must be at least 1, or all")
+        if not 0 < self.shard < 2**31:
             raise ValueError(f"shard_tokens={self.shard_tokens} must be from 1 to 2^31 - 1")
+
+    @property
+    def limit(self):
+        return math.inf if self.tokens == "all" else number(self.tokens)
+
+    @property
+    def shard(self):
+        return number(self.shard_tokens)
+
+
+def number(text):
+    """An int from text such as 1B, 100M or 4096."""
+    found = re.fullmatch(r"(\d+(?:\.\d+)?)([KMBT]?)", text.upper())
+    if not found:
+        raise ValueError(f"{text!r} is no number of tokens; write it as 1B, 100M or 4096")
+    return int(float(found[1]) * UNITS[found[2]])
 
 
 def build(folder, source, tokenizer_spec, options, threads=None):
@@ -74,9 +100,7 @@ def build(folder, source, tokenizer_spec, options, threads=None):
         record = {"request": request, **_plan(source, tokenizer_spec, options)}
         for path in folder.iterdir():  # only now, because a wrong option must not cost a finished corpus
             path.unlink()
-    writers = {
-        part: ShardWriter(folder, part, record["dtype"], options.shard_tokens, record.get(part)) for part in PARTS
-    }
+    writers = {part: ShardWriter(folder, part, record["dtype"], options.shard, record.get(part)) for part in PARTS}
     record |= {part: writer.record for part, writer in writers.items()}
 
     def save():
@@ -105,6 +129,8 @@ def _write_all(source, options, record, writers, save, threads):
     with tqdm(**bar, disable=None, leave=False) as bar, ThreadPoolExecutor(threads) as pool:
         blocks = _blocks(source, options, record)
         for (position, read, *_), (ids, documents, text_bytes, bad) in map_ahead(pool, encoder, blocks, 2 * threads):
+            if sum(writer.record["tokens"] for writer in writers.values()) >= options.limit:
+                break
             filled = [writers[part].write(ids[part], documents[part], text_bytes[part]) for part in PARTS]
             record["position"] = position
             record["bad"] += bad
@@ -112,8 +138,6 @@ def _write_all(source, options, record, writers, save, threads):
             if any(filled) or time.perf_counter() - saved > SAVE_SECONDS:
                 save()
                 saved = time.perf_counter()
-            if options.tokens and sum(writer.record["tokens"] for writer in writers.values()) >= options.tokens:
-                break
 
 
 class Encoder:

@@ -122,7 +122,7 @@ def test_shards_have_a_fixed_size_and_are_read_as_one(tmp_path):
     path = write_lines(tmp_path / "x.jsonl", make_documents(500))
     whole = prepare("text", "bytes+eot", path)
     ids = whole.train.windows([0], len(whole.train))[0]
-    cut = prepare("text", "bytes+eot", path, Options(shard_tokens=1000))
+    cut = prepare("text", "bytes+eot", path, Options(shard_tokens="1000"))
     assert {len(shard) for shard in cut.train.shards[:-1]} == {1000} and len(cut.train.shards) > 50
     assert np.array_equal(cut.train.windows([0], len(ids))[0], ids)
     starts = np.array([0, 999, 1000, 4321, len(ids) - 2500])
@@ -137,7 +137,7 @@ def test_threads_do_not_change_the_shards(tmp_path, monkeypatch):
     path = write_lines(tmp_path / "x.jsonl", make_documents(400))
     made = []
     for threads in (1, 5):
-        folder = prepare("text", "bpe:300", path, Options(shard_tokens=5000), threads).folder
+        folder = prepare("text", "bpe:300", path, Options(shard_tokens="5000"), threads).folder
         made.append(shards_of(folder))
         (folder / "manifest.json").unlink()
     assert made[0] == made[1]
@@ -152,7 +152,7 @@ def test_an_interrupted_preparation_goes_on(tmp_path, monkeypatch, stop, every):
     (tmp_path / "in").mkdir()
     for name in "ab":
         write_lines(tmp_path / "in" / f"{name}.jsonl", make_documents(100, seed=ord(name)))
-    options = Options(shard_tokens=900)
+    options = Options(shard_tokens="900")
     done, encode_block = [], build.Encoder.__call__
     with monkeypatch.context() as patch:
         patch.setattr(build.Encoder, "__call__", lambda self, item: done.append(0) or encode_block(self, item))
@@ -180,7 +180,7 @@ def test_an_interrupted_preparation_goes_on(tmp_path, monkeypatch, stop, every):
 def test_tokens_limits_a_corpus(tmp_path, monkeypatch):
     monkeypatch.setattr("data.documents.BLOCK_BYTES", 2000)
     path = write_lines(tmp_path / "x.jsonl", make_documents(2000))
-    found = prepare("text", "bytes+eot", path, Options(tokens=50_000))
+    found = prepare("text", "bytes+eot", path, Options(tokens="50000"))
     assert 50_000 <= len(found.train) + len(found.val) < 55_000
     documents = make_documents(2000)[: found.train.documents + found.val.documents]
     assert documents_of(found.train, found.tokenizer) == [text for text in documents if not is_small(text, 0.005)]
@@ -225,7 +225,7 @@ def test_a_damaged_shard_is_noticed_by_its_hash(tmp_path):
 def test_opening_reads_no_text_and_no_tokens(tmp_path):
     """20 GB of shards, sparse files, beside a text that is too large to be compared by its contents."""
     path = write_lines(tmp_path / "x.jsonl", make_documents(100))
-    found = prepare("text", "bytes+eot", path, Options(shard_tokens=1000))
+    found = prepare("text", "bytes+eot", path, Options(shard_tokens="1000"))
     manifest = found.folder / "manifest.json"
     record = json.loads(manifest.read_text())
     shards = [record["train"]["shards"][0] | {"file": f"train_{n:06}.bin", "tokens": 100_000_000} for n in range(100)]

@@ -143,7 +143,7 @@ def test_our_own_shards(tmp_path):
     texts.mkdir()
     for number, text in enumerate(TEXTS):
         (texts / f"{number}.txt").write_text(text)
-    made = prepare("text", "bytes+eot", texts, Options(shard_tokens=500))
+    made = prepare("text", "bytes+eot", texts, Options(shard_tokens="500"))
     assert len(made.train.shards) > 3
     found = prepare("tokens", "bytes+eot", made.folder)
     assert found.folder != made.folder and found.sha256 == made.sha256

@@ -92,7 +92,9 @@ def small_blocks(monkeypatch):
 
 
 def make(name="fineweb-edu", spec="bytes+eot", **options):
-    return prepare(name, spec, options=Options(**{"val_share": 0.2, "shard_tokens": SHARD_TOKENS} | options), threads=1)
+    return prepare(
+        name, spec, options=Options(**{"val_share": 0.2, "shard_tokens": str(SHARD_TOKENS)} | options), threads=1
+    )
 
 
 def ids_of(part):
@@ -184,19 +186,19 @@ def test_one_file_at_a_time(server):
 
 def test_only_the_files_that_tokens_needs(server):
     size = sum(len(text.encode()) + 1 for text in texts_of_file(0))
-    found = make(tokens=size // 2, val_share=0.5)
+    found = make(tokens=str(size // 2), val_share=0.5)
     tokens = ids_of(found.train), ids_of(found.val)
     assert size // 2 <= len(tokens[0]) + len(tokens[1]) < size * 0.7
     assert all(part == all_[: len(part)] for part, all_ in zip(tokens, expected(TEXTS, share=0.5), strict=True))
     assert server.downloads == ["sample/10BT/000_00000.parquet"]
     server.downloads.clear()
-    more = make(tokens=size + size // 2, val_share=0.5)
+    more = make(tokens=str(size + size // 2), val_share=0.5)
     assert len(more.train) + len(more.val) >= size + size // 2
     assert server.downloads[-1] == "sample/10BT/001_00000.parquet"
 
 
 def test_no_file_stays_when_tokens_are_enough(data_root):
-    make(tokens=2000)
+    make(tokens="2000")
     assert left_behind(data_root) == []
 
 
