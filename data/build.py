@@ -1,13 +1,14 @@
 """Build a corpus: documents are read, tokenized by several threads, and written to shards.
 
-Its folder gets manifest.json when everything is written. Until then progress.json has the same contents, and the
-position up to which the sources are done, so that an interrupted preparation goes on from there.
+Its folder gets manifest.json when everything is written. Until then progress.json has the same contents; its position,
+[file, block], says up to where the sources are done, so that an interrupted preparation goes on from there.
 """
 
 import json
 import math
 import os
 import re
+import shutil
 import sys
 import time
 from collections import Counter
@@ -20,17 +21,17 @@ import numpy as np
 from tqdm import tqdm
 
 from data.documents import digest_of, read_blocks, texts_of
-from data.files import atomic_file
+from data.files import atomic_file, writing
 from data.loader import map_ahead
-from data.shards import ShardWriter
+from data.shards import PARTS, ShardWriter
 from data.tokenizer import encode, end_of_text, from_state, make_tokenizer, to_state, tokenizer_name
 
 VERSION = 3  # of the prepared files
-PARTS = ("train", "val")
 FEW, FEW_SHARE, SHARE = 1000, 0.1, 0.005  # with fewer documents than FEW, the larger share is for validation
 SAMPLE_BYTES = 10**9  # of text that bpe:N learns from
 SAVE_SECONDS = 10
 BETWEEN = "\n\n"  # documents, if the tokenizer has no end-of-text
+LISTED = 1000  # files that the manifest names
 UNITS = {"": 1, "K": 10**3, "M": 10**6, "B": 10**9, "T": 10**12}
 
 
@@ -49,9 +50,9 @@ class Options:
     skip_bad: bool = False
     """Leave out lines that are no JSON object with a text, and count them."""
     sample: str = "10BT"
-    """Of fineweb-edu: 10BT, 100BT or 350BT."""
+    """Sample of fineweb-edu: 10BT, 100BT or 350BT."""
     shard_tokens: str = "100M"
-    """Tokens of a shard, a file."""
+    """Tokens per shard."""
 
     def __post_init__(self):
         if self.val_share is not None and not 0 < self.val_share < 1:
@@ -79,14 +80,12 @@ def number(text):
 
 
 def build(folder, source, tokenizer_spec, options, threads=None):
-    """Write the shards and the manifest of a corpus to a folder, in place of all that is in it.
+    """Write the shards and the manifest of a corpus to a folder, which may hold the beginning of the same corpus.
 
-    The first documents decide how the rest is split: a single document is cut after 90 % of its characters, of fewer
-    than FEW documents a tenth is for validation, and of more 0.5 %. A document is for validation if its sha256 is
-    small enough, so that new documents do not move others.
+    A document is for validation if its sha256 is small enough. A single document is cut after 90 % of its characters.
 
     Args:
-        folder: of this corpus; the caller holds its lock.
+        folder: of this corpus alone; the caller holds its lock.
         source: Source. tokenizer_spec: see data.tokenizer.make_tokenizer. options: Options.
         threads: that tokenize; None = one for each core.
 
@@ -95,13 +94,17 @@ def build(folder, source, tokenizer_spec, options, threads=None):
         OSError: a file cannot be read, downloaded or written.
     """
     request, progress = make_request(source, tokenizer_spec, options), folder / "progress.json"
-    record = read_record(progress)
-    if not record or not same_request(record["request"], request):
-        record = {"request": request, **_plan(source, tokenizer_spec, options)}
-        for path in folder.iterdir():  # only now, because a wrong option must not cost a finished corpus
-            path.unlink()
-    writers = {part: ShardWriter(folder, part, record["dtype"], options.shard, record.get(part)) for part in PARTS}
-    record |= {part: writer.record for part, writer in writers.items()}
+    record, writers = read_record(progress), None
+    if record and same_request(record["request"], request, "skip_bad", "tokens"):
+        with suppress(ValueError):  # a shard is missing
+            writers = _make_writers(folder, record, options)
+    if writers is None:
+        record = _new_record(source, tokenizer_spec, options)
+        shutil.rmtree(folder, ignore_errors=True)
+        with writing(folder):
+            folder.mkdir()
+        writers = _make_writers(folder, record, options)
+    record["request"] = request
 
     def save():
         for writer in writers.values():
@@ -114,27 +117,35 @@ def build(folder, source, tokenizer_spec, options, threads=None):
     for part, writer in writers.items():
         if writer.record["tokens"] == 0:
             name = {"train": "training", "val": "validation"}[part]
-            raise ValueError(f"{source.title} has no text for {name}; give more text, or another --val_share")
+            raise ValueError(
+                f"{source.title} has no text for {name}; give more text or --tokens, or another --val_share"
+            )
         writer.close()
     write_record(folder / "manifest.json", record)
     progress.unlink()
     source.delete_downloads(slice(None))
 
 
+def _make_writers(folder, record, options):
+    """A ShardWriter for each part; ValueError if shards that the record names are missing."""
+    writers = {part: ShardWriter(folder, part, record["dtype"], options.shard, record.get(part)) for part in PARTS}
+    record |= {part: writer.record for part, writer in writers.items()}
+    return writers
+
+
 def _write_all(source, options, record, writers, save, threads):
     """Tokenize the blocks from record["position"] on and write them in order."""
-    encoder = Encoder(record, options)
-    saved, done = time.perf_counter(), sum(source.sizes[: record["position"][0]])
-    bar = dict(total=sum(source.sizes), initial=done, unit="B", unit_scale=True, desc=source.title)
+    saved, done = time.perf_counter(), source.offsets[record["position"][0]]
+    bar = dict(total=source.offsets[-1], initial=done, unit="B", unit_scale=True, desc=source.title)
     with tqdm(**bar, disable=None, leave=False) as bar, ThreadPoolExecutor(threads) as pool:
-        blocks = _blocks(source, options, record)
-        for (position, read, *_), (ids, documents, text_bytes, bad) in map_ahead(pool, encoder, blocks, 2 * threads):
+        encoded = map_ahead(pool, Encoder(record, options), _blocks(source, options, record), 2 * threads)
+        for (position, block), (ids, documents, text_bytes, bad) in encoded:
             if sum(writer.record["tokens"] for writer in writers.values()) >= options.limit:
                 break
             filled = [writers[part].write(ids[part], documents[part], text_bytes[part]) for part in PARTS]
             record["position"] = position
             record["bad"] += bad
-            bar.update(read - bar.n)
+            bar.update(block.read - bar.n)
             if any(filled) or time.perf_counter() - saved > SAVE_SECONDS:
                 save()
                 saved = time.perf_counter()
@@ -146,123 +157,122 @@ class Encoder:
     def __init__(self, record, options):
         self.tokenizer, self.options = from_state(record["tokenizer"]), options
         self.dtype, self.threshold = record["dtype"], record["threshold"]
-        many = record["single"] is None
-        end = end_of_text(self.tokenizer)
-        self.end = np.array([end] if many and end is not None else [], self.dtype)
-        self.between = BETWEEN if many and end is None else ""
+        several, end = record["cut"] is None, end_of_text(self.tokenizer)
+        self.end = np.array([end] if several and end is not None else [], self.dtype)
+        self.between = BETWEEN if several and end is None else ""
 
     def __call__(self, item):
-        """(ids, documents, bytes of text, each by part, bad lines) of an item of _blocks()."""
-        _, _, block, part = item
+        """(ids, documents, bytes of text, each by part, and bad lines) of an item of _blocks()."""
+        block = item[1]
         texts, bad = texts_of(block, self.options.text_field, self.options.skip_bad)
         ids, documents, text_bytes = {part: [] for part in PARTS}, Counter(), Counter()
         for text in texts:
-            place = part or ("val" if number_of(block.digest or digest_of([text])) < self.threshold else "train")
+            part = part_of(block, text, self.threshold)
             text += self.between * block.last
             try:
-                ids[place].append(encode(self.tokenizer, text).astype(self.dtype))
+                ids[part].append(encode(self.tokenizer, text).astype(self.dtype))
             except ValueError as error:
                 raise ValueError(f"{block.path}: {error}") from None
             if block.last:
-                ids[place].append(self.end)
-            documents[place] += block.last
-            text_bytes[place] += len(text.encode())
+                ids[part].append(self.end)
+            documents[part] += block.last
+            text_bytes[part] += len(text.encode())
         joined = {part: np.concatenate([np.empty(0, self.dtype), *arrays]) for part, arrays in ids.items()}
         return joined, documents, text_bytes, bad
 
 
+def part_of(block, text, threshold):
+    """The part to which a text of a block belongs."""
+    return block.part or ("val" if number_of(block, text) < threshold else "train")
+
+
+def number_of(block, text):
+    """The first 64 bits of a document's sha256, for a text of a block."""
+    return int.from_bytes((block.digest or digest_of([text]))[:8], "big")
+
+
 def _blocks(source, options, record):
-    """Yield (position after it, bytes read, Block, part or None) of all blocks from record["position"] on."""
+    """Yield (position after it, Block) of all blocks from record["position"] on; Block.read counts all files."""
     first, skip = record["position"]
     for index in range(first, len(source.files)):
-        before, held = sum(source.sizes[:index]), None
-        path = source.local(index)
-        blocks = read_blocks(path, options.text_field, options.separator)
-        parts = _cut(blocks, options, record["single"]) if record["single"] else ((block, None) for block in blocks)
-        for number, (block, part) in islice(enumerate(parts, 1), skip, None):
-            if held:
-                yield held
-            held = [index, number], before + block.read, block, part
-        if held:  # the last of the file: it need not be read again
-            yield [index + 1, 0], *held[1:]
+        blocks = read_blocks(source.local(index), options.text_field, options.separator)
+        if record["cut"] is not None:
+            blocks = _cut(blocks, options, record["cut"])
+        previous = None
+        for number, block in islice(enumerate(blocks, 1), skip, None):
+            if previous:
+                yield previous
+            previous = [index, number], block._replace(read=source.offsets[index] + block.read)
+        if previous:  # the last of the file: it need not be opened again
+            yield [index + 1, 0], previous[1]
         skip = 0
 
 
-def _cut(blocks, options, characters):
-    """(block, part) of a corpus of one document: its beginning is for training, as in nanoGPT."""
-    share = options.val_share or FEW_SHARE
-    left = int((1 - share) * characters)
+def _cut(blocks, options, train):
+    """Blocks of a corpus of one document, whose first `train` characters are for training, as in nanoGPT."""
     for block in blocks:
         for text in texts_of(block, options.text_field, options.skip_bad)[0]:
-            for part, piece in (("train", text[:left]), ("val", text[left:])):
+            for part, piece in (("train", text[:train]), ("val", text[train:])):
                 if piece:
-                    last = block.last and part == "val"
-                    yield block._replace(texts=[piece], line=0, digest=b"not needed", last=last), part
-            left = max(0, left - len(text))
+                    yield block._replace(texts=[piece], line=0, part=part, last=block.last and part == "val")
+            train = max(0, train - len(text))
 
 
-def _plan(source, tokenizer_spec, options):
-    """How the corpus is split and tokenized: a new record."""
-    digests, characters = ([], 0) if source.is_remote else _survey(source, options)
-    single = characters if len(digests) == 1 else None
-    few = len(digests) < FEW and not source.is_remote
-    threshold = int((options.val_share or (FEW_SHARE if few else SHARE)) * 2**64)
-    if few and digests:  # at least one document for each part
-        threshold = min(max(threshold, min(digests) + 1), max(digests))
-    plan = {"position": [0, 0], "bad": 0, "single": single, "threshold": threshold}
-    texts = _sample(source, options, plan, everything=tokenizer_spec.startswith("char"))
-    tokenizer = make_tokenizer(tokenizer_spec, texts, many_documents=single is None)
-    return plan | {"tokenizer": to_state(tokenizer), "dtype": "<u2" if tokenizer.n_vocab <= 1 << 16 else "<u4"}
-
-
-def _survey(source, options):
-    """(numbers of the first FEW documents at most, characters of them all)."""
-    digests, characters = [], 0
-    for path in source.files:
-        for block in read_blocks(path, options.text_field, options.separator):
-            for text in texts_of(block, options.text_field, options.skip_bad)[0]:
-                characters += len(text)
-                if block.last:
-                    digests.append(number_of(block.digest or digest_of([text])))
-                if len(digests) == FEW:
-                    return digests, characters
-    if not digests:
+def _new_record(source, tokenizer_spec, options):
+    """Decide from the first documents how the corpus is split, and make its tokenizer."""
+    record = {"position": [0, 0], "bad": 0, "cut": None, "threshold": 0}
+    numbers, characters = [], 0
+    for block, text in () if source.is_remote else _texts(source, options, record):
+        characters += len(text)
+        if block.last:
+            numbers.append(number_of(block, text))
+        if len(numbers) == FEW:
+            break
+    few = len(numbers) < FEW and not source.is_remote
+    if few and not numbers:
         raise ValueError(f"{source.title} has no text; --input must be a text file, or a folder with some")
-    return digests, characters
+    share = options.val_share or (FEW_SHARE if few else SHARE)
+    record["threshold"] = int(share * 2**64)
+    if len(numbers) == 1:
+        record["cut"] = int((1 - share) * characters)
+    elif few:  # at least one document for each part
+        record["threshold"] = min(max(record["threshold"], min(numbers) + 1), max(numbers))
+    texts = _learned_texts(source, options, record, from_all=tokenizer_spec.startswith("char"))
+    tokenizer = make_tokenizer(tokenizer_spec, texts, many_documents=record["cut"] is None)
+    return record | {"dtype": "<u2" if tokenizer.n_vocab <= 1 << 16 else "<u4", "tokenizer": to_state(tokenizer)}
 
 
-def _sample(source, options, plan, everything):
-    """Yield what a tokenizer learns from: the training text, at most SAMPLE_BYTES; or everything."""
-    size = 0
-    for _, _, block, part in _blocks(source, options, plan):
+def _texts(source, options, record):
+    """Yield (Block, text) of all texts."""
+    for _, block in _blocks(source, options, record):
         for text in texts_of(block, options.text_field, options.skip_bad)[0]:
-            number = number_of(block.digest or digest_of([text]))
-            if everything or (part or ("val" if number < plan["threshold"] else "train")) == "train":
-                yield text
-                size += len(text.encode())
-                if size >= SAMPLE_BYTES and not everything:
-                    return
-    if everything and plan["single"] is None:
+            yield block, text
+
+
+def _learned_texts(source, options, record, from_all):
+    """Yield what a tokenizer learns from: the training text up to SAMPLE_BYTES, or all text."""
+    size = 0
+    for block, text in _texts(source, options, record):
+        if from_all or part_of(block, text, record["threshold"]) == "train":
+            yield text
+            size += len(text.encode())
+            if size >= SAMPLE_BYTES and not from_all:
+                return
+    if from_all and record["cut"] is None:
         yield BETWEEN
-
-
-def number_of(digest):
-    """The first 64 bits of a digest."""
-    return int.from_bytes(digest[:8], "big")
 
 
 def make_request(source, tokenizer_spec, options):
     """What a corpus is prepared from, and how, for its manifest."""
     name = tokenizer_name(tokenizer_spec)
-    return dict(
-        version=VERSION, source=source.title, source_sha256=source.sha256, tokenizer=name, options=asdict(options)
-    )
+    about = dict(source=source.title, source_sha256=source.sha256, files=source.listing(LISTED))
+    return dict(version=VERSION, tokenizer=name, options=asdict(options), **about)
 
 
-def same_request(request, other):
-    """Whether two requests are for the same corpus; skip_bad makes no difference to the lines before a bad one."""
-    without = [r | {"options": r["options"] | {"skip_bad": None}} for r in (request, other)]
-    return without[0] == without[1]
+def same_request(request, other, *ignored):
+    """Whether two requests are for the same corpus, apart from some options."""
+    same = [r | {"options": r["options"] | dict.fromkeys(ignored)} for r in (request, other)]
+    return same[0] == same[1]
 
 
 def cores():

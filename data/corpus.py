@@ -2,19 +2,20 @@
 
 import hashlib
 import os
+import shutil
 import sys
-from contextlib import suppress
-from dataclasses import dataclass
+from contextlib import contextmanager, suppress
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import filelock
 import tiktoken
 
-from data.build import PARTS, Options, build, make_request, read_record, same_request
-from data.external import index_tokens, listing_sha256
-from data.files import data_folder
+from data.build import Options, build, make_request, read_record, same_request, write_record
+from data.external import index_tokens
+from data.files import data_folder, writing
 from data.hub import DATASETS
-from data.shards import HEADER_BYTES, Tokens, file_sha256, map_shard
+from data.shards import HEADER_BYTES, PARTS, Tokens, file_sha256, map_shard
 from data.sources import PLAY, SHAKESPEARE, SHAKESPEARE_URL, find_source
 from data.tokenizer import CharTokenizer, from_state, tokenizer_name
 
@@ -50,10 +51,10 @@ class Corpus:
 
 
 def open_corpus(name, tokenizer_spec, input=None, *, sha256=None, quiet=False, verify=False):
-    """Open a corpus, without reading its text or tokens.
+    """Open a corpus, without reading its tokens.
 
-    A text that was never prepared, has changed or lacks prepared files is prepared first, with the options that it was
-    prepared with before.
+    Prepares a text first if it is new, has changed or lacks files, with the same options as before. Contents of up to
+    32 MB are compared with what was prepared; of more, names and sizes.
 
     Args:
         name, tokenizer_spec, input: as for `prepare`, which also lists the errors.
@@ -64,25 +65,27 @@ def open_corpus(name, tokenizer_spec, input=None, *, sha256=None, quiet=False, v
     Raises:
         ValueError: also if a data set from the hub is not prepared, or not complete.
     """
-    folder, options = corpus_folder(name, tokenizer_spec, input), Options()
-    reason, corpus = "it is not prepared yet", None
-    if record := read_record(folder / "manifest.json"):
-        options = Options(**record["request"]["options"])
+    folder = corpus_folder(name, tokenizer_spec, input)
+    record, corpus, reason = read_record(folder / "manifest.json"), None, "it is not prepared yet"
+    begun = record or read_record(building(folder) / "progress.json")
+    options = Options(**begun["request"]["options"]) if begun else Options()
+    if record:
         try:
             corpus = load_corpus(folder, record, verify)
         except ValueError as error:
             reason = str(error)
     # A text may be deleted once it is prepared.
-    if corpus and input and corpus.sha256 != sha256 and Path(input).exists():
-        found = listing_sha256(input) if name == "tokens" else find_source(name, input).sha256
-        if found != record["request"]["source_sha256"]:
-            reason, corpus = "its files have changed", None
+    comparable = corpus and input and corpus.sha256 != sha256 and Path(input).exists()
+    if comparable and find_source(name, input).sha256 != record["request"]["source_sha256"]:
+        reason, corpus = "its files have changed", None
+    if corpus is None and name in DATASETS:
+        changed = {name: value for name, value in asdict(options).items() if value != getattr(Options(), name)}
+        flags = "".join(f" --{name} {value}" for name, value in {"tokenizer": tokenizer_spec, **changed}.items())
+        raise ValueError(
+            f"{name} cannot be used: {reason}; type python -m data.prepare {name}{flags} (about {DATASETS[name][2]}"
+            + ("; --tokens 1B prepares a part)" if options.tokens == "all" else ")")
+        )
     if corpus is None:
-        if name in DATASETS:
-            command = f"python -m data.prepare {name} --tokenizer {tokenizer_spec}"
-            raise ValueError(
-                f"{name} cannot be used: {reason}; type {command} (about {DATASETS[name][2]}; --tokens 1B takes a part)"
-            )
         if not quiet:
             print(f"preparing {name} with tokenizer {tokenizer_spec} in {folder}: {reason}", file=sys.stderr)
         corpus = prepare(name, tokenizer_spec, input, options)
@@ -96,7 +99,7 @@ def open_corpus(name, tokenizer_spec, input=None, *, sha256=None, quiet=False, v
 
 
 def prepare(name, tokenizer_spec, input=None, options=None, threads=None):
-    """Prepare a corpus, replacing what was prepared from another source or with other options, and open it.
+    """Prepare a corpus and open it. What another source or other options gave is replaced once all is written.
 
     An interrupted preparation goes on where it was; of a finished one the sha256 of all shards are checked. See
     data.build.build for the split into the two parts.
@@ -115,20 +118,50 @@ def prepare(name, tokenizer_spec, input=None, options=None, threads=None):
         ValueError: an argument is wrong, or a file cannot be used.
         OSError: a file cannot be read, downloaded or written.
     """
+    options = options or Options()
+    if threads is not None and threads < 1:
+        raise ValueError(f"threads={threads} must be at least 1")
+    if name in DATASETS and tokenizer_spec.startswith("char"):
+        raise ValueError(
+            f"tokenizer {tokenizer_spec!r} would have to read all of {name} first; take bytes, bpe:N or gpt2"
+        )
     folder = corpus_folder(name, tokenizer_spec, input)
-    folder.mkdir(exist_ok=True)
-    options, manifest = options or Options(), folder / "manifest.json"
-    with filelock.FileLock(folder.with_name(f".{folder.name}.lock")):
-        if name == "tokens":
-            index_tokens(folder, input, tokenizer_spec)
-            return load_corpus(folder, read_record(manifest))
-        source = find_source(name, input, options.sample)
-        request = make_request(source, tokenizer_spec, options)
-        if (record := read_record(manifest)) and same_request(record["request"], request):
+    source = find_source(name, input, options.sample)
+    request = make_request(source, tokenizer_spec, options)
+    with locked(folder):
+        if (record := read_record(folder / "manifest.json")) and same_request(record["request"], request, "skip_bad"):
             with suppress(ValueError):  # a shard is damaged
                 return load_corpus(folder, record, verify=True)
-        build(folder, source, tokenizer_spec, options, threads)
-        return load_corpus(folder, read_record(manifest))
+        new = building(folder)
+        if name == "tokens":
+            new.mkdir(exist_ok=True)
+            write_record(new / "manifest.json", index_tokens(source, tokenizer_spec))
+        else:
+            build(new, source, tokenizer_spec, options, threads)
+        if folder.exists():
+            shutil.rmtree(folder)  # a run that has it open keeps its tokens
+        new.rename(folder)
+        return load_corpus(folder, read_record(folder / "manifest.json"))
+
+
+def building(folder):
+    """The folder in which a corpus is prepared, until it is complete."""
+    return folder.with_name(f"{folder.name}.building")
+
+
+@contextmanager
+def locked(folder):
+    """Only one process at a time prepares a corpus."""
+    path = folder.with_name(f".{folder.name}.lock")
+    with writing(path):
+        lock = filelock.FileLock(path)
+        try:
+            lock.acquire(timeout=1)
+        except filelock.Timeout:
+            print(f"another process prepares {folder}; waiting for it", file=sys.stderr)
+            lock.acquire()
+    with lock:
+        yield
 
 
 def corpus_folder(name, tokenizer_spec, input):
@@ -143,19 +176,30 @@ def load_corpus(folder, record, verify=False):
     """The Corpus that a manifest describes.
 
     Raises:
-        ValueError: a shard is missing or has another size, or with verify another sha256.
+        ValueError: the manifest does not fit together; a shard is missing or has another size, or with verify another
+            sha256.
     """
-    parts = []
-    for part in PARTS:
-        shards, arrays = record[part]["shards"], []
-        for shard in shards:
-            path = folder / shard["file"]
-            arrays.append(map_shard(path, record["dtype"], shard["tokens"], shard.get("offset", HEADER_BYTES)))
-            if verify and file_sha256(path) != shard["sha256"]:
-                raise ValueError(f"{path} is damaged: its sha256 is not the manifest's; prepare the corpus again")
-        sha256 = _joined_sha256(*(shard["sha256"] for shard in shards))
-        parts.append(Tokens(tuple(arrays), sha256, record[part]["documents"], record[part]["text_bytes"]))
-    return Corpus(*parts, from_state(record["tokenizer"]), folder, record["request"]["source"], record.get("bad", 0))
+    try:
+        tokenizer, title = from_state(record["tokenizer"]), record["request"]["source"]
+        parts = [_load_part(folder, record["dtype"], record[part], verify) for part in PARTS]
+    except (LookupError, TypeError) as error:
+        raise ValueError(f"{folder / 'manifest.json'} is damaged ({error!r})") from None
+    if tokenizer.name != record["request"]["tokenizer"]:
+        raise ValueError(f"{folder} has the tokenizer {tokenizer.name}, not {record['request']['tokenizer']}")
+    return Corpus(*parts, tokenizer, folder, title, record.get("bad", 0))
+
+
+def _load_part(folder, dtype, about, verify):
+    if about["tokens"] != sum(shard["tokens"] for shard in about["shards"]) or not about["shards"]:
+        raise ValueError(f"{folder / 'manifest.json'} lacks a shard: its tokens do not add up to {about['tokens']:,}")
+    arrays = []
+    for shard in about["shards"]:
+        path = folder / shard["file"]
+        arrays.append(map_shard(path, dtype, shard["tokens"], shard.get("offset", HEADER_BYTES)))
+        if verify and file_sha256(path) != shard["sha256"]:
+            raise ValueError(f"{path} is damaged: its sha256 is not the manifest's")
+    sha256 = _joined_sha256(*(shard["sha256"] for shard in about["shards"]))
+    return Tokens(tuple(arrays), sha256, about["documents"], about["text_bytes"])
 
 
 def _joined_sha256(*digests):

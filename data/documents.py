@@ -36,6 +36,7 @@ class Block(NamedTuple):
     texts: list[str] | list[bytes]
     line: int = 0  # number of the first JSON line
     digest: bytes | None = None  # of the document, if texts is a piece of one
+    part: str | None = None  # to which all texts belong, if that is not for their sha256 to say
     last: bool = True  # whether the document ends here
     read: int = 0  # bytes of the file, as it is on the disk, up to the end of this block
 
@@ -84,7 +85,7 @@ def texts_of(block, text_field="text", skip_bad=False):
                         f"{block.path}, line {number} is no JSON object with a text in {text_field!r} ({reason}); "
                         "mend it, name another --text_field, or leave such lines out with --skip_bad"
                     ) from None
-    return [text for text in texts if block.digest or text.strip()], bad
+    return [text for text in texts if block.part or block.digest or text.strip()], bad
 
 
 def digest_of(pieces):

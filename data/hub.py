@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from data.files import data_folder, optional
 from data.shards import file_sha256
 
-# name: (repository, folder in it, what training on it takes)
+# name: (repository, folder in it, downloads and disk space)
 DATASETS = {
     "fineweb-edu": (
         "HuggingFaceFW/fineweb-edu",
@@ -62,11 +62,11 @@ def dataset_files(name, sample):
         commit = api.dataset_info(repository, timeout=TIMEOUT).sha
         with suppress(hub.errors.EntryNotFoundError):  # no such folder
             tree += api.list_repo_tree(repository, folder, repo_type="dataset", revision=commit, recursive=True)
-    files = [
-        HubFile(repository, commit, entry.path, entry.size, entry.lfs.sha256)
-        for entry in sorted(tree, key=lambda entry: entry.path)
-        if entry.path.endswith(".parquet")
-    ]
+        files = [
+            HubFile(repository, commit, entry.path, entry.size, entry.lfs.sha256)
+            for entry in sorted(tree, key=lambda entry: entry.path)
+            if entry.path.endswith(".parquet")
+        ]
     if not files:
         raise ValueError(f"{folder} of {repository} has no parquet files; name another --sample, such as 10BT")
     return files
@@ -80,6 +80,4 @@ def _one_sentence(action):
         yield hub
     except Exception as error:  # of huggingface_hub, httpx and others, which have no common base class
         reason = (str(error) or type(error).__name__).strip().splitlines()[0]
-        raise OSError(
-            f"cannot {action} ({reason}); check the network, and type the command again: it goes on"
-        ) from None
+        raise OSError(f"cannot {action} ({reason}); check the network and try again; finished files are kept") from None

@@ -14,6 +14,7 @@ import numpy as np
 from data.files import publish, writing
 
 HEADER_BYTES = 1024
+PARTS = ("train", "val")
 FORMATS = {"<u2": (20240520, 1), "<u4": (20240801, 7)}  # magic number and version by dtype
 
 
@@ -59,13 +60,22 @@ class Tokens:
         return windows
 
 
+def token_files(folder, part):
+    """The files of a part: nanoGPT's PART.bin, or else those with a header; ValueError if there are none."""
+    plain = folder / f"{part}.bin"
+    files = [plain] if plain.is_file() else sorted({*folder.glob(f"*_{part}*.bin"), *folder.glob(f"{part}_*.bin")})
+    if not files:
+        raise ValueError(f"{folder} has no {part}.bin and no *_{part}_*.bin; nanoGPT and llm.c write such files")
+    return files
+
+
 def map_shard(path, dtype, tokens, offset=HEADER_BYTES):
     """[tokens] array of the ids in a shard; ValueError if the file is missing or has another size."""
     size = path.stat().st_size if path.is_file() else None
     expected = offset + tokens * np.dtype(dtype).itemsize
     if size != expected:
         found = "is missing" if size is None else f"has {size:,} bytes, not {expected:,}"
-        raise ValueError(f"{path} {found}; prepare the corpus again")
+        raise ValueError(f"{path} {found}; it is incomplete")
     return np.asarray(np.memmap(path, dtype, "r", offset, tokens))  # slices of a memmap are slow
 
 
@@ -91,12 +101,17 @@ class ShardWriter:
         dtype: "<u2" or "<u4".
         shard_tokens: tokens of a full shard.
         record: of an earlier writer, or None.
+
+    Raises:
+        ValueError: shards that the record names are missing or too short.
     """
 
     def __init__(self, folder, part, dtype, shard_tokens, record=None):
         self.folder, self.part, self.dtype, self.shard_tokens = folder, part, dtype, shard_tokens
         self.record = record or {"shards": [], "tokens": 0, "documents": 0, "text_bytes": 0}
         self.file = None
+        for shard in self.record["shards"]:
+            map_shard(folder / shard["file"], dtype, shard["tokens"])
         full = sum(shard["tokens"] for shard in self.record["shards"])
         if self.record["tokens"] > full:
             self._open(self.record["tokens"] - full)
@@ -105,11 +120,14 @@ class ShardWriter:
         """Open the next shard, of which a number of tokens is written already; what follows them is cut off."""
         self.path = self.folder / f"{self.part}_{len(self.record['shards']):06}.bin"
         self.partial, self.tokens = self.path.with_suffix(".partial"), tokens
-        if tokens and not self.partial.exists():
+        if tokens and self.path.exists():
             self.path.rename(self.partial)  # the process was killed after the shard got its name
+        size = HEADER_BYTES + tokens * np.dtype(self.dtype).itemsize
+        if tokens and not (self.partial.exists() and self.partial.stat().st_size >= size):
+            raise ValueError(f"{self.partial} is missing or too short")
         with writing(self.path):
             self.file = open(self.partial, "r+b" if tokens else "wb")  # noqa: SIM115, it stays open
-            self.file.truncate(HEADER_BYTES + tokens * np.dtype(self.dtype).itemsize)
+            self.file.truncate(size)
             self.file.seek(0, os.SEEK_END)
 
     def write(self, ids, documents, text_bytes):

@@ -2,13 +2,15 @@
 
 import hashlib
 import sys
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import accumulate
 from pathlib import Path
 
 from data.documents import FORMATS
 from data.files import atomic_file, data_folder, download
 from data.hub import DATASETS, HubFile, dataset_files
-from data.shards import file_sha256
+from data.shards import PARTS, file_sha256, token_files
 
 SHAKESPEARE = "tiny Shakespeare"
 SHAKESPEARE_URL = "https://raw.githubusercontent.com/karpathy/char-rnn/master/data/tinyshakespeare/input.txt"
@@ -27,17 +29,28 @@ class Source:
     Attributes:
         title: for people.
         files: local paths, or HubFiles.
+        names, sizes: of the files, as the manifest lists them.
         sha256: hex digest of names and sizes, and of the contents if they are small or from the hub.
     """
 
     title: str
     files: list[Path | HubFile]
+    names: list[str]
+    sizes: list[int]
     sha256: str
-    sizes: list[int] = field(repr=False)
 
     @property
     def is_remote(self):
         return isinstance(self.files[0], HubFile)
+
+    @cached_property
+    def offsets(self):
+        """Bytes before each file, and of all."""
+        return [0, *accumulate(self.sizes)]
+
+    def listing(self, count):
+        """[(name, size)] of the first files."""
+        return [list(pair) for pair in zip(self.names[:count], self.sizes[:count], strict=True)]
 
     def local(self, index):
         """Path of a file on this machine; a file from the hub is downloaded."""
@@ -54,35 +67,45 @@ def find_source(name, input=None, sample="10BT"):
     """The Source of a corpus.
 
     Args:
-        name: shakespeare, text, or a key of DATASETS.
-        input: for text, a file or folder. For shakespeare, a local copy; None uses an earlier copy or download, or
-            downloads it, or takes the embedded play if the download fails.
+        name: shakespeare, text, tokens, or a key of DATASETS.
+        input: file or folder for text, folder for tokens. For shakespeare, a local copy; None uses an earlier copy or
+            download, or downloads it, or takes the embedded play if the download fails.
         sample: of fineweb-edu.
 
     Raises:
         ValueError: the name is unknown, no file has a known format, or the local copy is another text.
         OSError: a file cannot be read, or the hub cannot be reached.
     """
-    if name == "text" and input:
-        path = Path(input)
-        files = _files_below(path) if path.is_dir() else [path]
-        names = [str(file.relative_to(path)) if file != path else file.name for file in files]
-        return _source(path.resolve().name, files, names, [file.stat().st_size for file in files])
     if name == "shakespeare":
         title, path = _find_shakespeare(input)
-        return _source(title, [path], [path.name], [path.stat().st_size])
-    if name in DATASETS:
+        return _local_source(title, path.parent, [path])
+    if name in DATASETS and not input:
         files = dataset_files(name, sample)
-        title = f"{name} {sample}" if name == "fineweb-edu" else name
-        digest = hashlib.sha256(repr([(file.name, file.sha256) for file in files]).encode()).hexdigest()
-        return Source(title, files, digest, [file.size for file in files])
-    raise ValueError(f"corpus {name!r} must be shakespeare, {', '.join(DATASETS)}, or text with --input FILE_OR_FOLDER")
+        names = [f"{file.repository}@{file.commit}/{file.name}, sha256 {file.sha256}" for file in files]
+        title, digest = f"{name} {sample}" if name == "fineweb-edu" else name, hashlib.sha256(repr(names).encode())
+        return Source(title, files, names, [file.size for file in files], digest.hexdigest())
+    if name == "tokens" and not (input and Path(input).is_dir()):
+        raise ValueError("data='tokens' needs --input FOLDER, a folder with token files")
+    if name not in ("text", "tokens") or not input:
+        raise ValueError(
+            f"corpus {name!r} must be shakespeare; {' or '.join(DATASETS)}, without --input; or text or tokens, with "
+            "--input FILE_OR_FOLDER"
+        )
+    path = Path(input)
+    if name == "tokens":
+        files = [file for part in PARTS for file in token_files(path, part)]
+    else:
+        files = _files_below(path) if path.is_dir() else [path]
+    return _local_source(path.resolve().name, path if path.is_dir() else path.parent, files)
 
 
-def _source(title, files, names, sizes):
+def _local_source(title, folder, files):
+    try:
+        names, sizes = [str(file.relative_to(folder)) for file in files], [file.stat().st_size for file in files]
+    except FileNotFoundError as error:
+        raise FileNotFoundError(f"{error.filename} does not exist; check --input") from None
     contents = [file_sha256(file) for file in files] if sum(sizes) <= SMALL else []
-    digest = hashlib.sha256(repr((names, sizes, contents)).encode()).hexdigest()
-    return Source(title, files, digest, sizes)
+    return Source(title, files, names, sizes, hashlib.sha256(repr((names, sizes, contents)).encode()).hexdigest())
 
 
 def _files_below(folder):

@@ -134,12 +134,15 @@ def chunks(pieces, size=CHUNK):
 
     The tokens of all chunks are those of the whole text: it is cut only where no pattern matches across.
     """
-    held = ""
+    held, start = "", size
     for piece in pieces:
         held += piece
-        while len(held) > size and (found := CUT.search(held, size)):
+        while len(held) > start:
+            if not (found := CUT.search(held, start)):
+                start = max(size, len(held) - 2)  # not searched again; a match looks at two characters after it
+                break
             yield held[: found.start()]
-            held = held[found.start() :]
+            held, start = held[found.start() :], size
     if held:
         yield held
 

@@ -85,6 +85,15 @@ def seed():
 
 
 @pytest.fixture
+def data_root(tmp_path, monkeypatch):
+    """A folder for this test's prepared corpora and downloads; loopback is reached without a proxy."""
+    monkeypatch.setenv("GPT_DATA", str(tmp_path / "root"))
+    monkeypatch.setenv("no_proxy", "127.0.0.1")
+    yield tmp_path / "root"
+    assert not list(tmp_path.rglob(".*.tmp"))  # no test leaves a temporary file
+
+
+@pytest.fixture
 def folder(tmp_path, monkeypatch):
     """An empty working folder with a small text, corpus.txt, that is easy to learn."""
     (tmp_path / "corpus.txt").write_text("the sea keeps what the sea has taken. " * 200)

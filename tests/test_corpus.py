@@ -19,14 +19,7 @@ from data import files, sources, tokenizer
 from data.corpus import open_corpus, prepare
 from data.tokenizer import from_state, make_tokenizer, to_state
 
-
-@pytest.fixture(autouse=True)
-def data_root(tmp_path, monkeypatch):
-    """Give every test its own prepared corpora and downloads, and reach loopback without a proxy."""
-    monkeypatch.setenv("GPT_DATA", str(tmp_path / "root"))
-    monkeypatch.setenv("no_proxy", "127.0.0.1")
-    yield tmp_path / "root"
-    assert not list(tmp_path.rglob(".*.tmp"))  # no test leaves a temporary file
+pytestmark = pytest.mark.usefixtures("data_root")
 
 
 @pytest.fixture

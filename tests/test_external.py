@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 
-from data import external, tokenizer
+from data import external, sources, tokenizer
 from data.build import Options
 from data.corpus import open_corpus, prepare
 from data.loader import Batches, validation_batches
@@ -25,12 +25,7 @@ VAL = [*TEXTS[0].encode(), END, *TEXTS[1].encode(), END]
 TRAIN = [index for text in TEXTS[2:] for index in [*text.encode(), END]]
 
 
-@pytest.fixture(autouse=True)
-def data_root(tmp_path, monkeypatch):
-    """Give every test its own prepared corpora."""
-    monkeypatch.setenv("GPT_DATA", str(tmp_path / "root"))
-    yield tmp_path / "root"
-    assert not list(tmp_path.rglob(".*.tmp"))  # no test leaves a temporary file
+pytestmark = pytest.mark.usefixtures("data_root")
 
 
 def write(path, ids, dtype="<u2", plain=False):
@@ -297,7 +292,8 @@ def test_opening_reads_no_tokens(folder, monkeypatch):
     assert open_corpus("tokens", "bytes+eot", folder).sha256 == before.sha256
 
 
-def test_changed_contents_are_found_by_verify(folder, capsys):
+def test_changed_contents_are_found_by_verify(folder, monkeypatch, capsys):
+    monkeypatch.setattr(sources, "SMALL", 0)
     before = open_corpus("tokens", "bytes+eot", folder)
     write(folder / "val.bin", VAL[::-1], plain=True)
     capsys.readouterr()

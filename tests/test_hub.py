@@ -43,13 +43,7 @@ FILES = [file_of([None, *texts_of_file(number), ""]) for number in range(3)]
 TEXTS = [text for number in range(len(FILES)) for text in texts_of_file(number)]
 
 
-@pytest.fixture(autouse=True)
-def data_root(tmp_path, monkeypatch):
-    """Give every test its own prepared corpora and downloads, and reach loopback without a proxy."""
-    monkeypatch.setenv("GPT_DATA", str(tmp_path / "root"))
-    monkeypatch.setenv("no_proxy", "127.0.0.1")
-    yield tmp_path / "root"
-    assert not list(tmp_path.rglob(".*.tmp"))  # no test leaves a temporary file
+pytestmark = pytest.mark.usefixtures("data_root")
 
 
 @pytest.fixture(autouse=True, scope="module")

@@ -3,9 +3,10 @@
 import json
 import random
 
+import numpy as np
 import pytest
 import torch
-from helpers import FAST, TINY, contents, launch, losses, metrics, one_sentence
+from helpers import FAST, TINY, contents, launch, losses, metrics, one_sentence, same
 
 CHECKPOINT = "runs/run/checkpoint.pt"
 ALLOW = ("--steps", "6", "--allow_changes")
@@ -40,6 +41,28 @@ def test_losses_are_those_of_earlier_versions(folder, run, options, expected):
     assert run(**FIXED | options)[0] == 0
     found = [*losses(folder), metrics(folder)[-1]["val_loss"]]
     assert found == pytest.approx(expected, rel=1e-4)
+
+
+def test_training_with_masked_documents(folder, run):
+    """Loss falls, evaluation masks too, and a resumed run goes on bit by bit."""
+    lines = [json.dumps({"text": "the sea keeps what the sea has taken. " * 3}) for _ in range(200)]
+    (folder / "documents.jsonl").write_text("\n".join(f"{line[:-2]} {n}{line[-2:]}" for n, line in enumerate(lines)))
+    options = dict(input="documents.jsonl", tokenizer="bytes+eot", mask_documents=True, attention="auto", steps=30)
+    assert run(**options, eval_every=15)[0] == 0
+    assert losses(folder)[-1] < 0.6 * losses(folder)[0]
+    whole = contents(CHECKPOINT)
+    (folder / CHECKPOINT).unlink()
+    assert run("--resume")[0] == 0 and same(contents(CHECKPOINT), whole)
+    code, err = run(name="char", **options | dict(tokenizer="char"))
+    assert code == 1
+    one_sentence(err, "mask_documents", "end-of-text", "char")
+
+
+def test_training_on_tokens_of_nanogpt(folder, run):
+    for part, text in (("train", "the sea keeps what the sea has taken. " * 100), ("val", "the sea has taken. " * 20)):
+        np.frombuffer(text.encode(), np.uint8).astype("<u2").tofile(folder / f"{part}.bin")
+    assert run(data="tokens", input=".", steps=20, eval_every=20)[0] == 0
+    assert losses(folder)[-1] < losses(folder)[0]
 
 
 def test_loss_falls_and_all_files_are_written(folder):

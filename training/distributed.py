@@ -69,7 +69,7 @@ def open_on_all_ranks(config, ranks, sha256):
     expected = ranks.share(corpus and corpus.sha256)
     if ranks.world > 1:
         dist.barrier(ranks.control)  # until the first rank of every host is done
-    corpus = corpus or open_here(quiet=True)
+    corpus = corpus or open_here(quiet=True, sha256=expected)  # without another look at the text
     same = corpus.sha256 == expected
     require(same, f"the tokens in {corpus.folder} differ from rank 0's; give all hosts the same text, or one GPT_DATA")
     return corpus
