@@ -22,15 +22,14 @@ ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT))
 
 PREPARE = """
-import json, resource, sys, time
+import json, re, sys, time
 from data.corpus import prepare
-peak = lambda: resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
-now = lambda: int(open("/proc/self/statm").read().split()[1]) * resource.getpagesize() / 2**20
-before, start = now(), time.perf_counter()
+memory = lambda name: int(re.search(rf"{name}:\\s+(\\d+) kB", open("/proc/self/status").read())[1]) / 1000
+before, start = memory("VmRSS"), time.perf_counter()  # ru_maxrss would count the parent's memory too
 made = prepare("text", sys.argv[1], sys.argv[2])
 seconds, parts = time.perf_counter() - start, (made.train, made.val)
 print(json.dumps(dict(
-    seconds=seconds, memory=peak() - before, megabytes=sum(part.text_bytes for part in parts) / 1e6,
+    seconds=seconds, memory=memory("VmHWM") - before, megabytes=sum(part.text_bytes for part in parts) / 1e6,
     documents=sum(part.documents for part in parts), tokens=sum(map(len, parts)), sha256=made.sha256,
 )))
 """

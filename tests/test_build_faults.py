@@ -228,11 +228,12 @@ def test_kill_9_while_preparing(tmp_path, data_root, monkeypatch):
 
 
 MEASURE = """
-import resource, sys
+import re, sys
 from data.corpus import prepare
-before = int(open("/proc/self/statm").read().split()[1]) * resource.getpagesize()
+memory = lambda name: int(re.search(rf"{name}:\\s+(\\d+) kB", open("/proc/self/status").read())[1]) / 1000
+before = memory("VmRSS")
 prepare("text", "char", sys.argv[1])
-print((resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 - before) / 1e6)
+print(memory("VmHWM") - before)
 """
 
 
