@@ -26,6 +26,7 @@ class Rule(NamedTuple):
     softcap: float  # 0 = none
     dropout: float  # probability of dropping a weight
     sink: bool  # whether the softmax has a sink
+    ring: int = 0  # slots of a ring cache, in which position p is in slot p % ring; 0 = each position has its own
 
 
 class Terms(NamedTuple):
@@ -50,6 +51,14 @@ def behind(rule):
 def ahead(rule):
     """How many keys after its own position a query sees."""
     return 0 if rule.causal else rule.window - 1 if rule.window > 0 else FAR.value
+
+
+@triton.jit
+def slot(positions, RULE: tl.constexpr):
+    """Where the keys of positions lie in memory."""
+    if RULE.ring > 0:
+        positions = positions % RULE.ring
+    return positions
 
 
 @triton.jit
@@ -99,8 +108,8 @@ def shape_scores(qk, q_pos, k_pos, head, seq, terms, RULE: tl.constexpr, MASKED:
     if terms.gate is not None:
         # Differences of float64 sums, since a float32 sum over a long row has lost what neighbours differ by.
         gate = address(terms.gate, seq.row, head, seq.k_start)
-        q_gate = tl.load(gate + q_pos * terms.gate.seq, q_exists & (q_pos >= 0), 0.0)
-        k_gate = tl.load(gate + k_pos * terms.gate.seq, k_exists, 0.0)
+        q_gate = tl.load(gate + slot(q_pos, RULE) * terms.gate.seq, q_exists & (q_pos >= 0), 0.0)
+        k_gate = tl.load(gate + slot(k_pos, RULE) * terms.gate.seq, k_exists, 0.0)
         scores = tl.fma((q_gate - k_gate).to(tl.float32), LOG2E, scores)
     if terms.bias is not None:
         scores = tl.fma(bias, LOG2E, scores)

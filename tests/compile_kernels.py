@@ -2,6 +2,7 @@
 
     python tests/compile_kernels.py 90 --dims 64 128 --masks causal
     python tests/compile_kernels.py 90 --hopper --dtypes bfloat16 --features --bounds packed
+    python tests/compile_kernels.py 90 --decode --groups 1 4 8
 
 The host functions of attention/ run on meta tensors, with a driver that compiles for the chip and launches nothing. So
 every kernel is compiled with the arguments, tile sizes and specialisations of a real call.
@@ -131,6 +132,22 @@ def launch_hopper_kernels(dtype, dim, causal, group, features=(), length=4096, b
         hopper.backward(q, k, k, out, lse2, out, None, False, options)
 
 
+def launch_decode_kernels(dtype, dim, causal, group, features=False, length=4096):
+    """decode() of one new token, or with features of three."""
+    from attention import decode_kernel
+    from attention.decode import Options as DecodeOptions
+
+    decode_kernel.processors = lambda device: 132
+    q, k = (torch.empty(2, n, h, dim, dtype=dtype, device="meta") for n, h in ((1, 2 * group), (length, 2)))
+    lengths = q.new_empty(2, dtype=torch.int32)
+    options = DecodeOptions(None, None, 0, 0.0, scale=dim**-0.5, ring=False, triton=True)
+    if features:
+        q = q.expand(2, 3, 2 * group, dim)
+        decay_sum = q.new_empty(2, length, 2 * group, dtype=torch.float64)
+        options = DecodeOptions(decay_sum, q.new_empty(2 * group), 300, 30.0, dim**-0.5, ring=True, triton=True)
+    decode_kernel.launch_decode(q, k, k, lengths, options)
+
+
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("chip", type=int, help="compute capability without the dot, such as 90")
@@ -146,6 +163,7 @@ def main():
         "--features", nargs="*", choices=HOPPER_FEATURES, help="with all features; with --hopper, or with those named"
     )
     parser.add_argument("--hopper", action="store_true", help="the kernels of attention/hopper.py")
+    parser.add_argument("--decode", action="store_true", help="the kernels of attention/decode_kernel.py")
     parser.add_argument("--bounds", choices=["lengths", "packed"], help="of sequences, with --hopper; default: none")
     args = parser.parse_args()
 
@@ -154,7 +172,9 @@ def main():
     torch.cuda.get_device_capability = lambda device: divmod(args.chip, 10)
     stdout, ptxas_log = sys.stdout, io.StringIO()
     launch_all, lengths, features = partial(launch_kernels, ways=args.ways), LENGTHS, args.features is not None
-    if args.hopper:
+    if args.decode:
+        launch_all, args.masks = launch_decode_kernels, ["causal"]
+    elif args.hopper:
         features = () if args.features is None else args.features or HOPPER_FEATURES
         launch_all = partial(launch_hopper_kernels, bounds=args.bounds)
         lengths = (LENGTHS[-1],) if args.bounds else (LENGTHS[-1], UNEVEN)

@@ -140,11 +140,30 @@ def test_hopper_kernels_fit_their_chip(dtype, bounds, features, masks, dims):
     assert not bad, "\n".join(map(str, bad))
 
 
+@pytest.mark.parametrize(
+    "chip, dtype, dims",
+    [
+        (90, "bfloat16", (64, 128)),
+        *(
+            pytest.param(chip, dtype, (64, 128, 256), marks=slow)
+            for chip, dtype in itertools.product(SHARED_KB, ("bfloat16", "float32", "tf32"))
+        ),
+    ],
+)
+def test_decode_kernels_fit_the_chip(chip, dtype, dims):
+    """One query of a key head without tensor cores, and groups of 8; both without and with splits."""
+    kernels = compile_kernels(chip, "--decode", "--dtypes", dtype, "--dims", *map(str, dims), "--groups", "1", "8")
+    assert sum(k["kernel"] == "merge_kernel" for k in kernels) >= 2 * len(dims)
+    bad = misfits(chip, kernels)
+    assert not bad, "\n".join(map(str, bad))
+
+
 @slow
 @pytest.mark.parametrize("dtype", ["bfloat16", "tf32"])
 def test_every_feature_fits_the_smallest_shared_memory(dtype):
     """Features may cause spills, but a kernel that needs too much shared memory would fail to start."""
     chip = min(SHARED_KB, key=SHARED_KB.get)
-    kernels = compile_kernels(chip, "--dtypes", dtype, "--masks", "causal", "--groups", "1", "--features")
+    options = [chip, "--dtypes", dtype, "--masks", "causal", "--features", "--groups"]
+    kernels = compile_kernels(*options, "1") + compile_kernels(*options, "1", "8", "--decode")
     bad = too_large(chip, kernels)
     assert not bad, "\n".join(map(str, bad))

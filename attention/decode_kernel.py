@@ -1,0 +1,212 @@
+"""The kernels of decode(): each program absorbs a share of the keys, and a second kernel merges the shares."""
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+
+from .forward import Softmax
+from .launch import float32_precision, processors
+from .score import LOG2E, Rule, Terms, behind, shape_scores, slot
+from .tiles import (
+    INTERPRETED,
+    STEP,
+    Sequence,
+    Tile,
+    address,
+    aligned,
+    dot,
+    narrow,
+    padded,
+    rows_view,
+    tile_lane,
+    view,
+    zeros,
+)
+
+# Not timed yet, except that they compile without register spills for all chips of tests/test_compile.py.
+BLOCK_K = 64  # most keys per step
+TILE_BYTES = 2**14  # of a tile of keys
+LARGE_CHIPS = ((8, 0), (9, 0), (10, 0))  # shared memory for three buffers of keys and values; others have two
+ROWS = 64  # most queries of a key head in one program; half as many if the head dim is above 128
+WAVES = 4  # programs per multiprocessor that the keys are split for
+MAX_SPLITS = 64
+
+
+class Rows(NamedTuple):
+    """Queries of one key head in a program: new tokens x heads of its group, padded to a power of two."""
+
+    token: tl.tensor  # [rows]
+    head: tl.tensor  # [rows]
+    exist: tl.tensor  # [rows]
+    pos: tl.tensor  # [rows], counted in keys
+
+
+@triton.jit
+def row_pointers(x, row, rows, DIM: tl.constexpr):
+    """Pointers to x[row, tokens, heads] of a [B, T, H, D] View: [rows, D padded]."""
+    steps = tl.cast(row, tl.int64) * x.batch + tl.cast(rows.head, tl.int64) * x.head
+    start = steps * STEP + tl.cast(rows.token, tl.int64) * x.seq
+    return x.ptr + start[:, None] + tl.arange(0, padded(DIM))[None, :]
+
+
+@triton.jit
+def load_keys(x, positions, RULE: tl.constexpr, BLOCK: tl.constexpr, DIM: tl.constexpr):
+    """Keys or values at positions of a Lane: [BLOCK, D padded]; columns past DIM are 0."""
+    column = tl.arange(0, padded(DIM))
+    pointers = x.ptr + (slot(positions, RULE) * x.stride)[:, None] + column[None, :]
+    if DIM != padded(DIM):
+        tile = tl.load(pointers, column[None, :] < DIM, 0.0)
+    else:
+        tile = tl.load(pointers)
+    return tile
+
+
+@triton.jit
+def absorb(state, q_tile, rows, k, v, start, end, seq, terms, RULE: tl.constexpr, TILE: tl.constexpr):
+    """The Softmax after the keys start .. start + BLOCK - 1 that are before `end`.
+
+    A single query has no use for tensor cores: its products are summed in float32.
+    """
+    k_pos = start + tl.arange(0, TILE.block_k)
+    positions = tl.minimum(k_pos, end - 1)  # past the end the last key repeats: slots there may hold NaN
+    k_tile = load_keys(k, positions, RULE, TILE.block_k, TILE.dim)
+    v_tile = load_keys(v, positions, RULE, TILE.block_k, TILE.value_dim)
+    if TILE.block_q == 1:
+        qk = tl.sum(k_tile.to(tl.float32) * q_tile.to(tl.float32), 1)[None, :]
+    else:
+        qk = dot(q_tile, tl.trans(k_tile), None, TILE)
+    scores, _ = shape_scores(qk, rows.pos[:, None], k_pos[None, :], rows.head[:, None], seq, terms, RULE, True)
+    scores = tl.where((k_pos < end)[None, :], scores, float("-inf"))
+    top = tl.maximum(state.top, tl.max(scores, 1))
+    pivot = tl.where(top == float("-inf"), 0.0, top)  # of a row that has seen no key yet
+    weights = tl.exp2(scores - pivot[:, None])
+    fade = tl.exp2(state.top - pivot)
+    total = state.total * fade + tl.sum(weights, 1)
+    acc = state.acc * fade[:, None]
+    if TILE.block_q == 1:
+        acc += tl.sum(tl.trans(weights) * v_tile.to(tl.float32), 0)[None, :]
+    else:
+        acc = dot(narrow(weights, v_tile), v_tile, acc, TILE)
+    return Softmax(acc, top, total)
+
+
+@triton.jit(do_not_specialize=["q_len", "slots"])
+def decode_kernel(
+    q, k, v, out, lse2, lengths, sink, gate, scale, q_len, slots,
+    RULE: tl.constexpr, TILE: tl.constexpr, SPLITS: tl.constexpr,
+):  # fmt: skip
+    """out = softmax(rule(q k^T)) v and lse2 = log2 sum 2^score over one of SPLITS shares of the keys.
+
+    One program per share, key head, and tile of the queries with that head. Share s of row b goes to out[s B + b].
+    The sink belongs to the first share. lse2 is None if there is one share.
+    """
+    kv_head, split = tl.program_id(0), tl.program_id(1)
+    count = q_len * TILE.group
+    tiles = tl.cdiv(count, TILE.block_q)
+    row, tile = tl.program_id(2) // tiles, tl.program_id(2) % tiles
+    length = tl.load(lengths + row)
+    if RULE.ring == 0:
+        length = tl.minimum(length, slots)
+    number = tile * TILE.block_q + tl.arange(0, TILE.block_q)
+    exist = number < count
+    number = tl.minimum(number, count - 1)  # padding repeats the last query
+    token = number // TILE.group
+    rows = Rows(token, kv_head * TILE.group + number % TILE.group, exist, length - q_len + token)
+    seq = Sequence(row, row, 0, q_len, 0, length)
+    terms = Terms(scale, None, None, gate)
+
+    low = tl.maximum(length - q_len - behind(RULE), 0)  # of all keys that a query of this row sees
+    share = tl.cdiv(tl.cdiv(length - low, SPLITS), TILE.block_k) * TILE.block_k
+    start = low + split * share
+    end = tl.minimum(start + share, length)
+    column = tl.arange(0, padded(TILE.dim))
+    q_tile = tl.load(row_pointers(q, row, rows, TILE.dim), column[None, :] < TILE.dim, 0.0)
+    state = Softmax(
+        zeros(TILE.block_q, TILE.value_dim),
+        tl.full([TILE.block_q], float("-inf"), tl.float32),
+        tl.full([TILE.block_q], 0.0, tl.float32),
+    )
+    k = tile_lane(k, row, kv_head, 0)
+    v = tile_lane(v, row, kv_head, 0)
+    for at in range(start, end, TILE.block_k):
+        state = absorb(state, q_tile, rows, k, v, at, end, seq, terms, RULE, TILE)
+
+    top, total, fade = state.top, state.total, 1.0
+    if sink is not None:  # one more key, which has no value; a query at a negative position has none
+        logit = tl.load(sink + rows.head).to(tl.float32) * LOG2E
+        logit = tl.where((split == 0) & (rows.pos >= 0), logit, float("-inf"))
+        pivot = tl.maximum(top, logit)
+        pivot = tl.where(pivot == float("-inf"), 0.0, pivot)
+        fade = tl.exp2(top - pivot)
+        total = total * fade + tl.exp2(logit - pivot)
+        top = pivot
+    dead = total == 0  # no key in this share
+    total = tl.where(dead, 1.0, total)
+    result = state.acc * (fade / total)[:, None]
+    column = tl.arange(0, padded(TILE.value_dim))
+    pointers = row_pointers(out, split * (tl.num_programs(2) // tiles) + row, rows, TILE.value_dim)
+    tl.store(pointers, result.to(out.ptr.dtype.element_ty), exist[:, None] & (column[None, :] < TILE.value_dim))
+    if lse2 is not None:
+        lse = tl.where(dead, float("-inf"), top + tl.log2(total))
+        tl.store(address(lse2, split * (tl.num_programs(2) // tiles) + row, rows.head, rows.token), lse, exist)
+
+
+@triton.jit
+def merge_kernel(parts, lse2, out, TILE: tl.constexpr, SPLITS: tl.constexpr):
+    """out = the mean of SPLITS shares, weighted by 2^lse2, for one query: parts[s B + b] -> out[b]."""
+    head, token, row = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    split_row = tl.arange(0, SPLITS) * tl.num_programs(2) + row
+    lse = tl.load(address(lse2, split_row, head, token))
+    top = tl.max(lse, 0)
+    weights = tl.exp2(lse - tl.where(top == float("-inf"), 0.0, top))
+    total = tl.sum(weights, 0)
+    weights = weights / tl.where(total == 0, 1.0, total)
+    column = tl.arange(0, padded(TILE.value_dim))
+    part = tile_lane(parts, 0, head, token)
+    offset = tl.cast(split_row, tl.int64) * parts.batch * STEP
+    inside = column < TILE.value_dim
+    values = tl.load(part.ptr + offset[:, None] + column[None, :], inside[None, :], 0.0)
+    result = tl.sum(values * weights[:, None], 0)
+    tl.store(tile_lane(out, row, head, token).ptr + column, result.to(out.ptr.dtype.element_ty), inside)
+
+
+def splits_for(programs, keys, block_k, device):
+    """Number of shares of at most `keys` keys, a power of two: enough for WAVES programs per multiprocessor."""
+    wanted = min(WAVES * processors(device) // programs, keys // (2 * block_k), MAX_SPLITS)
+    return triton.next_power_of_2(wanted + 1) // 2 if wanted > 1 else 1
+
+
+def launch_decode(q, k, v, lengths, options):
+    """out [B, Tq, H, Dv] of decode(), which has checked the arguments; options: decode.Options."""
+    q, k, v = map(aligned, (q, k, v))
+    (batch, q_len, heads, dim), (slots, kv_heads, value_dim) = q.shape, v.shape[1:]
+    out = q.new_empty(batch, q_len, heads, value_dim)
+    if out.numel() == 0 or slots == 0:
+        return out.zero_()
+    group, widest = heads // kv_heads, triton.next_power_of_2(max(dim, value_dim))
+    count = q_len * group
+    block_q = min(triton.next_power_of_2(count), ROWS // 2 if widest > 128 else ROWS)
+    block_q = block_q if block_q == 1 else max(block_q, 16)  # rows that tensor cores need
+    block_k = min(BLOCK_K, TILE_BYTES // (widest * k.element_size()))
+    tiles = triton.cdiv(count, block_q)
+    rule = Rule(True, options.window, options.softcap, 0.0, options.sink is not None, slots if options.ring else 0)
+    tile = Tile(block_q, block_k, dim, value_dim, heads, group, float32_precision(q.dtype))
+    most = min(slots, options.window + q_len - 1) if options.window else slots
+    splits = splits_for(kv_heads * tiles * batch, most, block_k, q.device)
+    gate = None if options.decay_sum is None else options.decay_sum.transpose(1, 2)
+    sink = None if options.sink is None else options.sink.contiguous()
+    stages = 3 if not INTERPRETED.value and torch.cuda.get_device_capability(q.device) in LARGE_CHIPS else 2
+    parts, lse2 = out, None
+    if splits > 1:
+        parts = q.new_empty(splits * batch, q_len, heads, value_dim, dtype=torch.float32)
+        lse2 = q.new_empty(splits * batch, heads, q_len, dtype=torch.float32)
+    with torch.cuda.device_of(q):
+        decode_kernel[(kv_heads, splits, tiles * batch)](
+            view(q), view(k), view(v), view(parts), rows_view(lse2), lengths, sink, rows_view(gate), options.scale,
+            q_len, slots, rule, tile, splits, num_warps=4, num_stages=stages, enable_fp_fusion=True,
+        )  # fmt: skip
+        if splits > 1:
+            merge_kernel[(heads, q_len, batch)](view(parts), rows_view(lse2), view(out), tile, splits, num_warps=4)
+    return out

@@ -1,0 +1,239 @@
+"""decode() against the reference in float64, row by row on the keys that the row has."""
+
+import itertools
+
+import pytest
+import torch
+from problems import ON_GPU, roundoff
+
+from attention import attention, decode
+from attention.reference import reference_attention
+
+kernel = pytest.importorskip("attention.decode_kernel", reason="Triton exists for Linux only")
+SLOTS = 300 if ON_GPU else 40
+EVERY_LENGTH = range(SLOTS + 1)
+SOME_LENGTHS = (0, 1, 2, 15, 16, 17, 31, 33, SLOTS)
+CASES = {
+    "plain": {},
+    "grouped": dict(heads=4, kv_heads=2),
+    "few_tokens": dict(q_len=3, heads=2),
+    "more_rows_than_a_tile": dict(q_len=5, heads=14, kv_heads=1),
+    "value_dim": dict(dim=24, value_dim=8, kv_heads=1),
+    "scale": dict(scale=-0.3),
+    "window": dict(window=7),
+    "window_few_tokens": dict(window=20, q_len=3, heads=4, kv_heads=2),
+    "softcap": dict(softcap=1.5),
+    "sink": dict(sink=True),
+    "sink_grouped": dict(sink=True, q_len=2, heads=3, kv_heads=1),
+    "decay": dict(decay=True, heads=4, kv_heads=2),
+    "ring": dict(ring=12, window=12),
+    "ring_larger_than_window": dict(ring=17, window=9, q_len=3, heads=4, kv_heads=2),
+    "all": dict(window=20, softcap=2.0, sink=True, decay=True, heads=4, kv_heads=2, q_len=2, ring=24),
+}
+
+
+def make_call(device, dtype, lengths, *, q_len=1, heads=2, kv_heads=None, dim=16, value_dim=None, sink=False,
+              decay=False, ring=0, slots=SLOTS, **options):  # fmt: skip
+    """Random arguments of decode(), and those of reference_attention() for each row: the keys that it has.
+
+    Slots that no query sees hold NaN.
+    """
+    kv_heads, value_dim, longest = kv_heads or heads, value_dim or dim, max(slots, *lengths)
+    batch, slots = len(lengths), ring or slots
+
+    def randn(*shape):
+        return torch.randn(*shape, device=device)
+
+    q = randn(batch, q_len, heads, dim).to(dtype)
+    sources = {
+        "k": randn(batch, longest, kv_heads, dim).to(dtype),
+        "v": randn(batch, longest, kv_heads, value_dim).to(dtype),
+    }
+    if decay:
+        sources["decay"] = torch.nn.functional.logsigmoid(2 * randn(batch, longest, heads)).double()
+    if sink:
+        options["sink"] = randn(heads)
+    names = {"k": "k", "v": "v", "decay": "decay_sum"}
+    caches = {names[name]: torch.full_like(x[:, :slots], float("nan")) for name, x in sources.items()}
+    rows = []
+    for row, length in enumerate(lengths):
+        seen = range(max(0, length - q_len + 1 - options.get("window", length)), length)
+        for name, x in sources.items():
+            stored = x[row, :length].cumsum(0) if name == "decay" else x[row]
+            for position in seen:
+                caches[names[name]][row, position % slots] = stored[position]
+        valid = {name: x[row : row + 1, :length] for name, x in sources.items()}
+        rows.append(dict(q=q[row : row + 1], **valid, **options))
+    counts = torch.tensor(lengths, dtype=torch.int32, device=device)
+    return dict(q=q, lengths=counts, ring=ring > 0, **caches, **options), rows
+
+
+def in_dtype(row, dtype):
+    names = [name for name, x in row.items() if isinstance(x, torch.Tensor) and name != "decay"]
+    return row | {name: row[name].to(dtype) for name in names if dtype == torch.float64 or name != "sink"}
+
+
+def check(device, dtype, lengths, **case):
+    """Fail if the error is more than twice eager PyTorch's, or than that of a sum in float32 if this is more.
+
+    Errors of one draw are noisy, so squared errors of 8 and then 64 draws are added up, as in problems.check().
+    """
+    squares = 0
+    for draw in range(1, 65):
+        call, rows = make_call(device, dtype, lengths, **case)
+        ours = decode(**call, impl="triton")
+        assert ours.isfinite().all() and ours.dtype == dtype
+        truth, eager = (
+            torch.cat([reference_attention(**in_dtype(row, kind)) for row in rows]) for kind in (torch.float64, dtype)
+        )
+        rounding = truth.square().sum() * roundoff("out", ({"q": call["q"]}, truth, None)) ** 2
+        errors = [(x.double() - truth).square().sum() for x in (ours, eager)]
+        squares += torch.stack([*errors, rounding]).cpu()
+        if draw in (1, 8, 64):
+            error, of_eager, rounding = squares.sqrt().tolist()
+            if error <= 2 * (of_eager if draw == 1 else max(of_eager, rounding)):
+                return
+    raise AssertionError(f"error {error:.2e}, eager PyTorch {of_eager:.2e}, rounding {rounding:.2e}")
+
+
+@pytest.fixture(params=[1, 4], ids=["whole", "split"])
+def split(request, monkeypatch):
+    monkeypatch.setattr(kernel, "splits_for", lambda *args: request.param)
+    if not ON_GPU:
+        monkeypatch.setattr(kernel, "BLOCK_K", 16)  # so that a short row has several steps
+        monkeypatch.setattr(kernel, "ROWS", 16)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_some_lengths(case, split, device, poisoned):
+    check(device, torch.float32, SOME_LENGTHS, **CASES[case])
+
+
+@pytest.mark.parametrize("case", ["plain", "grouped", "few_tokens", "all"])
+def test_every_length(case, split, device, poisoned):
+    check(device, torch.float32, EVERY_LENGTH, **CASES[case])
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=["float16", "bfloat16"])
+@pytest.mark.parametrize("case", CASES if ON_GPU else ["plain", "grouped", "all"])
+def test_half_precision(case, dtype, split, device, poisoned):
+    check(device, dtype, SOME_LENGTHS, **CASES[case])
+
+
+@pytest.mark.parametrize("dim", range(8, 257, 8) if ON_GPU else (8, 72, 128, 256))
+def test_head_dims(dim, device, poisoned):
+    for heads in (1, 2):
+        check(device, torch.float32, (33, 70), dim=dim, heads=heads, kv_heads=1, slots=70)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_eager(case, device):
+    """What serves CPUs computes the same, also for rows of equal length, which it takes together."""
+    for lengths in (SOME_LENGTHS, (33, 33), (1, 1), (0, 0)):
+        call, rows = make_call(device, torch.float32, lengths, **CASES[case])
+        expected = torch.cat([reference_attention(**row) for row in rows])
+        torch.testing.assert_close(decode(**call, impl="eager"), expected, rtol=1e-4, atol=1e-5)
+
+
+def test_slices_of_a_fused_projection(device):
+    """Queries and caches with other strides than their own shape's, one cache of all layers."""
+    qkv = torch.randn(2, 1, 6, 16, device=device)
+    caches = torch.randn(3, 2, 2, 40, 2, 16, device=device)  # layers, k and v, batch
+    lengths = torch.tensor([40, 7], dtype=torch.int32, device=device)
+    q, k, v = qkv[:, :, :2], caches[1, 0], caches[1, 1].transpose(1, 2).contiguous().transpose(1, 2)
+    expected = decode(q.contiguous(), k.contiguous(), v.contiguous(), lengths, impl="triton")
+    assert torch.equal(decode(q, k, v, lengths, impl="triton"), expected)
+
+
+def test_two_runs_give_the_same_bits(device, split):
+    call, _ = make_call(device, torch.float32, SOME_LENGTHS, **CASES["grouped"])
+    assert torch.equal(decode(**call, impl="triton"), decode(**call, impl="triton"))
+
+
+def test_empty_batches(device):
+    for lengths, slots in (((), 8), ((0, 0), 0)):
+        q, k = (torch.randn(len(lengths), n, 2, 16, device=device) for n in (1, slots))
+        counts = torch.tensor(lengths, dtype=torch.int32, device=device)
+        for impl in ("triton", "eager"):
+            assert torch.equal(decode(q, k, k, counts, impl=impl), torch.zeros_like(q))
+
+
+def test_number_of_splits(monkeypatch):
+    monkeypatch.setattr(kernel, "processors", lambda device: 132)
+    sizes = itertools.product((1, 8, 12, 96, 768, 10**6), (1, 64, 128, 1024, 2**17), (32, 64))
+    for programs, keys, block_k in sizes:
+        splits = kernel.splits_for(programs, keys, block_k, None)
+        assert splits in (1, 2, 4, 8, 16, 32, 64)
+        assert splits == 1 or (splits * programs <= kernel.WAVES * 132 and keys >= splits * 2 * block_k)
+    assert kernel.splits_for(12, 1024, 64, None) == 8 and kernel.splits_for(768, 1024, 64, None) == 1
+
+
+def test_torch_compile_and_opcheck(device):
+    call, _ = make_call(device, torch.float32, (40, 3), heads=4, kv_heads=2)
+    call = {name: x.nan_to_num() if name in ("k", "v") else x for name, x in call.items()}
+    eager = decode(**call)
+    compiled = torch.compile(lambda call: decode(**call), fullgraph=True, backend="aot_eager")
+    torch.testing.assert_close(compiled(call), eager)
+    options = (None, None, 0, 0.0, 0.25, False, ON_GPU)
+    tensors = tuple(call[name] for name in ("q", "k", "v", "lengths"))
+    torch.library.opcheck(torch.ops.attention.decode.default, (*tensors, *options))
+
+
+@pytest.mark.skipif(not ON_GPU, reason="needs a GPU")
+def test_one_graph_serves_all_lengths(device):
+    """A CUDA graph that was recorded at one length replays at others, without another compilation."""
+    call, _ = make_call(device, torch.bfloat16, (SLOTS, SLOTS), heads=4, kv_heads=2)
+    decode(**call)
+    compiled = len(kernel.decode_kernel.device_caches[0][0])
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = decode(**call)
+    for length in (0, 1, 17, 64, SLOTS):
+        call["lengths"].fill_(length)
+        graph.replay()
+        assert torch.equal(out, decode(**call))
+    assert len(kernel.decode_kernel.device_caches[0][0]) == compiled
+
+
+@pytest.mark.parametrize(
+    "change, words",
+    [
+        (dict(lengths=torch.tensor([1, 2])), "lengths is torch.int64"),
+        (dict(lengths=torch.ones(3, dtype=torch.int32)), "shape (2,)"),
+        (dict(lengths=[1, 2]), "lengths is list"),
+        (dict(ring=True), "at most 8"),
+        (dict(ring=True, window=9), "at most 8"),
+        (dict(window=0), "window=0"),
+        (dict(softcap=-1.0), "softcap=-1.0"),
+        (dict(sink=torch.ones(3)), "sink has shape (3,)"),
+        (dict(decay_sum=torch.zeros(2, 8, 1)), "decay_sum has shape"),
+        (dict(decay_sum=torch.zeros(2, 8, 2).half()), "torch.float16"),
+        (dict(impl="sdpa"), "impl='sdpa'"),
+        (dict(q=torch.zeros(2, 1, 2, 12)), "head dim 12"),
+        (dict(q=torch.zeros(2, 1, 2, 16, requires_grad=True)), "no gradient"),
+    ],
+    ids=str,
+)
+def test_mistakes(change, words):
+    k = torch.zeros(2, 8, 2, 16)
+    arguments = dict(q=torch.zeros(2, 1, 2, 16), k=k, v=k, lengths=torch.ones(2, dtype=torch.int32))
+    with pytest.raises(ValueError) as error:
+        decode(**arguments | change)
+    assert words in str(error.value)
+
+
+def test_triton_needs_a_gpu(monkeypatch):
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    x = torch.zeros(1, 1, 1, 16)
+    with pytest.raises(ValueError, match="impl='auto'"):
+        decode(x, x, x, torch.ones(1, dtype=torch.int32), impl="triton")
+
+
+def test_it_equals_attention_token_by_token(device):
+    """A row that grows by one token, as in generation."""
+    q, k, v = (torch.randn(1, 20, 2, 16, device=device) for _ in range(3))
+    expected = attention(q, k, v, impl="reference")
+    for length in range(1, 21):
+        counts = torch.tensor([length], dtype=torch.int32, device=device)
+        found = decode(q[:, length - 1 : length], k, v, counts, impl="triton")
+        torch.testing.assert_close(found, expected[:, length - 1 : length], rtol=1e-4, atol=1e-5)
