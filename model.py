@@ -96,23 +96,6 @@ class GPTConfig:
         return "portable" if self.attention == "auto" and self.dropout > 0 else self.attention
 
 
-class Cache:
-    """Keys and values of the tokens so far, for generation: `batch` rows of up to block_size tokens."""
-
-    def __init__(self, config, batch, device=None, dtype=None):
-        shape = (config.n_layer, batch, config.block_size, config.kv_heads, config.head_dim)
-        self.k = torch.zeros(shape, device=device, dtype=dtype)
-        self.v = torch.zeros(shape, device=device, dtype=dtype)
-        self.length = 0
-
-    def append(self, layer, k, v):
-        """Store k, v [B, T, G, D] after the first `length` tokens; return the keys and values of all tokens so far."""
-        end = self.length + k.shape[1]
-        self.k[layer, :, self.length : end] = k
-        self.v[layer, :, self.length : end] = v
-        return self.k[layer, :, :end], self.v[layer, :, :end]
-
-
 class RMSNorm(nn.RMSNorm):
     """RMSNorm computed in float32, as autocast computes LayerNorm."""
 
@@ -125,7 +108,7 @@ def make_norm(config):
 
 
 def rotary_angles(config):
-    """cos and sin [T, 1, D / 2] of position * 10000^(-2i / D), in float32 (Su et al. 2021, RoFormer)."""
+    """cos and sin [block_size, 1, D / 2] of position * 10000^(-2i / D), in float32 (Su et al. 2021, RoFormer)."""
     half = config.head_dim // 2
     frequency = 10000.0 ** (-torch.arange(half) / half)
     angle = torch.outer(torch.arange(config.block_size), frequency)[:, None, :]
@@ -158,15 +141,15 @@ def rotate(x, cos, sin):
 
 
 class Attention(nn.Module):
-    def __init__(self, config, layer):
+    def __init__(self, config):
         super().__init__()
-        self.config, self.layer = config, layer
+        self.config = config
         self.qkv = nn.Linear(config.n_embd, (config.n_head + 2 * config.kv_heads) * config.head_dim, bias=config.bias)
         self.qkv.weight.parts = [heads * config.head_dim for heads in (config.n_head, config.kv_heads, config.kv_heads)]
         self.project = nn.Linear(config.n_embd, config.n_embd, bias=config.bias)
         self.drop = nn.Dropout(config.dropout)
 
-    def forward(self, x, rotary, cache, documents):
+    def forward(self, x, rotary, documents, layer):
         B, T, C = x.shape
         config = self.config
         heads = (config.n_head, config.kv_heads, config.kv_heads)
@@ -175,13 +158,14 @@ class Attention(nn.Module):
             q, k = (F.rms_norm(z, (config.head_dim,)) for z in (q, k))
         if rotary is not None:
             q, k = (rotate(z, *rotary) for z in (q, k))
-        if cache is not None:
-            k, v = cache.append(self.layer, k, v)
-        options = dict(dropout=config.dropout if self.training else 0.0, impl=config.attention_impl)
-        if documents is not None:  # packed in one row: [1, B T, heads, D]
-            q, k, v = (z.flatten(0, 1)[None] for z in (q, k, v))
-            options |= dict(cu_seqlens=documents, max_seqlen=T)
-        y = attention(q, k, v, causal=True, **options)  # [B, T, H, D]
+        if layer is not None:  # of a cache
+            y = layer.attend(q, k, v)
+        else:
+            options = dict(dropout=config.dropout if self.training else 0.0, impl=config.attention_impl)
+            if documents is not None:  # packed in one row: [1, B T, heads, D]
+                q, k, v = (z.flatten(0, 1)[None] for z in (q, k, v))
+                options |= dict(cu_seqlens=documents, max_seqlen=T)
+            y = attention(q, k, v, causal=True, **options)  # [B, T, H, D]
         return self.drop(self.project(y.reshape(B, T, C)))
 
 
@@ -209,15 +193,15 @@ class MLP(nn.Module):
 
 
 class Block(nn.Module):
-    def __init__(self, config, layer):
+    def __init__(self, config):
         super().__init__()
         self.norm_1 = make_norm(config)
-        self.attention = Attention(config, layer)
+        self.attention = Attention(config)
         self.norm_2 = make_norm(config)
         self.mlp = MLP(config)
 
-    def forward(self, x, rotary, cache, documents):
-        x = x + self.attention(self.norm_1(x), rotary, cache, documents)
+    def forward(self, x, rotary, documents=None, layer=None):
+        x = x + self.attention(self.norm_1(x), rotary, documents, layer)
         return x + self.mlp(self.norm_2(x))
 
 
@@ -234,7 +218,7 @@ class GPT(nn.Module):
             self.register_buffer("rotary_cos", cos, persistent=False)
             self.register_buffer("rotary_sin", sin, persistent=False)
         self.drop = nn.Dropout(config.dropout)
-        self.blocks = nn.ModuleList(Block(config, layer) for layer in range(config.n_layer))
+        self.blocks = nn.ModuleList(Block(config) for _ in range(config.n_layer))
         self.norm = make_norm(config)
         self.head = nn.Linear(config.n_embd, config.vocab_size, bias=False)
         if config.tie_head:
@@ -251,41 +235,44 @@ class GPT(nn.Module):
         if isinstance(module, nn.Linear) and module.bias is not None:
             nn.init.zeros_(module.bias)
 
-    def forward(self, tokens, targets=None, cache=None):
-        """Logits [B, T, V] of tokens [B, T]; with targets [B, T], the mean cross-entropy in nats instead.
+    def forward(self, tokens, targets=None):
+        """Logits [B, T, V] of tokens [B, T]; with targets [B, T], the mean cross-entropy in nats instead."""
+        hidden, softcap = self.hidden(tokens), self.config.logit_softcap
+        if targets is not None and hidden.is_cuda and HAS_TRITON:
+            from kernels.cross_entropy import linear_cross_entropy  # imports Triton, which not every machine has
 
-        With a cache, the tokens continue the cache.length tokens already in it.
+            return linear_cross_entropy(hidden.flatten(0, 1), self.head.weight, targets.flatten(), softcap)
+        logits = self.logits(hidden)
+        return logits if targets is None else F.cross_entropy(logits.flatten(0, 1), targets.flatten())
+
+    def hidden(self, tokens, cache=None):
+        """Hidden states [B, T, C] of tokens [B, T], which the head turns into logits.
+
+        cache: for generation, a View of generation.cache.Cache. The tokens then continue the rows in it.
         """
-        T = tokens.shape[1]
-        start = 0 if cache is None else cache.length
-        fits = start + T <= self.config.block_size
-        require(fits, f"{start} + {T} tokens do not fit in block_size={self.config.block_size}; crop the context")
+        T, block_size, documents = tokens.shape[1], self.config.block_size, None
+        require(T <= block_size, f"{T} tokens do not fit in block_size={block_size}; crop the context")
+        positions, layers = cache or (slice(T), [None] * self.config.n_layer)  # positions: [B, T] or a slice
+        if self.config.mask_documents and cache is None:
+            documents, positions = find_documents(tokens, self.config.end_of_text)
         x = self.embed(tokens)
         kind = x.device.type
         if torch.is_autocast_enabled(kind) and torch.get_autocast_dtype(kind) == torch.bfloat16:
             x = x.bfloat16()  # halves the memory traffic of the residual stream; float16 could overflow
-        documents, positions = None, slice(start, start + T)
-        if self.config.mask_documents and cache is None:
-            documents, positions = find_documents(tokens, self.config.end_of_text)
         rotary = None
         if self.config.position == "learned":
             x = x + self.embed_position.weight[positions].type_as(x)
         else:
             rotary = self.rotary_cos[positions], self.rotary_sin[positions]
         x = self.drop(x)
-        for block in self.blocks:
-            x = block(x, rotary, cache, documents)
-        if cache is not None:
-            cache.length += T
-        hidden, softcap = self.norm(x).type_as(x), self.config.logit_softcap
-        if targets is not None and hidden.is_cuda and HAS_TRITON:
-            from kernels.cross_entropy import linear_cross_entropy  # imports Triton, which not every machine has
+        for block, layer in zip(self.blocks, layers, strict=True):
+            x = block(x, rotary, documents, layer)
+        return self.norm(x).type_as(x)
 
-            return linear_cross_entropy(hidden.flatten(0, 1), self.head.weight, targets.flatten(), softcap)
-        logits = self.head(hidden).float()
-        if softcap is not None:
-            logits = softcap * torch.tanh(logits / softcap)
-        return logits if targets is None else F.cross_entropy(logits.flatten(0, 1), targets.flatten())
+    def logits(self, hidden):
+        """Float32 logits [..., V] of hidden states [..., C]."""
+        logits, softcap = self.head(hidden).float(), self.config.logit_softcap
+        return logits if softcap is None else softcap * torch.tanh(logits / softcap)
 
     def parameter_groups(self, weight_decay, **of_blocks):
         """Optimizer groups: matrices and embeddings with weight decay, norms and biases without.

@@ -1,150 +1,173 @@
 """Generate text with a trained model, and print it token by token.
 
 python sample.py                                        with the newest run
-python sample.py --prompt "ROMEO:" --temperature 0.9    continue a text, or a file: --prompt FILE:path
+python sample.py --prompt "ROMEO:" --temperature 0.9    continue a text, a file (FILE:path) or standard input (-)
+python sample.py --interactive                          continue what you type; Ctrl-C stops a text, Ctrl-D ends
+
+In Python:
+
+    from sample import generate, load
+
+    model, tokenizer, _ = load("runs/shakespeare")
+    for piece in generate(model, tokenizer, "ROMEO:"):
+        print(piece, end="", flush=True)
 """
 
-import codecs
+import importlib
+import itertools
 import sys
-import time
-from dataclasses import dataclass
+from contextlib import suppress
+from dataclasses import dataclass, fields
 from pathlib import Path
 
 import torch
 
-from model import Cache, require
+from generation import Generator, Sampling, generate, generate_batch
+from generation.generate import to_bfloat16
+from model import require
 from training.checkpoint import checkpoints, load_first, newest_run, restore_model
-from training.config import parse_flags, resolve_device
-from training.step import autocast
+from training.config import parse_flags, resolve_device, resolve_dtype
+
+__all__ = ["generate", "generate_batch", "load"]
 
 
 @dataclass(frozen=True, kw_only=True)
-class SampleConfig:
+class SampleConfig(Sampling):
+    """Options of sample.py."""
+
     run: str = ""
     """Run folder (its best.pt is preferred) or checkpoint file; empty takes the newest run."""
     prompt: str = "\n"
-    """Text to continue, or FILE:path of a UTF-8 file."""
+    """Text to continue, FILE:path of a UTF-8 file, or - for standard input."""
+    interactive: bool = False
+    """Continue lines that you type: Ctrl-C stops a text, Ctrl-D ends."""
     max_tokens: int = 500
     """Tokens per sample."""
-    temperature: float = 0.8
-    """Logits are divided by it; 0 always takes the most likely token."""
-    top_k: int = 200
-    """Sample from the k most likely tokens; 0 = all."""
-    top_p: float = 1.0
-    """Sample from the most likely tokens that together reach this probability; 1 = all."""
     num_samples: int = 1
-    stop: str = ""
-    """End a sample before this text."""
+    """Samples, made at the same time."""
+    stop: tuple[str, ...] = ()
+    """End a sample before any of these texts."""
+    ignore_eot: bool = False
+    """Go on where the model ends a text."""
     seed: int = 1337
     device: str = "auto"
+    """auto (CUDA, else MPS, else CPU), cpu, cuda, cuda:1, mps."""
 
     def __post_init__(self):
-        for name, least in dict(max_tokens=1, num_samples=1, temperature=0, top_k=0).items():
-            require(getattr(self, name) >= least, f"{name}={getattr(self, name)} must be at least {least}")
-        require(0 < self.top_p <= 1, f"top_p={self.top_p} must be in (0, 1]; 1 keeps all tokens")
+        super().__post_init__()
+        for name in ("max_tokens", "num_samples"):
+            require(getattr(self, name) >= 1, f"{name}={getattr(self, name)} must be at least 1")
+        require(0 <= self.seed < 2**62, f"seed={self.seed} must be from 0 to 2^62 - 1")
+        require(
+            not self.interactive or self.num_samples == 1,
+            f"num_samples={self.num_samples} does not go with --interactive; leave it out",
+        )
 
 
-def choose(logits, temperature, top_k, top_p, generator):
-    """Draw one token per row of logits [B, V]; returns [B, 1]."""
-    if temperature == 0:
-        return logits.argmax(-1, keepdim=True)
-    logits = (logits - logits.amax(-1, keepdim=True)) / temperature  # <= 0, so a tiny temperature cannot overflow
-    if 0 < top_k < logits.shape[-1]:
-        kth = logits.topk(top_k).values[:, -1:]
-        logits = logits.masked_fill(logits < kth, float("-inf"))
-    if top_p < 1:
-        ordered, order = logits.sort(descending=True)
-        probability = ordered.softmax(-1)
-        before = probability.cumsum(-1) - probability  # of more likely tokens; the first token is always kept
-        logits = torch.empty_like(logits).scatter_(-1, order, ordered.masked_fill(before >= top_p, float("-inf")))
-    return torch.multinomial(logits.softmax(-1), 1, generator=generator)
+def load(run="", device="auto"):
+    """(GPT for generation, tokenizer, contents of the checkpoint) of a run folder or checkpoint file.
 
+    On a GPU with bfloat16 the weights have that dtype.
 
-@torch.no_grad()
-def next_logits(model, tokens, cache):
-    """Logits [B, V] after tokens [B, T], of which the cache may hold a prefix; the context is the last block_size.
+    Args:
+        run: str; "" is the newest run. device: auto, cpu, cuda, cuda:N or mps.
 
-    Past block_size the context slides by one token, and the cache is filled anew: keys and values of all positions
-    depended on the token that left.
+    Raises:
+        ValueError: there is no run or checkpoint, it is damaged, or the device does not exist. OSError: no such file.
     """
-    block_size = model.config.block_size
-    if tokens.shape[1] > block_size:
-        tokens = tokens[:, -block_size:]
-        cache.length = 0
-    return model(tokens[:, cache.length :], cache=cache)[:, -1]
-
-
-def generate(model, tokens, max_tokens, n_vocab, *, temperature=0.8, top_k=200, top_p=1.0, generator=None):
-    """Yield max_tokens tokens [B, 1] that continue tokens [B, T >= 1]; all ids are below n_vocab."""
-    kind = tokens.device.type
-    dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else next(model.parameters()).dtype
-    cache = Cache(model.config, tokens.shape[0], tokens.device, dtype)
-    for _ in range(max_tokens):
-        logits = next_logits(model, tokens, cache)[:, :n_vocab]
-        token = choose(logits, temperature, top_k, top_p, generator)
-        tokens = torch.cat((tokens, token), dim=1)
-        yield token
-
-
-def stream_text(tokens, tokenizer, stop):
-    """Decode a stream of tokens into pieces of text: whole characters only, ending before the stop text."""
-    decoder = codecs.getincrementaldecoder("utf-8")("replace")
-    held = ""
-    for token in tokens:
-        held += decoder.decode(tokenizer.decode_bytes([int(token)]))
-        if stop and stop in held:
-            yield held.split(stop)[0]
-            return
-        # hold back the longest end of the text with which the stop text may begin
-        wait = next((n for n in range(min(len(stop) - 1, len(held)), 0, -1) if held.endswith(stop[:n])), 0)
-        yield held[: len(held) - wait]
-        held = held[len(held) - wait :]
-    yield held + decoder.decode(b"", final=True)
+    device = resolve_device(device)
+    path = Path(run) if run else newest_run()
+    best = path / "best.pt"
+    found = [best] * best.is_file() + checkpoints(path)
+    require(found or not path.is_dir(), f"{path} has no checkpoint; name a run that has saved one, or train it first")
+    contents = load_first(found or [path])
+    model, tokenizer = restore_model(contents)
+    if resolve_dtype("auto", device) == torch.bfloat16:
+        to_bfloat16(model)
+    return model.to(device).eval(), tokenizer, contents
 
 
 def read_prompt(prompt):
+    """The text that an option names."""
+    if prompt == "-":
+        return sys.stdin.read()
     return Path(prompt[5:]).read_text(encoding="utf-8") if prompt.startswith("FILE:") else prompt
 
 
-def load(run):
-    """(GPT on the CPU, tokenizer, contents) of a run folder or checkpoint file; "" is the newest run."""
-    path = Path(run) if run else newest_run()
-    best = path / "best.pt"
-    contents = load_first([best] * best.is_file() + checkpoints(path) or [path])
-    return *restore_model(contents), contents
+def show(text):
+    print(text, end="", flush=True)
+
+
+def print_samples(generator, prompt, config):
+    """Print the first sample as it is made, then the others."""
+    prompts, others = [prompt] * config.num_samples, [""] * config.num_samples
+    pieces = generator.stream(
+        prompts, config.max_tokens, config.stop, config.ignore_eot
+    )  # or an error, before any text
+    show(prompt)
+    for number, piece in pieces:
+        if number == 0:
+            show(piece)
+        else:
+            others[number] += piece
+    print()
+    for text in others[1:]:
+        print(f"---------------\n{prompt}{text}")
+
+
+def print_speed(generator):
+    """Tokens per second of the last batch; those of the prompt include the choice of the first new token."""
+    rates = []
+    for name, count, seconds in (
+        ("prompt", generator.prompt_tokens, generator.prompt_seconds),
+        ("text", generator.new_tokens, generator.new_seconds),
+    ):
+        if count:
+            rates.append(f"{name} {count:,} tokens in {seconds:.3f} s, {count / seconds:,.0f} tokens/s")
+    print("; ".join(rates), file=sys.stderr)
+
+
+def interact(generator, config):
+    """Continue each line that is typed, with other random numbers each time."""
+    with suppress(ImportError):  # Windows has none
+        importlib.import_module("readline")  # gives input() its history
+    for number in itertools.count():
+        try:
+            prompt = input("> ")
+        except EOFError:
+            print()
+            return
+        except KeyboardInterrupt:
+            print()
+            continue
+        try:
+            generator.reseed(config.seed + number)
+            print_samples(generator, prompt, config)
+            print_speed(generator)
+        except KeyboardInterrupt:
+            print()
+        except ValueError as error:
+            print(f"error: {error}", file=sys.stderr)
 
 
 def main(config):
-    device = resolve_device(config.device)
-    model, tokenizer, contents = load(config.run)
-    model.to(device).eval()
-    prompt = read_prompt(config.prompt)
-    ids = tokenizer.encode_ordinary(prompt)
-    require(ids, "the prompt is empty; give at least one character, such as --prompt 'O'")
-    print(f"{contents['path']} on {device}", file=sys.stderr)
-    precision = autocast("auto", device)
-    with precision, torch.no_grad():  # attention() prints its choice before the text begins
-        model(torch.tensor([ids[-model.config.block_size :]], device=device))
-    start, count = time.perf_counter(), 0
-    for index in range(config.num_samples):
-        generator = torch.Generator(device).manual_seed(config.seed + index)
-        tokens = torch.tensor([ids], device=device)
-        stream = generate(
-            model, tokens, config.max_tokens, tokenizer.n_vocab, temperature=config.temperature, top_k=config.top_k,
-            top_p=config.top_p, generator=generator,
-        )  # fmt: skip
-        print(prompt, end="", flush=True)
-        with precision:
-            for piece in stream_text(stream, tokenizer, config.stop):
-                print(piece, end="", flush=True)
-                count += 1
-        print("" if index + 1 == config.num_samples else "\n---------------")
-    print(f"{count / (time.perf_counter() - start):.0f} tokens/s", file=sys.stderr)
+    prompt = "" if config.interactive else read_prompt(config.prompt)
+    model, tokenizer, contents = load(config.run, config.device)
+    print(f"{contents['path']} on {model.embed.weight.device}", file=sys.stderr)
+    sampling = Sampling(**{field.name: getattr(config, field.name) for field in fields(Sampling)})
+    generator = Generator(model, tokenizer, config.num_samples, sampling, config.seed)
+    if config.interactive:
+        interact(generator, config)
+    else:
+        print_samples(generator, prompt, config)
+        print_speed(generator)
 
 
 if __name__ == "__main__":
     try:
         main(parse_flags(SampleConfig, sys.argv[1:]))
+    except torch.OutOfMemoryError as error:
+        sys.exit(f"error: {str(error).split('. ')[0]}; take fewer --num_samples or a shorter --prompt")
     except (ValueError, OSError) as error:
         sys.exit(f"error: {error}")
     except KeyboardInterrupt:

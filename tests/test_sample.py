@@ -1,5 +1,6 @@
-"""Sampling: cached logits, greedy decoding, top_k and top_p, streamed text, and errors that name the mistake."""
+"""sample.py: runs and prompts, several samples, the interactive mode, and errors that name the mistake."""
 
+import io
 import runpy
 import subprocess
 import sys
@@ -9,81 +10,14 @@ import pytest
 import torch
 
 from data import make_tokenizer, to_state
-from model import GPT, Cache, GPTConfig
-from sample import choose, generate, load, next_logits, stream_text
+from generation import Generator
+from model import GPT, GPTConfig
+from sample import generate, load
 from training.checkpoint import FORMAT, save_checkpoint
 
 SCRIPT = str(Path(__file__).parents[1] / "sample.py")
 FLAGS = ("--device", "cpu", "--max_tokens", "20")
 SMALL = dict(vocab_size=256, block_size=16, n_layer=2, n_head=2, n_embd=32)
-MODELS = {
-    "gpt2": {},
-    "modern": dict(position="rope", norm="rmsnorm", mlp="relu2", n_head=4, n_kv_head=1, qk_norm=True),
-}
-
-
-@pytest.fixture(params=MODELS.values(), ids=MODELS)
-def model(request):
-    return GPT(GPTConfig(**SMALL | request.param)).eval()
-
-
-@torch.no_grad()
-def test_cached_and_uncached_logits_agree_beyond_the_context(model):
-    tokens = torch.randint(256, (2, 3 * 16))
-    cache = Cache(model.config, batch=2)
-    for length in range(5, tokens.shape[1] + 1):
-        cached = next_logits(model, tokens[:, :length], cache)
-        uncached = model(tokens[:, max(0, length - 16) : length])[:, -1]
-        torch.testing.assert_close(cached, uncached)
-
-
-@torch.no_grad()
-def test_generation_is_greedy_decoding_at_temperature_0(model):
-    tokens = torch.randint(256, (1, 3))
-    expected = tokens
-    for _ in range(25):
-        expected = torch.cat((expected, model(expected[:, -16:])[:, -1].argmax(-1, keepdim=True)), dim=1)
-    made = list(generate(model, tokens, 25, 256, temperature=0))
-    assert torch.equal(torch.cat((tokens, *made), dim=1), expected)
-
-
-def test_samples_depend_on_the_seed_and_have_no_padding_tokens(model):
-    def draw(seed):
-        generator = torch.Generator().manual_seed(seed)
-        return [int(t) for t in generate(model, torch.zeros(1, 1, dtype=torch.int64), 60, 40, generator=generator)]
-
-    assert draw(1) == draw(1) != draw(2)
-    assert max(draw(3)) < 40
-
-
-def test_filters():
-    logits = torch.log(torch.tensor([[0.5, 0.3, 0.15, 0.05]]))
-
-    def support(**filters):
-        filters = dict(temperature=1.0, top_k=0, top_p=1.0) | filters
-        generator = torch.Generator().manual_seed(0)
-        return {int(choose(logits, generator=generator, **filters)) for _ in range(300)}
-
-    assert support() == {0, 1, 2, 3}
-    assert support(top_k=2) == {0, 1}
-    assert support(top_p=0.7) == {0, 1}
-    assert support(top_p=0.01) == {0}
-    assert support(temperature=0) == {0}
-
-
-@pytest.mark.parametrize("spec", ["bytes", "char"])
-def test_streamed_text_has_whole_characters(spec):
-    text = "naïve 🌊 waves"
-    tokenizer = make_tokenizer(spec, text)
-    pieces = list(stream_text(tokenizer.encode_ordinary(text), tokenizer, ""))
-    assert "".join(pieces) == text and len([piece for piece in pieces if piece]) == len(text)
-
-
-def test_a_sample_ends_before_the_stop_text():
-    tokenizer = make_tokenizer("bytes", "")
-    stream = tokenizer.encode_ordinary("to be or END not")
-    assert "".join(stream_text(stream, tokenizer, "END")) == "to be or "
-    assert "".join(stream_text(stream, tokenizer, "ENDS")) == "to be or END not"
 
 
 def save(path, tokenizer, **changes):
@@ -133,6 +67,57 @@ def test_greedy_samples_and_a_prompt_file(call, folder):
     assert samples[0][1].startswith("fade\n") and len(samples[0][1]) == 5 + 20 + 1
 
 
+def test_prompt_from_standard_input(call, monkeypatch):
+    expected = call("--prompt", "fade\n")
+    monkeypatch.setattr(sys, "stdin", io.StringIO("fade\n"))
+    assert call("--prompt", "-")[:2] == expected[:2]
+
+
+def test_speed_is_printed_last(call):
+    code, _, err = call("--prompt", "abc", "--num_samples", "3")
+    last = err.splitlines()[-1]
+    assert code == 0 and last.startswith("prompt 3 tokens in ") and "; text 57 tokens in " in last
+    assert last.count("tokens/s") == 2
+
+
+def test_stop_texts(call):
+    texts = [call("--prompt", "abc", *flags)[1] for flags in ([], ["--stop", "a", "zz"])]
+    assert len(texts[0]) == 24 and "a" in texts[0][3:]
+    assert texts[1][:-1] == "abc" + texts[0][3:].split("a")[0]
+
+
+def test_interactive(call, monkeypatch):
+    """Two texts, an unknown character, Ctrl-C at the prompt, Ctrl-C during a text, and Ctrl-D."""
+    lines = iter(["abc", "abc", "xyz", KeyboardInterrupt, "fed", EOFError])
+
+    def answer(prompt):
+        line = next(lines)
+        if isinstance(line, str):
+            if line == "fed":
+                stream = Generator.stream
+
+                def interrupted(*args):
+                    yield next(stream(*args))
+                    raise KeyboardInterrupt
+
+                monkeypatch.setattr(Generator, "stream", interrupted)
+            return line
+        raise line
+
+    monkeypatch.setattr("builtins.input", answer)
+    code, out, err = call("--interactive")
+    assert code == 0 and err.count("error: ") == 1 and "'x'" in err and err.count("tokens/s") == 2 * 2
+    first, second = out[:24], out[24:48]
+    assert first.startswith("abc") and second.startswith("abc") and first != second
+    assert out[48:].startswith("\nfed") and out[48:].count("\n") <= 4
+
+
+def test_python(run):
+    model, tokenizer, _ = load("runs/tiny", "cpu")
+    text = "".join(generate(model, tokenizer, "abc", max_tokens=12))
+    assert len(text) == 12 and set(text) <= set("abcdef\n")
+
+
 @pytest.mark.parametrize(
     "flags, words",
     [
@@ -143,6 +128,13 @@ def test_greedy_samples_and_a_prompt_file(call, folder):
         (["--device", "gpu"], ["device='gpu'"]),
         (["--temperature", "-1"], ["temperature=-1.0"]),
         (["--top_p", "nan"], ["top_p=nan"]),
+        (["--top_p", "0"], ["top_p=0.0", "(0, 1]"]),
+        (["--top_p", "1.5"], ["top_p=1.5", "(0, 1]"]),
+        (["--num_samples", "0"], ["num_samples=0"]),
+        (["--num_samples", "1000000000"], ["num_samples=1000000000", "GiB", "at most"]),
+        (["--num_samples", "2", "--interactive"], ["num_samples=2", "--interactive"]),
+        (["--seed", "-1"], ["seed=-1"]),
+        (["--run", "."], ["has no checkpoint"]),
         (["--temprature", "1"], ["--temprature", "--temperature"]),
     ],
 )
@@ -159,18 +151,18 @@ def test_mistakes(call, flags, words):
 def test_load_prefers_best_and_takes_folders_and_files(run):
     tokenizer = make_tokenizer("char", "abcdef\n")
     best = save(run / "best.pt", tokenizer)
-    model, loaded_tokenizer, contents = load("")  # the newest run
+    model, loaded_tokenizer, contents = load("", "cpu")  # the newest run
     assert contents["path"] == Path("runs/tiny/best.pt") and loaded_tokenizer.decode([0, 1]) == tokenizer.decode([0, 1])
     assert all(torch.equal(weight, best["model"][name]) for name, weight in model.state_dict().items())
     for path in (run / "checkpoint.pt", run / "best.pt"):
-        assert load(str(path))[2]["path"] == path
+        assert load(str(path), "cpu")[2]["path"] == path
     save(run.parent / "other/best.pt", tokenizer)
-    assert load(str(run.parent / "other"))[2]["path"] == run.parent / "other/best.pt"
+    assert load(str(run.parent / "other"), "cpu")[2]["path"] == run.parent / "other/best.pt"
 
 
 def test_a_damaged_best_gives_way_to_the_newest_checkpoint(run, capsys):
     (run / "best.pt").write_bytes(b"damaged")
-    assert load(str(run))[2]["path"] == run / "checkpoint.pt"
+    assert load(str(run), "cpu")[2]["path"] == run / "checkpoint.pt"
     assert "best.pt" in capsys.readouterr().err
 
 

@@ -1,0 +1,87 @@
+"""Keys and values of the tokens so far, in tensors that never move, so that a CUDA graph can use them.
+
+Letters: B rows of the cache, S slots of a row, N rows that are prefilled, H query heads, G key/value heads, D head dim.
+"""
+
+from typing import NamedTuple
+
+import torch
+
+from attention import attention, decode
+
+
+class View(NamedTuple):
+    """What GPT.hidden() needs of a cache: the positions [B, T] of the tokens, and for each block its Layer."""
+
+    positions: torch.Tensor
+    layers: list
+
+
+class PrefillLayer(NamedTuple):
+    """Takes tokens that begin their rows."""
+
+    k: torch.Tensor  # [B, S, G, D], as v
+    v: torch.Tensor
+    rows: torch.Tensor  # [M], rows of the cache to fill
+    sources: torch.Tensor  # [M], from which of the N rows of tokens each is filled
+    impl: str
+
+    def attend(self, q, k, v):
+        """Store k, v [N, T, G, D]; returns the causal attention [N, T, H, D] of q."""
+        T = k.shape[1]
+        self.k[self.rows, :T] = k[self.sources]
+        self.v[self.rows, :T] = v[self.sources]
+        return attention(q, k, v, impl=self.impl)
+
+
+class DecodeLayer(NamedTuple):
+    """Takes one more token for each row."""
+
+    k: torch.Tensor  # [B, S, G, D], as v
+    v: torch.Tensor
+    rows: torch.Tensor  # [B], 0 to B - 1
+    slots: torch.Tensor  # [B], where the keys of the new tokens go
+    lengths: torch.Tensor  # [B] int32, with the new tokens
+
+    def attend(self, q, k, v):
+        """Store k, v [B, 1, G, D]; returns the attention [B, 1, H, D] of q over the keys of its row."""
+        self.k[self.rows, self.slots] = k[:, 0]
+        self.v[self.rows, self.slots] = v[:, 0]
+        return decode(q, self.k, self.v, self.lengths)
+
+
+class Cache:
+    """Keys and values of `batch` rows of up to block_size tokens.
+
+    Attributes:
+        k, v: [layers, B, S, G, D]. lengths: [B] int32, the number of tokens in each row.
+    """
+
+    def __init__(self, config, batch, device, dtype):
+        shape = (config.n_layer, batch, config.block_size, config.kv_heads, config.head_dim)
+        self.k, self.v = (torch.zeros(shape, device=device, dtype=dtype) for _ in range(2))
+        self.lengths = torch.zeros(batch, dtype=torch.int32, device=device)
+        self.rows = torch.arange(batch, device=device)
+        # PyTorch's attention has nothing to compile, so the first token comes sooner
+        self.impl = "sdpa" if config.attention == "auto" else config.attention
+
+    @staticmethod
+    def size(config, dtype):
+        """Bytes of a row."""
+        return 2 * config.n_layer * config.block_size * config.kv_heads * config.head_dim * dtype.itemsize
+
+    def prefill(self, tokens, rows, sources):
+        """View for tokens [N, T], which become the first T of the given rows [M]; sources [M] says whose.
+
+        It sets no lengths, because some of the tokens may be padding.
+        """
+        positions = torch.arange(tokens.shape[1], device=tokens.device).expand_as(tokens)
+        layers = [PrefillLayer(k, v, rows, sources, self.impl) for k, v in zip(self.k, self.v, strict=True)]
+        return View(positions, layers)
+
+    def step(self):
+        """View for one more token in each row, which is counted from now on."""
+        slots = self.lengths.long()
+        self.lengths += 1
+        layers = [DecodeLayer(k, v, self.rows, slots, self.lengths) for k, v in zip(self.k, self.v, strict=True)]
+        return View(slots[:, None], layers)

@@ -1,0 +1,102 @@
+"""The choice of a token from logits. All of it runs on the device.
+
+Letters: B rows, V vocabulary, K candidates.
+"""
+
+import math
+from dataclasses import dataclass
+
+import torch
+
+from model import require
+
+# Odd 64-bit constants of SplitMix64, as signed numbers: torch has no unsigned arithmetic.
+GOLDEN, FIRST, SECOND = (x - 2**64 for x in (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sampling:
+    """How a token is chosen."""
+
+    temperature: float = 0.8
+    """Logits are divided by it; 0 always takes the most likely token."""
+    top_k: int = 200
+    """Sample from the k most likely tokens; 0 = all."""
+    top_p: float = 1.0
+    """Sample from the most likely tokens that together reach this probability; 1 = all."""
+    min_p: float = 0.0
+    """Sample from tokens at least this share as likely as the most likely one; 0 = all."""
+    repetition_penalty: float = 1.0
+    """Divide positive logits of tokens that the text already has by this number and multiply negative ones; 1 = off."""
+
+    def __post_init__(self):
+        require(0 <= self.temperature < math.inf, f"temperature={self.temperature} must be at least 0")
+        require(self.top_k >= 0, f"top_k={self.top_k} must be at least 0; 0 keeps all tokens")
+        require(0 < self.top_p <= 1, f"top_p={self.top_p} must be in (0, 1]; 1 keeps all tokens")
+        require(0 <= self.min_p <= 1, f"min_p={self.min_p} must be in [0, 1]; 0 keeps all tokens")
+        penalty = self.repetition_penalty
+        require(0 < penalty < math.inf, f"repetition_penalty={penalty} must be positive; 1 turns it off")
+
+
+def choose(logits, sampling, keys, positions, seen=None):
+    """One token for each row of logits [B, V] float32: [B] int64.
+
+    The random numbers are a function of key, position and token, so they do not depend on the rest of the batch.
+
+    Args:
+        sampling: Sampling. keys: [B] int64, of sample_keys(). positions: [B] int64, of the new tokens in their texts.
+        seen: [B, V] bool, the tokens that the text of a row has, for the repetition penalty; None without it.
+    """
+    if sampling.repetition_penalty != 1:
+        penalty = sampling.repetition_penalty
+        logits = torch.where(seen, torch.where(logits > 0, logits / penalty, logits * penalty), logits)
+    if sampling.temperature == 0:
+        return logits.argmax(-1)
+    vocabulary = logits.shape[-1]
+    if sampling.top_k in range(1, vocabulary) or sampling.top_p < 1:
+        logits, tokens = logits.topk(min(sampling.top_k or vocabulary, vocabulary))  # [B, K], most likely first
+        best = logits[:, :1]
+    else:
+        tokens, best = torch.arange(vocabulary, device=logits.device), logits.amax(-1, keepdim=True)
+    scores = (logits - best) / sampling.temperature  # at most 0, so a tiny temperature cannot overflow
+    hidden = None
+    if sampling.top_p < 1:
+        probability = scores.softmax(-1)
+        hidden = probability.cumsum(-1) - probability >= sampling.top_p  # the first token is always kept
+    if sampling.min_p > 0:
+        unlikely = scores < math.log(sampling.min_p)
+        hidden = unlikely if hidden is None else hidden | unlikely
+    if hidden is not None:
+        scores = scores.masked_fill(hidden, float("-inf"))
+    # Gumbel-max: the token with the least quotient of an exponential variable and its probability
+    chosen = (scores - exponential(mix(keys + positions)[:, None], tokens).log()).argmax(-1)
+    return chosen if tokens.dim() == 1 else tokens.gather(-1, chosen[:, None]).squeeze(-1)
+
+
+def mix(x):
+    """Scramble int64 numbers by SplitMix64's finaliser (Steele et al. 2014), a bijection."""
+    x = high_mix(x)
+    return x ^ shifted(x, 31)
+
+
+def high_mix(x):
+    """mix() but for its last line, which leaves the high 31 bits alone."""
+    x = (x ^ shifted(x, 30)) * FIRST
+    return (x ^ shifted(x, 27)) * SECOND
+
+
+def shifted(x, bits):
+    """Of int64 as an unsigned number, x >> bits."""
+    return (x >> bits) & (2 ** (64 - bits) - 1)
+
+
+def sample_keys(seed, numbers):
+    """Keys of samples, [B] int64: a function of the seed and the numbers [B] int64 of the samples."""
+    return mix(mix(numbers.new_tensor(seed) + GOLDEN) + numbers)
+
+
+def exponential(keys, tokens):
+    """Exponential variables in float32, a function of key and token; the two broadcast."""
+    bits = shifted(high_mix(torch.add(keys, tokens, alpha=GOLDEN)), 33)
+    uniform = ((bits.float() + 0.5) * -(2.0**-31)).clamp(min=2.0**-24 - 1)  # negative; never 0 or -1, and fine near 0
+    return -torch.log1p(uniform)

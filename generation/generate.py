@@ -1,0 +1,281 @@
+"""Prompts to text: the prompt is read at once, then each step adds one token to every sample of a batch.
+
+On a GPU, a step is one CUDA graph, from the newest tokens to the next ones, and the host reads tokens a few steps
+behind, so that neither waits for the other. On a CPU the same code runs without the graph.
+"""
+
+import sys
+import time
+from collections import deque
+from pathlib import Path
+
+import torch
+
+from data.tokenizer import end_of_text
+from generation.cache import Cache
+from generation.choose import Sampling, choose, sample_keys
+from generation.text import TextStream, encode
+from model import RMSNorm, require
+from training.step import WARM_UPS, CUDAGraph
+
+BEHIND = 3  # steps that the host reads behind the GPU
+
+
+def generate(model, tokenizer, prompt, *, seed=1337, max_tokens=500, stop=(), ignore_eot=False, **sampling):
+    """Continue a prompt; yields pieces of text as they are made, without the prompt.
+
+    The same seed gives the same text on the same machine. Past the context the model goes on with the newest
+    block_size / 2 tokens, and fills its cache anew from them, once every block_size / 2 tokens.
+
+    Args:
+        model, tokenizer: as load() of sample.py returns them; the model's device and dtype are used.
+        prompt: str; "<|endoftext|>" in it is that token, if the tokenizer has it. max_tokens: int, at most so many.
+        stop: texts before which the sample ends. ignore_eot: go on where the model ends the text.
+        sampling: temperature, top_k, top_p, min_p and repetition_penalty, as in Sampling.
+
+    Raises:
+        ValueError: an option, or a character that the tokenizer lacks, or an empty prompt without an end of text.
+    """
+    generator = Generator(model, tokenizer, 1, Sampling(**sampling), seed)
+    for _, piece in generator.stream([prompt], max_tokens, stop, ignore_eot):
+        if piece:
+            yield piece
+
+
+def generate_batch(model, tokenizer, prompts, *, seed=1337, max_tokens=500, stop=(), ignore_eot=False, **sampling):
+    """generate() for a list of prompts at once; returns the list of texts, without the prompts.
+
+    Sample number i draws the same random numbers in any batch. Equal prompts are read once.
+    """
+    generator = Generator(model, tokenizer, len(prompts), Sampling(**sampling), seed)
+    texts = [""] * len(prompts)
+    for row, piece in generator.stream(prompts, max_tokens, stop, ignore_eot):
+        texts[row] += piece
+    return texts
+
+
+def to_bfloat16(model):
+    """Change the weights of a GPT to bfloat16, which halves the time to read them; returns the model.
+
+    RMSNorm computes in float32 and keeps its weights, and so do the rotary angles, which are no parameters.
+    """
+    for module in model.modules():
+        if not isinstance(module, RMSNorm):
+            for parameter in module.parameters(recurse=False):
+                parameter.data = parameter.data.bfloat16()
+    return model
+
+
+class Generator:
+    """A batch of samples of one model, which can be used for one batch of prompts after another.
+
+    Args:
+        model: GPT in evaluation mode. tokenizer: its tokenizer. batch: int, number of samples. sampling: Sampling.
+        seed: int. graph: replay each step as a CUDA graph, of compiled blocks; None does so on a GPU.
+
+    Attributes:
+        logits: [batch, n_vocab] float32, of the newest step.
+        prompt_tokens, prompt_seconds: of the last batch, up to the first token.
+        new_tokens, new_seconds: of the last batch, after the first token of each sample.
+
+    Raises:
+        ValueError: the model is in training mode, or the batch does not fit into memory.
+    """
+
+    def __init__(self, model, tokenizer, batch=1, sampling=None, seed=1337, graph=None):
+        require(not model.training, "the model is in training mode, which would apply dropout; call model.eval() first")
+        require(batch >= 1, f"num_samples={batch} must be at least 1")
+        self.model, self.tokenizer, self.batch = model, tokenizer, batch
+        self.sampling, self.config = sampling or Sampling(), model.config
+        weight = model.embed.weight
+        self.device, dtype = weight.device, weight.dtype
+        on_gpu = self.device.type == "cuda"
+        graph = on_gpu if graph is None else graph
+        check_memory(batch, Cache.size(model.config, dtype), self.device)
+        self.cache = Cache(model.config, batch, self.device, dtype)
+
+        def integers():
+            return torch.zeros(batch, dtype=torch.int64, device=self.device)
+
+        self.newest, self.positions = integers(), integers()  # tokens that are not in the cache, and of the next ones
+        self.keys = integers()
+        self.reseed(seed)
+        penalised = self.sampling.repetition_penalty != 1
+        shape = batch, tokenizer.n_vocab
+        self.seen = torch.zeros(shape, dtype=torch.bool, device=self.device) if penalised else None
+        self.behind = BEHIND if on_gpu else 0
+        self.mail = [torch.zeros(batch, dtype=torch.int64, pin_memory=on_gpu) for _ in range(self.behind + 1)]
+        self.sent = [torch.cuda.Event() for _ in self.mail] if on_gpu else None
+        self._choose, self._take_step = self._choose_tokens, self._step
+        if graph:
+            for block in model.blocks:
+                if block._compiled_call_impl is None:  # another Generator of this model has compiled it
+                    block.compile(dynamic=False)
+            self._choose = torch.compile(self._choose_tokens, dynamic=False)
+            self._take_step = CUDAGraph(self._step)
+            self._warm_up()
+
+    def reseed(self, seed):
+        """Draw other random numbers from now on."""
+        self.keys.copy_(sample_keys(seed, self.cache.rows))
+
+    def stream(self, prompts, max_tokens=500, stop=(), ignore_eot=False):
+        """Continue one prompt for each sample; yields (number of the sample, piece of text), some of them empty.
+
+        Arguments and errors as in generate().
+        """
+        require(max_tokens >= 1, f"max_tokens={max_tokens} must be at least 1")
+        require(len(prompts) == self.batch, f"{len(prompts)} prompts for {self.batch} samples; give one for each")
+        texts = self._encode(prompts, max_tokens)
+        stop = [text for text in ((stop,) if isinstance(stop, str) else stop) if text]
+        end = None if ignore_eot else end_of_text(self.tokenizer)
+        return self._pieces(texts, max_tokens, [TextStream(self.tokenizer, stop, end) for _ in prompts])
+
+    def _pieces(self, texts, max_tokens, streams):
+        start, first, self.new_tokens = time.perf_counter(), None, 0
+        self.prompt_tokens = sum(map(len, dict.fromkeys(map(tuple, texts))))
+        try:
+            for tokens in self.tokens(texts, max_tokens):
+                if first is None:
+                    first = time.perf_counter()
+                else:
+                    self.new_tokens += sum(not stream.ended for stream in streams)
+                for row, (stream, token) in enumerate(zip(streams, tokens, strict=True)):
+                    if not stream.ended:
+                        yield row, stream.add(token)
+                if all(stream.ended for stream in streams):
+                    break
+        finally:
+            now = time.perf_counter()
+            first = first or now
+            self.prompt_seconds, self.new_seconds = first - start, now - first
+        for row, stream in enumerate(streams):
+            if not stream.ended:
+                yield row, stream.finish()
+
+    def tokens(self, texts, max_tokens):
+        """Yield max_tokens lists of one new token id per sample, which continue texts, lists of token ids."""
+        block_size = self.config.block_size
+        self.texts = [list(text) for text in texts]
+        rows = range(self.batch)
+        self._fill(rows, block_size)
+        self.newest.copy_(torch.tensor([text[-1] for text in texts]))
+        self.positions.copy_(torch.tensor(list(map(len, texts))))
+        if self.seen is not None:
+            self.seen.zero_()
+            for row, text in enumerate(texts):
+                self.seen[row, torch.tensor(text)] = True
+        pending = deque()
+        for step in range(max_tokens):
+            full = [row for row in rows if self.filled[row] == block_size]
+            if full:
+                while pending:  # the tokens to fill the cache from
+                    yield self._read(pending.popleft())
+                self._fill(full, max(block_size // 2, 1))
+            self.logits = self._take_step()
+            self.filled = [count + 1 for count in self.filled]
+            pending.append(self._send(step % len(self.mail)))
+            if len(pending) > self.behind or step == 0:
+                yield self._read(pending.popleft())
+        while pending:
+            yield self._read(pending.popleft())
+
+    @torch.inference_mode()
+    @torch.compiler.set_stance("force_eager")  # each length would be compiled anew
+    def _fill(self, rows, count):
+        """Fill rows of the cache from their newest `count` tokens but the last one, which the next step adds."""
+        contexts = [tuple(self.texts[row][-count:-1]) for row in rows]
+        unique = {context: index for index, context in enumerate(dict.fromkeys(contexts))}
+        width = max(map(len, unique))
+        index = torch.tensor(list(rows), device=self.device)
+        if width > 0:
+            padded = [context + (0,) * (width - len(context)) for context in unique]
+            sources = torch.tensor([unique[context] for context in contexts], device=self.device)
+            tokens = torch.tensor(padded, device=self.device)
+            self.model.hidden(tokens, self.cache.prefill(tokens, index, sources))
+        lengths = list(map(len, contexts))
+        self.cache.lengths[index] = torch.tensor(lengths, dtype=torch.int32, device=self.device)
+        if len(lengths) == self.batch:
+            self.filled = lengths
+        else:
+            for row, length in zip(rows, lengths, strict=True):
+                self.filled[row] = length
+
+    @torch.inference_mode()
+    def _step(self):
+        """Add the newest tokens to the cache and choose the next ones; returns the logits."""
+        return self._choose(self.model.hidden(self.newest[:, None], self.cache.step()))
+
+    def _choose_tokens(self, hidden):
+        logits = self.model.logits(hidden)[:, 0, : self.tokenizer.n_vocab]
+        tokens = choose(logits, self.sampling, self.keys, self.positions, self.seen)
+        if self.seen is not None:
+            self.seen.scatter_(1, tokens[:, None], True)
+        self.positions += 1
+        self.newest.copy_(tokens)
+        return logits
+
+    def _send(self, slot):
+        """Start to copy the newest tokens to the host; returns the slot of `mail` in which they arrive."""
+        self.mail[slot].copy_(self.newest, non_blocking=True)
+        if self.sent:
+            self.sent[slot].record()
+        return slot
+
+    def _read(self, slot):
+        if self.sent:
+            self.sent[slot].synchronize()
+        tokens = self.mail[slot].tolist()
+        for text, token in zip(self.texts, tokens, strict=True):
+            text.append(token)
+        return tokens
+
+    def _warm_up(self):
+        """Compile, record the graph and let the libraries choose their kernels, so that the first token comes soon."""
+        self.texts = [[0] * self.config.block_size] * self.batch
+        self._fill(range(self.batch), self.config.block_size)
+        for _ in range(WARM_UPS + 1):
+            self.cache.lengths.zero_()
+            self._take_step()
+
+    def _encode(self, prompts, max_tokens):
+        """Token ids of the prompts; says what does not fit into the context."""
+        block_size, end = self.config.block_size, end_of_text(self.tokenizer)
+        known = {}
+        for prompt in prompts:
+            if prompt not in known:
+                ids = encode(self.tokenizer, prompt) or ([] if end is None else [end])
+                require(ids, "the prompt is empty; give at least one character, such as --prompt 'O'")
+                known[prompt] = ids
+        longest = max(map(len, known.values()))
+        if longest > block_size:
+            note(f"the prompt has {longest} tokens; only its last {block_size} fit into the context (block_size)")
+        elif longest + max_tokens > block_size + 1:
+            note(f"past {block_size} tokens (block_size), the model goes on with the newest {max(block_size // 2, 1)}")
+        return [known[prompt] for prompt in prompts]
+
+
+def note(text):
+    print(f"note: {text}", file=sys.stderr)
+
+
+def check_memory(batch, row, device):
+    """ValueError if the cache, of `row` bytes per sample, does not fit into the free memory of the device."""
+    free = free_memory(device)
+    if free is not None and batch * row > free:
+        require(
+            False,
+            f"num_samples={batch} needs {batch * row / 2**30:.1f} GiB for keys and values, but {device} has "
+            f"{free / 2**30:.1f} GiB free; take at most {int(free // row)} samples at a time",
+        )
+
+
+def free_memory(device):
+    """Bytes, or None if this system does not tell."""
+    if device.type == "cuda":
+        return torch.cuda.mem_get_info(device)[0]
+    report = Path("/proc/meminfo")  # Linux
+    if device.type != "cpu" or not report.exists():
+        return None
+    lines = dict(line.split(":") for line in report.read_text().splitlines())
+    return int(lines["MemAvailable"].split()[0]) * 1024

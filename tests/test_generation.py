@@ -1,0 +1,345 @@
+"""generation/: logits and greedy text against the network without a cache, sampling rules, batches, streamed text."""
+
+import contextlib
+import copy
+import itertools
+
+import pytest
+import torch
+from problems import ON_GPU
+
+from data import make_tokenizer
+from data.tokenizer import LINE_PATTERN, _encoding, end_of_text
+from generation import Generator, Sampling, generate, generate_batch
+from generation.cache import Cache
+from generation.choose import choose, exponential, mix, sample_keys
+from generation.generate import to_bfloat16
+from generation.text import TextStream, encode
+from model import GPT, GPTConfig
+
+SMALL = dict(vocab_size=256, block_size=16, n_layer=2, n_head=2, n_embd=32)
+MODELS = {
+    "classic": {},
+    "modern": dict(
+        position="rope", norm="rmsnorm", mlp="relu2", n_head=4, n_kv_head=1, qk_norm=True, logit_softcap=15.0
+    ),
+    "grouped": dict(n_head=4, n_kv_head=2, bias=True, mlp="swiglu", tie_head=False),
+    "odd_context": dict(block_size=7, position="rope"),
+}  # fmt: skip
+GREEDY = Sampling(temperature=0)
+BYTES = make_tokenizer("bytes", "")
+ENDED = _encoding("ended", LINE_PATTERN, [bytes([value]) for value in range(256)], {"<|endoftext|>": 256})
+GRAPH = [False, pytest.param(True, marks=pytest.mark.skipif(not ON_GPU, reason="needs a GPU"))]
+
+
+def make_model(device, **changes):
+    """An untrained network whose logits differ enough for its greedy text to be certain."""
+    model = GPT(GPTConfig(**SMALL | changes)).to(device).eval()
+    for parameter in model.parameters():
+        parameter.data *= 3 if parameter.dim() == 2 else 1
+    return model
+
+
+@pytest.fixture(params=MODELS.values(), ids=MODELS)
+def model(request, device):
+    return make_model(device, **request.param)
+
+
+def contexts(prompt, block_size):
+    """The context in which each next token is chosen, by the rule: a generator that is sent the new tokens."""
+    text, start = list(prompt), max(0, len(prompt) - block_size)
+    while True:
+        if len(text) - start > block_size:
+            start = len(text) - max(block_size // 2, 1)
+        text.append((yield text[start:]))
+
+
+def uncached(model, prompt, count, choice=torch.argmax):
+    """Greedy text, and the logits [count, V] of its tokens, without a cache."""
+    windows, logits, tokens = contexts(prompt, model.config.block_size), [], []
+    window = next(windows)
+    for _ in range(count):
+        with torch.no_grad():
+            logits.append(model(torch.tensor([window], device=model.embed.weight.device))[0, -1])
+        tokens.append(int(choice(logits[-1])))
+        window = windows.send(tokens[-1])
+    return tokens, torch.stack(logits)
+
+
+PROMPTS = [[5, 80, 9], [7], list(range(40, 56)), list(range(100, 130)), [7], [1] * 15]
+
+
+def run(generator, prompts, count):
+    """Tokens [samples][count] and logits [samples, count, V]."""
+    tokens, logits = [], []
+    for new in generator.tokens(prompts, count):
+        tokens.append(new)
+        logits.append(generator.logits.clone())
+    return list(map(list, zip(*tokens, strict=True))), torch.stack(logits, 1)
+
+
+@pytest.mark.parametrize("graph", GRAPH)
+def test_logits_and_greedy_text_equal_uncached_ones(model, graph):
+    """Prompts of unequal lengths, some of them equal, one longer than the context, and across several refills."""
+    generator = Generator(model, BYTES, len(PROMPTS), GREEDY, graph=graph)
+    generator.behind = 0  # so that the logits are those of the token
+    tokens, logits = run(generator, PROMPTS, 45)
+    for prompt, row, found in zip(PROMPTS, tokens, logits, strict=True):
+        expected, exact = uncached(model, prompt, 45)
+        torch.testing.assert_close(found, exact, rtol=1e-4, atol=1e-4)
+        assert row == expected
+
+
+@pytest.mark.parametrize("graph", GRAPH)
+def test_bfloat16(model, graph):
+    """Against float32, the logits err at most twice as much as those of the bfloat16 network without a cache."""
+    exact_model = copy.deepcopy(model)
+    generator = Generator(to_bfloat16(model), BYTES, len(PROMPTS), GREEDY, graph=graph)
+    generator.behind = 0
+    tokens, logits = run(generator, PROMPTS, 45)
+    errors = torch.zeros(2)
+    for prompt, row, found in zip(PROMPTS, tokens, logits, strict=True):
+        given = [iter(row) for _ in range(2)]  # both networks are given our tokens
+        exact, eager = (
+            uncached(net, prompt, 45, lambda logits, it=it: next(it))[1]
+            for net, it in zip((exact_model, model), given, strict=True)
+        )
+        errors += torch.stack([(x - exact).square().sum() for x in (found, eager)]).cpu()
+    ours, of_eager = errors.sqrt().tolist()
+    assert ours <= 2 * of_eager, f"error {ours:.2e}, eager {of_eager:.2e}"
+
+
+def test_bfloat16_keeps_norms_and_angles(device):
+    model = to_bfloat16(make_model(device, **MODELS["modern"]))
+    kept = [model.norm.weight, model.rotary_cos]
+    assert all(x.dtype == torch.float32 for x in kept) and model.head.weight.dtype == torch.bfloat16
+    assert model.head.weight is model.embed.weight
+
+
+@pytest.mark.parametrize("behind", [1, 3])
+def test_reading_behind_changes_nothing(device, behind):
+    """The host takes tokens some steps late, but all of them before it fills the cache anew."""
+    model, found = make_model(device), []
+    for late in (0, behind):
+        generator = Generator(model, BYTES, 2, Sampling(), graph=False)
+        generator.behind = late
+        generator.mail = [torch.zeros(2, dtype=torch.int64) for _ in range(late + 1)]
+        generator.sent = None if device == "cpu" else [torch.cuda.Event() for _ in generator.mail]
+        found.append(list(generator.tokens([[1, 2, 3], [4]], 50)))
+    assert found[0] == found[1] and len(found[0]) == 50
+
+
+def test_a_generator_serves_one_batch_after_another(model):
+    generator = Generator(model, BYTES, 2, Sampling(repetition_penalty=1.3))
+    first = list(generator.tokens([[1, 2, 3], [4]], 30))
+    assert list(generator.tokens([[9] * 20, [4]], 30)) != first
+    assert list(generator.tokens([[1, 2, 3], [4]], 30)) == first
+    half = generator.tokens([[9], [4]], 30)
+    next(half)
+    half.close()
+    assert list(generator.tokens([[1, 2, 3], [4]], 30)) == first
+
+
+def test_a_sample_does_not_depend_on_its_batch(device):
+    """In float64, in which rounding cannot change a choice."""
+    model = make_model(device).double()
+    alone = "".join(generate(model, BYTES, "abc", max_tokens=40))
+    many = generate_batch(model, BYTES, ["abc", "abc", "something else"], max_tokens=40)
+    assert many[0] == alone != many[1]
+    assert many == generate_batch(model, BYTES, ["abc", "abc", "something else"], max_tokens=40)
+    assert generate_batch(model, BYTES, ["x", "abc"], max_tokens=40)[1] == many[1]
+    assert "".join(generate(model, BYTES, "abc", max_tokens=40, seed=1)) != alone
+
+
+def test_choices_at_any_batch_size(device):
+    logits, positions = torch.randn(64, 300, device=device), torch.arange(64, device=device)
+    keys = sample_keys(3, torch.arange(64, device=device))
+    for sampling in (Sampling(), Sampling(top_k=0), Sampling(top_k=0, top_p=0.9), Sampling(min_p=0.1, top_k=0)):
+        together = choose(logits, sampling, keys, positions)
+        for rows in (1, 7):
+            parts = [choose(*part[:1], sampling, *part[1:]) for part in zip(
+                logits.split(rows), keys.split(rows), positions.split(rows), strict=True)]  # fmt: skip
+            assert torch.equal(torch.cat(parts), together)
+
+
+def test_choices_follow_the_probabilities(device):
+    """Frequencies over samples, and over positions, are within 5 standard deviations."""
+    probabilities = torch.tensor([0.5, 0.3, 0.15, 0.049, 0.001], device=device)
+    count, one = 20_000, Sampling(temperature=1.0, top_k=0)
+    numbers, fixed = torch.arange(count, device=device), torch.full((count,), 7, device=device)
+    logits = probabilities.log().expand(count, -1)
+    for seed, keys, positions in ((0, numbers, fixed), (0, fixed, numbers), (1, numbers, fixed)):
+        chosen = choose(logits, one, sample_keys(seed, keys), positions)
+        share = torch.bincount(chosen, minlength=5) / count
+        assert ((share - probabilities).abs() <= 5 * (probabilities / count).sqrt()).all(), share
+    # choices at neighbouring positions are independent
+    before, after = (choose(logits, one, sample_keys(0, fixed), numbers + shift) for shift in (0, 1))
+    both = ((before == 0) & (after == 0)).float().mean().item()
+    assert abs(both - 0.25) < 5 * (0.25 / count) ** 0.5
+
+
+def test_random_numbers(device):
+    """Exponential variables: their mean and variance are 1, and none is 0 or infinite."""
+    keys = sample_keys(5, torch.arange(1000, device=device))
+    drawn = exponential(keys[:, None], torch.arange(1000, device=device)).double()
+    assert drawn.isfinite().all() and drawn.min() > 0
+    assert abs(drawn.mean() - 1) < 0.005 and abs(drawn.var() - 1) < 0.02
+    assert len(mix(torch.arange(10_000)).unique()) == 10_000
+
+
+def test_filters(device):
+    """The tokens that can be chosen, with probabilities 0.5, 0.3, 0.15 and 0.05 in a shuffled order."""
+    logits = torch.log(torch.tensor([[0.15, 0.5, 0.05, 0.3]], device=device)).expand(400, -1)
+    keys, positions = sample_keys(0, torch.arange(400, device=device)), torch.zeros(400, dtype=torch.int64).to(device)
+
+    def support(seen=None, **options):
+        sampling = Sampling(**dict(temperature=1.0, top_k=0) | options)
+        return set(choose(logits, sampling, keys, positions, seen).tolist())
+
+    assert support() == {0, 1, 2, 3}
+    assert support(top_k=2) == {1, 3} and support(top_k=1) == {1} and support(top_k=9) == {0, 1, 2, 3}
+    assert support(top_p=0.7) == {1, 3} and support(top_p=0.01) == {1} and support(top_k=2, top_p=0.6) == {1}
+    assert support(min_p=0.2) == {0, 1, 3} and support(min_p=1.0) == {1} and support(min_p=0.2, top_p=0.7) == {1, 3}
+    assert support(temperature=0) == {1} and support(temperature=1e-30) == {1}
+    seen = torch.tensor([[False, True, False, False]], device=device).expand(400, -1)
+    assert support(seen, repetition_penalty=5.0, top_k=1) == {3}  # log 0.5 * 5 is below log 0.3
+    assert support(~seen, repetition_penalty=0.01, top_k=1) == {3}
+
+
+def test_a_penalty_counts_prompt_and_text(device):
+    model = make_model(device, vocab_size=300)
+    text = generate_batch(model, BYTES, ["ab"], max_tokens=60, temperature=0, repetition_penalty=1e9)[0]
+    generator = Generator(model, BYTES, 1, Sampling(temperature=0, repetition_penalty=1e9))
+    tokens = [97, 98, *itertools.chain(*generator.tokens([[97, 98]], 60))]
+    assert len(set(tokens)) == 62 and text  # no token comes twice, and none is from the padded vocabulary
+    assert max(tokens) < 256
+
+
+@pytest.mark.parametrize("spec", ["bytes", "char"])
+def test_streamed_text_has_whole_characters(spec):
+    text = "naïve 🌊 waves"
+    tokenizer = make_tokenizer(spec, text)
+    stream = TextStream(tokenizer)
+    pieces = [stream.add(token) for token in tokenizer.encode_ordinary(text)] + [stream.finish()]
+    assert "".join(pieces) == text and len([piece for piece in pieces if piece]) == len(text)
+
+
+@pytest.mark.parametrize(
+    "stop, expected",
+    [
+        ([], "to be or END not"),
+        (["END"], "to be or "),
+        (["ENDS"], "to be or END not"),
+        (["ND", "or E", "zz"], "to be "),
+        (["not"], "to be or END "),
+        (["notable"], "to be or END not"),
+    ],
+)
+def test_a_sample_ends_before_a_stop_text(stop, expected):
+    stream, pieces = TextStream(BYTES, stop), []
+    for token in BYTES.encode_ordinary("to be or END not"):
+        if not stream.ended:
+            pieces.append(stream.add(token))
+    pieces.append("" if stream.ended else stream.finish())
+    assert "".join(pieces) == expected
+
+
+def test_the_end_of_text_in_prompts():
+    assert end_of_text(BYTES) is None and end_of_text(ENDED) == 256
+    assert encode(ENDED, "ab<|endoftext|>c<|endoftext|>") == [97, 98, 256, 99, 256] and encode(ENDED, "") == []
+    assert encode(BYTES, "<|endoftext|>") == list(b"<|endoftext|>")
+    assert encode(make_tokenizer("char", "ab"), "ba") == [1, 0]
+
+
+def script(monkeypatch, *texts):
+    """Let sample i of the next batch have the tokens of its text, then letters x."""
+    steps = zip(*([*text, *[ord("x")] * 60] for text in texts), strict=False)
+    choose = lambda *args: torch.tensor(next(steps))  # noqa: E731
+    monkeypatch.setitem(Generator.stream.__globals__, "choose", choose)
+
+
+def test_samples_end_at_the_end_of_text(monkeypatch):
+    model = make_model("cpu", vocab_size=257)
+    texts = [[*b"one", 256, *b"more"], [*b"two, and then", 256]]
+    script(monkeypatch, *texts)
+    assert generate_batch(model, ENDED, ["", "p"], max_tokens=30) == ["one", "two, and then"]
+    script(monkeypatch, *texts)
+    ignored = generate_batch(model, ENDED, ["", "p"], max_tokens=8, ignore_eot=True)
+    assert ignored == ["one<|endoftext|>more", "two, and"]
+    script(monkeypatch, *texts)
+    generator = Generator(model, ENDED, 2)
+    assert len(list(generator.stream(["", "p"], 30))) == 4 + 14  # both end, so nothing more is computed
+    assert generator.prompt_tokens == 2 and generator.new_tokens == 3 + 13
+
+
+def test_stops_of_a_batch_and_unfinished_characters(monkeypatch):
+    model = make_model("cpu")
+    script(monkeypatch, b"one STOP two", "né".encode() + b"\xc3")
+    assert generate_batch(model, BYTES, ["a", "b"], max_tokens=12, stop="STOP") == ["one ", "né\ufffdxxxxxxxx"]
+
+
+def test_notes_are_said_once(device, capsys):
+    model = make_model(device)
+    generate_batch(model, BYTES, ["ab", "abc"], max_tokens=14)
+    assert capsys.readouterr().err == ""  # 3 + 13 tokens in the cache: the last one is not fed
+    generate_batch(model, BYTES, ["ab", "abc"], max_tokens=60)
+    err = capsys.readouterr().err
+    assert err.count("note: ") == 1 and "past 16 tokens" in err and "newest 8" in err
+    generate_batch(model, BYTES, ["a" * 17, "abc"], max_tokens=60)
+    err = capsys.readouterr().err
+    assert err.count("note: ") == 1 and "17 tokens" in err and "last 16" in err
+
+
+def test_mistakes(device):
+    model, char = make_model(device), make_tokenizer("char", "abc")
+    for call, words in [
+        (lambda: generate_batch(model, char, ["ab", "ax"]), "no token for 'x'"),
+        (lambda: generate_batch(model, char, ["ab", ""]), "the prompt is empty"),
+        (lambda: generate_batch(model, char, []), "num_samples=0"),
+        (lambda: list(generate(model, char, "ab", top_p=0.0)), "top_p=0.0"),
+        (lambda: list(generate(model, char, "ab", min_p=1.5)), "min_p=1.5"),
+        (lambda: list(generate(model, char, "ab", repetition_penalty=0.0)), "repetition_penalty=0.0"),
+        (lambda: list(generate(model, char, "ab", temperature=float("nan"))), "temperature=nan"),
+        (lambda: list(generate(model, char, "ab", max_tokens=0)), "max_tokens=0"),
+        (lambda: list(Generator(model, char, 2).stream(["ab"])), "1 prompts for 2 samples"),
+        (lambda: Generator(model, char, 10**9), "num_samples=1000000000 needs"),
+        (lambda: Generator(make_model(device).train(), char), "model.eval()"),
+    ]:
+        with pytest.raises(ValueError) as error:
+            call()
+        assert words in str(error.value) and "\n" not in str(error.value)
+
+
+@torch.no_grad()
+def test_blocks_compile_once_for_all_layers_and_lengths(device):
+    """A step of the network without a graph break, and without another compilation while rows grow."""
+    from torch._dynamo.testing import CompileCounterWithBackend
+
+    torch.compiler.reset()
+    counter, model = CompileCounterWithBackend("aot_eager"), make_model(device, n_layer=3, **MODELS["modern"])
+    generator = Generator(model, BYTES, 2, GREEDY, graph=False)
+    expected = list(generator.tokens([[1, 2], [3]], 40))
+    for block in model.blocks:
+        block.compile(backend=counter, fullgraph=True, dynamic=False)
+    generator._choose = torch.compile(generator._choose_tokens, backend=counter, fullgraph=True, dynamic=False)
+    assert list(generator.tokens([[1, 2], [3]], 40)) == expected
+    assert counter.frame_count == 2  # a block, and the choice
+
+
+@pytest.mark.skipif(not ON_GPU, reason="needs a GPU")
+def test_a_step_does_not_wait_for_the_device(device):
+    generator = Generator(make_model(device), BYTES, 4)
+    for _ in generator.tokens([[1, 2, 3]] * 4, 8):  # without a refill
+        torch.cuda.set_sync_debug_mode("error")  # reading uses an event, which is allowed
+    torch.cuda.set_sync_debug_mode("default")
+
+
+def test_cache_size(device):
+    config = GPTConfig(**SMALL | MODELS["modern"])
+    cache = Cache(config, 3, device, torch.bfloat16)
+    assert 3 * Cache.size(config, torch.bfloat16) == sum(x.numel() * x.element_size() for x in (cache.k, cache.v))
+
+
+def test_a_text_can_be_left_early(device):
+    with contextlib.closing(generate(make_model(device), BYTES, "abc")) as pieces:
+        assert next(pieces)
