@@ -1,10 +1,11 @@
-"""The control of the benchmark, benchmarks/flat.py, computes the same as the reference."""
+"""Benchmarks: flat.py, the control of attention.py, computes the same as the reference; sampling.py prints tables."""
 
 import pytest
 import torch
 from problems import ON_GPU
 
 from attention.reference import reference_attention
+from benchmarks import sampling
 from benchmarks.flat import flat_attention
 
 
@@ -19,3 +20,11 @@ def test_flat_attention(causal, dim, device):
     tolerance = 3e-2 if device == "cuda" else 1e-5
     for ours, truth in zip((found, *next(gradients)), (expected, *next(gradients)), strict=True):
         torch.testing.assert_close(ours, truth, rtol=tolerance, atol=tolerance)
+
+
+def test_sampling(capsys):
+    """Each row of the tables has a batch or context, and positive figures of ours."""
+    sampling.main(["--small", "--parts", "text", "attention"])
+    rows = [line.split("|")[1:-1] for line in capsys.readouterr().out.splitlines() if line.startswith("|")]
+    rates = [float(row[index].replace(",", "")) for row, index in ((rows[1], 1), (rows[2], 1), (rows[4], 3))]
+    assert len(rows) == 1 + 2 + 1 + 3 * 2 * 2 and min(rates) > 0
