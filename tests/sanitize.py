@@ -1,4 +1,4 @@
-"""Run forward and backward of every case of test_attention_pairs.py once, for compute-sanitizer on a GPU:
+"""Run forward and backward of every case of test_attention_pairs.py, and decode(), for compute-sanitizer on a GPU:
 
 compute-sanitizer --tool memcheck --kernel-regex kns=$(python tests/sanitize.py --kernels) python tests/sanitize.py
 """
@@ -10,14 +10,15 @@ from pathlib import Path
 import torch
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
+import test_decode
 import test_hopper
 from problems import kernels, make_problem, results
 from test_attention_pairs import CASES, arguments
 
-from attention import portable
+from attention import decode, portable
 
 # all other kernels are PyTorch's
-KERNELS = "(forward|dq|dkdv|group_sum|dbias|backward|prepare|finish|list|blank)_kernel"
+KERNELS = "(forward|dq|dkdv|group_sum|dbias|backward|prepare|finish|list|blank|decode|merge)_kernel"
 
 
 def main():
@@ -43,6 +44,10 @@ def main():
         problem = make_problem("cuda", case.dtype, **arguments(case))
         for _ in range(2):
             results(kernels, problem, case.dtype)
+    for case in () if args.hopper or args.part else test_decode.CASES.values():
+        for dtype in (torch.float32, torch.bfloat16):
+            for lengths in ([300], test_decode.SOME_LENGTHS):
+                decode(**test_decode.make_call("cuda", dtype, lengths, **case)[0])
     torch.cuda.synchronize()
     print(f"ran {len(cases)} problems")
 
