@@ -86,6 +86,8 @@ def check_decode(q, k, v, lengths, window, scale, softcap, decay_sum, sink, ring
             f"lengths is {lengths.dtype} of shape {tuple(lengths.shape)} on {lengths.device}; "
             f"it must be int32 of shape ({batch},) on {q.device}"
         )
+    if batch > 1 and lengths.stride(0) != 1:
+        raise ValueError(f"lengths has stride {lengths.stride(0)}; it must be 1: call .contiguous()")
     if ring and (window is None or window + q_len - 1 > slots):
         raise ValueError(
             f"ring with window={window} and {q_len} new tokens needs a window of at most {slots - q_len + 1}, "

@@ -86,7 +86,7 @@ class Generator:
         require(not model.training, "the model is in training mode, which would apply dropout; call model.eval() first")
         require(batch >= 1, f"num_samples={batch} must be at least 1")
         self.model, self.tokenizer, self.batch = model, tokenizer, batch
-        self.sampling, self.config = sampling or Sampling(), model.config
+        self.sampling, self.config, self.noted = sampling or Sampling(), model.config, set()
         weight = model.embed.weight
         self.device, dtype = weight.device, weight.dtype
         on_gpu = self.device.type == "cuda"
@@ -217,7 +217,7 @@ class Generator:
 
     def _send(self, slot):
         """Start to copy the newest tokens to the host; returns the slot of `mail` in which they arrive."""
-        self.mail[slot].copy_(self.newest, non_blocking=True)
+        self.mail[slot].copy_(self.newest, non_blocking=self.sent is not None)
         if self.sent:
             self.sent[slot].record()
         return slot
@@ -249,31 +249,37 @@ class Generator:
                 known[prompt] = ids
         longest = max(map(len, known.values()))
         if longest > block_size:
-            note(f"the prompt has {longest} tokens; only its last {block_size} fit into the context (block_size)")
+            self._note(
+                f"the prompt is longer than the context; the model reads its last {block_size} tokens (block_size)"
+            )
         elif longest + max_tokens > block_size + 1:
-            note(f"past {block_size} tokens (block_size), the model goes on with the newest {max(block_size // 2, 1)}")
+            self._note(
+                f"past {block_size} tokens (block_size), the model reads only the newest {max(block_size // 2, 1)}"
+            )
         return [known[prompt] for prompt in prompts]
 
-
-def note(text):
-    print(f"note: {text}", file=sys.stderr)
+    def _note(self, text):
+        """Print a line to standard error, once."""
+        if text not in self.noted:
+            self.noted.add(text)
+            print(f"note: {text}", file=sys.stderr)
 
 
 def check_memory(batch, row, device):
     """ValueError if the cache, of `row` bytes per sample, does not fit into the free memory of the device."""
     free = free_memory(device)
     if free is not None and batch * row > free:
-        require(
-            False,
+        raise ValueError(
             f"num_samples={batch} needs {batch * row / 2**30:.1f} GiB for keys and values, but {device} has "
-            f"{free / 2**30:.1f} GiB free; take at most {int(free // row)} samples at a time",
+            f"{free / 2**30:.1f} GiB free; take at most {free // row} samples at a time"
         )
 
 
 def free_memory(device):
     """Bytes, or None if this system does not tell."""
     if device.type == "cuda":
-        return torch.cuda.mem_get_info(device)[0]
+        cached = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)  # PyTorch would use it again
+        return torch.cuda.mem_get_info(device)[0] + cached
     report = Path("/proc/meminfo")  # Linux
     if device.type != "cpu" or not report.exists():
         return None

@@ -201,6 +201,7 @@ def test_one_graph_serves_all_lengths(device):
         (dict(lengths=torch.tensor([1, 2])), "lengths is torch.int64"),
         (dict(lengths=torch.ones(3, dtype=torch.int32)), "shape (2,)"),
         (dict(lengths=[1, 2]), "lengths is list"),
+        (dict(lengths=torch.ones(1, dtype=torch.int32).expand(2)), "lengths has stride 0"),
         (dict(ring=True), "at most 8"),
         (dict(ring=True, window=9), "at most 8"),
         (dict(window=0), "window=0"),

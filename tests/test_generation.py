@@ -282,12 +282,14 @@ def test_notes_are_said_once(device, capsys):
     model = make_model(device)
     generate_batch(model, BYTES, ["ab", "abc"], max_tokens=14)
     assert capsys.readouterr().err == ""  # 3 + 13 tokens in the cache: the last one is not fed
-    generate_batch(model, BYTES, ["ab", "abc"], max_tokens=60)
+    generator = Generator(model, BYTES, 2)
+    for _ in range(2):
+        list(generator.stream(["ab", "abc"], 60))
     err = capsys.readouterr().err
     assert err.count("note: ") == 1 and "past 16 tokens" in err and "newest 8" in err
     generate_batch(model, BYTES, ["a" * 17, "abc"], max_tokens=60)
     err = capsys.readouterr().err
-    assert err.count("note: ") == 1 and "17 tokens" in err and "last 16" in err
+    assert err.count("note: ") == 1 and "longer than the context" in err and "last 16 tokens" in err
 
 
 def test_mistakes(device):
@@ -312,7 +314,7 @@ def test_mistakes(device):
 
 @torch.no_grad()
 def test_blocks_compile_once_for_all_layers_and_lengths(device):
-    """A step of the network without a graph break, and without another compilation while rows grow."""
+    """A step has no graph break, and neither growing rows nor another Generator compile it again."""
     from torch._dynamo.testing import CompileCounterWithBackend
 
     torch.compiler.reset()
@@ -323,15 +325,20 @@ def test_blocks_compile_once_for_all_layers_and_lengths(device):
         block.compile(backend=counter, fullgraph=True, dynamic=False)
     generator._choose = torch.compile(generator._choose_tokens, backend=counter, fullgraph=True, dynamic=False)
     assert list(generator.tokens([[1, 2], [3]], 40)) == expected
+    again = Generator(model, BYTES, 2, GREEDY, graph=False)
+    again._choose = torch.compile(again._choose_tokens, backend=counter, fullgraph=True, dynamic=False)
+    assert list(again.tokens([[1, 2], [3]], 40)) == expected
     assert counter.frame_count == 2  # a block, and the choice
 
 
 @pytest.mark.skipif(not ON_GPU, reason="needs a GPU")
 def test_a_step_does_not_wait_for_the_device(device):
     generator = Generator(make_model(device), BYTES, 4)
-    for _ in generator.tokens([[1, 2, 3]] * 4, 8):  # without a refill
-        torch.cuda.set_sync_debug_mode("error")  # reading uses an event, which is allowed
-    torch.cuda.set_sync_debug_mode("default")
+    try:
+        for _ in generator.tokens([[1, 2, 3]] * 4, 8):  # without a refill
+            torch.cuda.set_sync_debug_mode("error")  # it allows to wait for an event
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
 
 
 def test_cache_size(device):
