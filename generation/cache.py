@@ -40,7 +40,7 @@ class DecodeLayer(NamedTuple):
     k: torch.Tensor  # [B, S, G, D], as v
     v: torch.Tensor
     rows: torch.Tensor  # [B], 0 to B - 1
-    slots: torch.Tensor  # [B], where the keys of the new tokens go
+    slots: torch.Tensor  # [B], where the keys and values of the new tokens go
     lengths: torch.Tensor  # [B] int32, with the new tokens
 
     def attend(self, q, k, v):
@@ -62,6 +62,9 @@ class Cache:
         self.k, self.v = (torch.zeros(shape, device=device, dtype=dtype) for _ in range(2))
         self.lengths = torch.zeros(batch, dtype=torch.int32, device=device)
         self.rows = torch.arange(batch, device=device)
+        self.slots = torch.zeros_like(self.rows)
+        layers = [DecodeLayer(k, v, self.rows, self.slots, self.lengths) for k, v in zip(self.k, self.v, strict=True)]
+        self.next = View(self.slots[:, None], layers)  # of every step: only the contents of its tensors change
         # PyTorch's attention has nothing to compile, so the first token comes sooner
         self.impl = "sdpa" if config.attention == "auto" else config.attention
 
@@ -81,7 +84,6 @@ class Cache:
 
     def step(self):
         """View for one more token in each row, which is counted from now on."""
-        slots = self.lengths.long()
+        self.slots.copy_(self.lengths)
         self.lengths += 1
-        layers = [DecodeLayer(k, v, self.rows, slots, self.lengths) for k, v in zip(self.k, self.v, strict=True)]
-        return View(slots[:, None], layers)
+        return self.next
