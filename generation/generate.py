@@ -7,6 +7,7 @@ behind, so that neither waits for the other. On a CPU the same code runs without
 import sys
 import time
 from collections import deque
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
@@ -19,6 +20,7 @@ from model import RMSNorm, require
 from training.step import WARM_UPS, CUDAGraph
 
 BEHIND = 3  # steps that the host reads behind the GPU
+THREAD_WORK = 2**25  # multiplications that are worth a thread of a CPU: with less, threads mostly wait for each other
 
 
 def generate(model, tokenizer, prompt, *, seed=1337, max_tokens=500, stop=(), ignore_eot=False, **sampling):
@@ -89,6 +91,7 @@ class Generator:
         self.sampling, self.config, self.noted = sampling or Sampling(), model.config, set()
         weight = model.embed.weight
         self.device, dtype = weight.device, weight.dtype
+        self.weights = sum(parameter.numel() for parameter in model.parameters())
         on_gpu = self.device.type == "cuda"
         graph = on_gpu if graph is None else graph
         check_memory(batch, Cache.size(model.config, dtype), self.device)
@@ -192,7 +195,8 @@ class Generator:
             padded = [context + (0,) * (width - len(context)) for context in unique]
             sources = torch.tensor([unique[context] for context in contexts], device=self.device)
             tokens = torch.tensor(padded, device=self.device)
-            self.model.hidden(tokens, self.cache.prefill(tokens, index, sources))
+            with self._threads(tokens.numel()):
+                self.model.hidden(tokens, self.cache.prefill(tokens, index, sources))
         lengths = list(map(len, contexts))
         self.cache.lengths[index] = torch.tensor(lengths, dtype=torch.int32, device=self.device)
         if len(lengths) == self.batch:
@@ -204,7 +208,19 @@ class Generator:
     @torch.inference_mode()
     def _step(self):
         """Add the newest tokens to the cache and choose the next ones; returns the logits."""
-        return self._choose(self.model.hidden(self.newest[:, None], self.cache.step()))
+        with self._threads(self.batch):
+            return self._choose(self.model.hidden(self.newest[:, None], self.cache.step()))
+
+    @contextmanager
+    def _threads(self, tokens):
+        """Compute with as many of the CPU's threads as the network has work for, with this number of tokens."""
+        before = torch.get_num_threads()
+        if self.device.type == "cpu":
+            torch.set_num_threads(min(before, max(1, self.weights * tokens // THREAD_WORK)))
+        try:
+            yield
+        finally:
+            torch.set_num_threads(before)
 
     def _choose_tokens(self, hidden):
         logits = self.model.logits(hidden)[:, 0, : self.tokenizer.n_vocab]

@@ -341,6 +341,26 @@ def test_a_step_does_not_wait_for_the_device(device):
         torch.cuda.set_sync_debug_mode("default")
 
 
+def test_threads(monkeypatch):
+    """A small step takes one thread of a CPU, a long prompt more; the caller's number is restored."""
+    model, used, before = make_model("cpu"), [], torch.get_num_threads()
+    hidden = model.hidden
+    monkeypatch.setattr(model, "hidden", lambda *args: used.append(torch.get_num_threads()) or hidden(*args))
+    monkeypatch.setitem(Generator.stream.__globals__, "THREAD_WORK", 10 * sum(p.numel() for p in model.parameters()))
+    torch.set_num_threads(3)
+    try:
+        for _ in Generator(model, BYTES).tokens(
+            [[1] * 16], 2
+        ):  # 15 tokens of the prompt, a step, a refill of 7, a step
+            assert torch.get_num_threads() == 3
+        assert used == [1, 1, 1, 1]
+        used.clear()
+        list(Generator(model, BYTES, 32).tokens([[index, *[1] * 15] for index in range(32)], 1))
+        assert used == [3, 3]  # 480 tokens, then 32 at a time
+    finally:
+        torch.set_num_threads(before)
+
+
 def test_cache_size(device):
     config = GPTConfig(**SMALL | MODELS["modern"])
     cache = Cache(config, 3, device, torch.bfloat16)
