@@ -206,8 +206,8 @@ def test_a_full_disk_is_one_sentence_and_full_shards_stay(tmp_path, data_root):
 
 @pytest.mark.slow
 def test_kill_9_while_preparing(tmp_path, data_root, monkeypatch):
-    path = write_lines(tmp_path / "x.jsonl", make_documents(150_000))
-    flags = ("--shard_tokens", "200000")
+    path = write_lines(tmp_path / "x.jsonl", make_documents(60_000))
+    flags = ("--shard_tokens", "80000")
     folder = corpus_folder("text", "bpe:400", path)
     assert start_command(path, data_root, "bpe:400", *flags).wait() == 0
     whole = shards_of(folder)
@@ -240,13 +240,13 @@ print(memory("VmHWM") - before)
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["lines", "one text"])
 def test_memory_does_not_grow_with_the_corpus(tmp_path, kind):
-    """1 GB of text. The limit of 500 MB is the issue's; what is used does not depend on the size."""
+    """200 MB of text. benchmarks/data.py measures 1 GB."""
     text = "".join(make_documents(4000, seed=3))
     path = tmp_path / ("x.jsonl" if kind == "lines" else "x.txt")
     with open(path, "w") as file:
-        for number in range(10**9 // len(text) + 1):
+        for number in range(2 * 10**8 // len(text) + 1):
             file.write(json.dumps({"text": f"{number} {text}"}) + "\n" if kind == "lines" else text + "\n")
-    assert path.stat().st_size > 10**9
+    assert path.stat().st_size > 2 * 10**8
     run = subprocess.run([sys.executable, "-c", MEASURE, path], cwd=ROOT, capture_output=True, text=True)
     assert run.returncode == 0, run.stderr
-    assert float(run.stdout) < 500
+    assert float(run.stdout) < 150  # MB

@@ -7,6 +7,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).parents[1]
 PATCH = ROOT / "docs" / "tilt.patch"
 # Runs in a copy of the repository with the patch.
@@ -42,6 +44,7 @@ attention(x, x, x).sum().backward()
 """
 
 
+@pytest.mark.slow
 def test_worked_example(tmp_path):
     for folder in ("attention", "tests"):
         shutil.copytree(ROOT / folder, tmp_path / folder, ignore=shutil.ignore_patterns("__pycache__"))
