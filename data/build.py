@@ -105,6 +105,8 @@ def build(folder, source, tokenizer_spec, options, threads=None):
             folder.mkdir()
         writers = _make_writers(folder, record, options)
     record["request"] = request
+    for leftover in folder.glob(".*.tmp"):  # of a process that was killed while it wrote
+        leftover.unlink()
 
     def save():
         for writer in writers.values():

@@ -194,12 +194,12 @@ def impl(request, device, monkeypatch):
 
 def small(device):
     """q, k, v and dout in bfloat16; in the interpreter they are two tiles of keys."""
-    length, heads = (40, 4) if ON_GPU else (20, 2)
-    return [torch.randn(2, length, n, 64, device=device).bfloat16() for n in (heads, heads // 2, heads // 2, heads)]
+    length, heads, dim = (40, 4, 64) if ON_GPU else (20, 2, 16)
+    return [torch.randn(2, length, n, dim, device=device).bfloat16() for n in (heads, heads // 2, heads // 2, heads)]
 
 
 def test_calls_that_look_alike(impl, device):
-    """A cached problem is not used for a different call. Each call differs from the first in one way; all run twice."""
+    """A cached problem is not used for another call. Each call differs from the first in one way; some run twice."""
     q, k, v, dout = small(device)
     length, heads = q.shape[1:3]
     packed = [dict(cu_seqlens=integers(*starts)) for starts in ((0, 7, 12), (0, 5, 12), (0, 3, 7, 12))]
@@ -224,7 +224,8 @@ def test_calls_that_look_alike(impl, device):
             (rows | packed[0] | dict(max_seqlen=(9, length)), True), (dict(zip("qkv", whole, strict=True)), True),
             *((rows | dict(cu_seqlens=pair), True) for pair in ((starts, odd(starts)), (odd(starts), starts))),
         ]  # fmt: skip
-    for call, new in [*calls, *((call, False) for call, _ in calls)]:
+    again = calls if ON_GPU else calls[::3]
+    for call, new in [*calls, *((call, False) for call, _ in again)]:
         found = []
         for other, dtype in ((impl, None), ("reference", torch.float64)):
             options = dict(q=q, k=k, v=v) | call
