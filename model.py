@@ -47,8 +47,8 @@ class GPTConfig:
     """Normalisation before each attention and MLP, and before the head."""
     position: Literal["learned", "rope"] = "learned"
     """Learned position embeddings, or rotary ones (RoPE)."""
-    mlp: Literal["gelu", "relu2", "swiglu"] = "gelu"
-    """Activation of the MLP; relu2 is ReLU squared."""
+    mlp: Literal["gelu", "gelu_tanh", "relu2", "swiglu"] = "gelu"
+    """Activation of the MLP: gelu_tanh is GPT-2's approximation of GELU, relu2 is ReLU squared."""
     qk_norm: bool = False
     """Normalise the queries and keys of each head to unit RMS."""
     bias: bool = False
@@ -88,6 +88,13 @@ class GPTConfig:
     @property
     def kv_heads(self):
         return self.n_head if self.n_kv_head is None else self.n_kv_head
+
+    @property
+    def mlp_width(self):
+        width = 4 * self.n_embd
+        if self.mlp == "swiglu":  # three matrices instead of two: two thirds of the width keep the parameter count
+            width = math.ceil(width * 2 / 3 / 64) * 64
+        return width
 
     @property
     def attention_impl(self):
@@ -173,12 +180,10 @@ class MLP(nn.Module):
     def __init__(self, config):
         super().__init__()
         self.kind = config.mlp
-        hidden = 4 * config.n_embd
-        if config.mlp == "swiglu":  # three matrices instead of two: two thirds of the width keep the parameter count
-            hidden = math.ceil(hidden * 2 / 3 / 64) * 64
-            self.gate = nn.Linear(config.n_embd, hidden, bias=config.bias)
-        self.expand = nn.Linear(config.n_embd, hidden, bias=config.bias)
-        self.project = nn.Linear(hidden, config.n_embd, bias=config.bias)
+        if config.mlp == "swiglu":
+            self.gate = nn.Linear(config.n_embd, config.mlp_width, bias=config.bias)
+        self.expand = nn.Linear(config.n_embd, config.mlp_width, bias=config.bias)
+        self.project = nn.Linear(config.mlp_width, config.n_embd, bias=config.bias)
         self.drop = nn.Dropout(config.dropout)
 
     def forward(self, x):
@@ -188,7 +193,7 @@ class MLP(nn.Module):
         elif self.kind == "relu2":
             hidden = F.relu(hidden).square()
         else:
-            hidden = F.gelu(hidden)
+            hidden = F.gelu(hidden, approximate="tanh" if self.kind == "gelu_tanh" else "none")
         return self.drop(self.project(hidden))
 
 

@@ -25,8 +25,8 @@ import torch
 from generation import Generator, Sampling, generate, generate_batch
 from generation.generate import to_bfloat16
 from model import require
-from training.checkpoint import checkpoints, load_first, newest_run, restore_model
 from training.config import parse_flags, resolve_device, resolve_dtype
+from training.weights import load_model
 
 __all__ = ["generate", "generate_batch", "load"]
 
@@ -36,7 +36,8 @@ class SampleConfig(Sampling):
     """Options of sample.py."""
 
     run: str = ""
-    """Run folder (its best.pt is preferred) or checkpoint file; empty takes the newest run."""
+    """Run folder (its best.pt is preferred), checkpoint file, Hugging Face folder, or gpt2, gpt2-medium, gpt2-large,
+    gpt2-xl; empty takes the newest run."""
     prompt: str = "\n"
     """Text to continue, FILE:path of a UTF-8 file, or - for standard input."""
     interactive: bool = False
@@ -65,23 +66,18 @@ class SampleConfig(Sampling):
 
 
 def load(run="", device="auto"):
-    """(GPT for generation, tokenizer, contents of the checkpoint) of a run folder or checkpoint file.
+    """(GPT for generation, tokenizer, contents of the checkpoint, or {"path"} of a Hugging Face model).
 
     On a GPU with bfloat16 the weights have that dtype.
 
     Args:
-        run: str; "" is the newest run. device: auto, cpu, cuda, cuda:N or mps.
+        run: as of training.weights.read(); "" is the newest run. device: auto, cpu, cuda, cuda:N or mps.
 
     Raises:
         ValueError: there is no run or checkpoint, it is damaged, or the device does not exist. OSError: no such file.
     """
     device = resolve_device(device)
-    path = Path(run) if run else newest_run()
-    best = path / "best.pt"
-    found = [best] * best.is_file() + checkpoints(path)
-    require(found or not path.is_dir(), f"{path} has no checkpoint; name a run that has saved one, or train it first")
-    contents = load_first(found or [path])
-    model, tokenizer = restore_model(contents)
+    model, tokenizer, contents = load_model(run)
     if resolve_dtype("auto", device) == torch.bfloat16:
         to_bfloat16(model)
     return model.to(device).eval(), tokenizer, contents

@@ -25,6 +25,7 @@ from training.distributed import STOP, Signals, fail, lost_a_rank, open_on_all_r
 from training.optimizer import learning_rate, make_optimizer
 from training.report import Report
 from training.step import TrainStep, choose_micro_batch, evaluate, prefetch
+from training.weights import load_pretrained
 
 
 def train(config):
@@ -43,6 +44,8 @@ def train(config):
 
     torch.manual_seed(config.seed)
     model = GPT(config.model(corpus.tokenizer)).to(ranks.device)
+    if config.init_from and not saved:
+        load_pretrained(model, config.init_from, corpus.tokenizer)
     optimizer = make_optimizer(model, config, ranks)
     micro_batch = choose_micro_batch(model, config, ranks, saved.get("take_step", {}).get("micro_batch"))
     eval_batches = (

@@ -2,6 +2,7 @@
 
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from pathlib import Path
 
 from data.files import data_folder, optional
 from data.shards import file_sha256
@@ -70,6 +71,13 @@ def dataset_files(name, sample):
     if not files:
         raise ValueError(f"{folder} of {repository} has no parquet files; name another --sample, such as 10BT")
     return files
+
+
+def download_files(repository, names):
+    """Folder in the hub's own cache with these files of a model; errors as of dataset_files()."""
+    with _one_sentence(f"download {repository}") as hub:
+        paths = [hub.hf_hub_download(repository, name) for name in names]
+    return Path(paths[0]).parent
 
 
 @contextmanager

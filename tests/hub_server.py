@@ -2,8 +2,15 @@
 
 import hashlib
 import json
-from http.server import BaseHTTPRequestHandler
+import threading
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from types import SimpleNamespace
 from urllib.parse import unquote, urlsplit
+
+import huggingface_hub
+from huggingface_hub import constants, file_download
+from huggingface_hub.utils import _http
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
 
@@ -31,6 +38,9 @@ class Handler(BaseHTTPRequestHandler):
         for repository, files in hub.repositories.items():
             if path == f"/api/datasets/{repository}":
                 return self.send(200, json.dumps({"id": repository, "sha": COMMIT}).encode())
+            start = f"/{repository}/resolve/main/"  # of a model
+            if (name := path.removeprefix(start)) in files and path.startswith(start):
+                return self.file(name, files[name], body)
             start = f"/api/datasets/{repository}/tree/{COMMIT}/"
             if path.startswith(start):
                 return self.tree(files, path.removeprefix(start) + "/")
@@ -82,3 +92,29 @@ class Handler(BaseHTTPRequestHandler):
 
     def log_message(self, *args):
         pass
+
+
+@contextmanager
+def running(monkeypatch, folder, repositories):
+    """The server with repositories {name: {file name: contents}}; huggingface_hub uses it and waits for nothing.
+
+    folder: where files of data sets are expected; `present` lists those that were there when one was sent.
+    """
+    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
+        server.repositories, server.mode, server.folder = repositories, "good", folder
+        server.requests, server.downloads, server.present = [], [], []  # paths; names of files
+        threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True).start()
+        huggingface_hub.close_session()  # whose connections may use a proxy
+        use(monkeypatch, f"http://127.0.0.1:{server.server_port}")
+        yield server
+        huggingface_hub.close_session()
+        server.shutdown()
+
+
+def use(monkeypatch, url):
+    monkeypatch.setattr(constants, "ENDPOINT", url)
+    monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", url + "/{repo_id}/resolve/{revision}/{filename}")
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+    monkeypatch.setattr(constants, "DOWNLOAD_CHUNK_SIZE", 100)
+    for module in (_http, file_download):
+        monkeypatch.setattr(module, "time", SimpleNamespace(sleep=lambda seconds: None))

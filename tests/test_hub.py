@@ -3,17 +3,11 @@
 import base64
 import hashlib
 import io
-import threading
-from http.server import ThreadingHTTPServer
-from types import SimpleNamespace
 
-import huggingface_hub
 import numpy as np
 import pyarrow
 import pytest
-from hub_server import Handler
-from huggingface_hub import constants, file_download
-from huggingface_hub.utils import _http
+from hub_server import running, use
 from pyarrow import parquet
 
 from data import build, documents, hub, tokenizer
@@ -46,36 +40,12 @@ TEXTS = [text for number in range(len(FILES)) for text in texts_of_file(number)]
 pytestmark = pytest.mark.usefixtures("data_root")
 
 
-@pytest.fixture(autouse=True, scope="module")
-def own_session():
-    """Connections of this module alone, made without a proxy."""
-    huggingface_hub.close_session()
-    yield
-    huggingface_hub.close_session()
-
-
 @pytest.fixture(autouse=True)
 def server(data_root, monkeypatch):
-    """A hub with FILES, not in the order of their names; huggingface_hub uses it and waits for nothing."""
-    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
-        names = {f"sample/10BT/{number:03}_00000.parquet": FILES[number] for number in (2, 0, 1)}
-        server.repositories = {FINEWEB: names, OPENWEBTEXT: {}}
-        server.mode, server.folder = "good", data_root / "downloads"
-        # paths; names of files; files that were in downloads/ when one of them was sent
-        server.requests, server.downloads, server.present = [], [], []
-        threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True).start()
-        use(monkeypatch, f"http://127.0.0.1:{server.server_port}")
+    """A hub with FILES, not in the order of their names."""
+    names = {f"sample/10BT/{number:03}_00000.parquet": FILES[number] for number in (2, 0, 1)}
+    with running(monkeypatch, data_root / "downloads", {FINEWEB: names, OPENWEBTEXT: {}}) as server:
         yield server
-        server.shutdown()
-
-
-def use(monkeypatch, url):
-    monkeypatch.setattr(constants, "ENDPOINT", url)
-    monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", url + "/{repo_id}/resolve/{revision}/{filename}")
-    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
-    monkeypatch.setattr(constants, "DOWNLOAD_CHUNK_SIZE", 100)
-    for module in (_http, file_download):
-        monkeypatch.setattr(module, "time", SimpleNamespace(sleep=lambda seconds: None))
 
 
 @pytest.fixture(autouse=True)

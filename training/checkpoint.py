@@ -22,8 +22,8 @@ from pathlib import Path
 import filelock
 import torch
 
-from data import atomic_file, from_state, to_state
-from model import GPT, GPTConfig, require
+from data import atomic_file, to_state
+from model import GPTConfig, require
 
 RUNS = Path("runs")
 FORMAT = 1
@@ -206,13 +206,6 @@ def load_checkpoint(path):
     ours = isinstance(contents, dict) and contents.get("format") == FORMAT
     require(ours, f"checkpoint {path} is not of this project's format {FORMAT}; use another one")
     return contents | {"path": path}
-
-
-def restore_model(contents):
-    """(GPT on the CPU, tokenizer) of a loaded checkpoint."""
-    model = GPT(GPTConfig(**contents["model_config"] | {"attention": "auto"}))  # this machine may have other kernels
-    load_weights(model, contents)
-    return model, from_state(contents["tokenizer"])
 
 
 def load_weights(model, contents):

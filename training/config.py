@@ -15,7 +15,9 @@ from model import GPTConfig, require
 from training.checkpoint import newest_run
 
 # Options that may change when a run is resumed. For `data` and `input` the run's tokens are compared instead.
-FREE_ON_RESUME = {"resume", "allow_changes", "data", "input", "verify", "keep", "max_bad_steps", "log_every", "wandb"}
+FREE_ON_RESUME = {
+    "resume", "init_from", "allow_changes", "data", "input", "verify", "keep", "max_bad_steps", "log_every", "wandb",
+}  # fmt: skip
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,6 +34,10 @@ class Config(GPTConfig):
     """bytes, char, bpe:N (trained on the corpus), gpt2, or gpt2:RANK_FILE."""
     verify: bool = False
     """Read all tokens before training and compare their sha256 with the corpus's manifest."""
+
+    init_from: str = ""
+    """Weights to begin with: gpt2, gpt2-medium, gpt2-large, gpt2-xl, a Hugging Face folder, or a run folder. The
+    network is theirs; block_size may be smaller."""
 
     # batches
     batch_size: int = 64
@@ -149,12 +155,18 @@ def load_config(argv):
     argv = list(argv)
     settings = read_config_file(Path(argv.pop(0))) if argv and not argv[0].startswith("-") else {}
     cpu = settings.pop("cpu", {})
-    early = argparse.ArgumentParser(add_help=False, allow_abbrev=False)  # two flags decide what the others mean
+    early = argparse.ArgumentParser(add_help=False, allow_abbrev=False)  # these flags decide what the others mean
     early.add_argument("--resume", nargs="?", const="newest")
     early.add_argument("--device", default=settings.get("device"))
+    early.add_argument("--init_from", default=settings.get("init_from"))
     known, flags = early.parse_known_args(argv)
     flags += [] if known.device is None else [f"--device={known.device}"]
+    flags += [] if not known.init_from else [f"--init_from={known.init_from}"]
     if known.resume is None:
+        if known.init_from:
+            from training.weights import network_options  # not at the top, because it imports this module
+
+            settings = network_options(known.init_from) | settings
         on_cpu = cpu and resolve_device(known.device or "auto") == "cpu"
         return parse_flags(Config, [*to_flags(settings | cpu if on_cpu else settings), *flags])
     require(not settings, "--resume takes the options of the run; leave out the config file")

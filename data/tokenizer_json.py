@@ -1,0 +1,47 @@
+"""A tokenizer in the file format of Hugging Face's tokenizers package, tokenizer.json."""
+
+from data.tokenizer import END_OF_TEXT, CharTokenizer, end_of_text
+
+EACH_CHARACTER = r"[\s\S]"
+
+
+def tokenizer_json(tokenizer):
+    """The contents of tokenizer.json, dicts and lists, for a tiktoken.Encoding or a CharTokenizer."""
+    if isinstance(tokenizer, CharTokenizer):
+        vocabulary = {character: index for index, character in enumerate(tokenizer.characters)}
+        model = {"type": "WordLevel", "vocab": vocabulary, "unk_token": ""}  # there is none: other text is an error
+        pattern, steps, decoder = EACH_CHARACTER, [], {"type": "Fuse"}
+    else:
+        ranks = tokenizer._mergeable_ranks
+        letters = byte_letters()
+        names = {token: "".join(letters[byte] for byte in token) for token in ranks}
+        vocabulary = {names[token]: rank for token, rank in ranks.items()}
+        merges = [[names[part] for part in pair] for pair in merged_pairs(ranks)]
+        model = {"type": "BPE", "vocab": vocabulary, "merges": merges, "ignore_merges": True}
+        decoder = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": False, "use_regex": False}
+        pattern, steps = tokenizer._pat_str, [decoder]
+    end, added = end_of_text(tokenizer), []
+    if end is not None:
+        vocabulary[END_OF_TEXT] = end
+        options = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
+        added = [{"id": end, "content": END_OF_TEXT, "special": True, **options}]
+    split = {"type": "Split", "pattern": {"Regex": pattern}, "behavior": "Isolated", "invert": False}
+    pre_tokenizer = {"type": "Sequence", "pretokenizers": [split, *steps]}
+    nothing = dict.fromkeys(("truncation", "padding", "normalizer", "post_processor"))
+    return {"version": "1.0", "added_tokens": added, "pre_tokenizer": pre_tokenizer, "model": model,
+            "decoder": decoder, **nothing}  # fmt: skip
+
+
+def merged_pairs(ranks):
+    """All pairs of tokens that join to a token, by its rank: tiktoken merges any of them, in this order."""
+    for token in sorted(ranks, key=ranks.get):
+        for cut in range(1, len(token)):
+            if token[:cut] in ranks and token[cut:] in ranks:
+                yield token[:cut], token[cut:]
+
+
+def byte_letters():
+    """The visible character that stands for each byte in GPT-2's vocabulary: itself, or one from U+0100 on."""
+    visible = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
+    others = iter(range(0x100, 0x200))
+    return [chr(byte if byte in visible else next(others)) for byte in range(256)]

@@ -1,0 +1,348 @@
+"""GPT-2's weights in, Hugging Face folders out.
+
+    python -m training.weights RUN FOLDER     write a run's best model as a Hugging Face folder
+
+A Hugging Face folder has config.json, model.safetensors and the tokenizer's files. GPT-2's can be read, and those that
+this module wrote: their kestrel.json has the network and the tokenizer in this repository's own terms.
+
+The classic network is written as GPT-2. The modern one (RMSNorm, rotary positions, SwiGLU or squared ReLU) is written
+as Qwen3 if it has QK-norm, else as Llama.
+"""
+
+import json
+import os
+import shutil
+import sys
+from dataclasses import asdict, dataclass, fields, replace
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+import tyro
+
+from data import end_of_text, from_state, make_tokenizer, to_state
+from data.files import optional, writing
+from data.hub import download_files
+from data.tokenizer import END_OF_TEXT
+from data.tokenizer_json import tokenizer_json
+from generation import Sampling
+from model import GPT, GPTConfig, require
+from training.checkpoint import checkpoints, load_first, newest_run
+from training.config import Config
+from training.report import read_metrics
+
+GPT2_SIZES = ("gpt2", "gpt2-medium", "gpt2-large", "gpt2-xl")
+OWN = "kestrel.json"
+HERE_ONLY = ("dropout", "attention", "mask_documents", "end_of_text")  # options that do not come with weights
+GELUS = {"gelu": "gelu", "gelu_new": "gelu_tanh", "gelu_pytorch_tanh": "gelu_tanh"}  # Hugging Face's name: ours
+LAYERNORM_EPSILON, RMSNORM_EPSILON = 1e-5, torch.finfo(torch.float32).eps  # PyTorch's defaults, which model.py takes
+
+# Our modules and Hugging Face's. * is the number of a block. The rows of our qkv are those of q, k and v.
+GPT2_NAMES = {
+    "embed": "transformer.wte",
+    "embed_position": "transformer.wpe",
+    "blocks.*.norm_1": "transformer.h.*.ln_1",
+    "blocks.*.attention.qkv": "transformer.h.*.attn.c_attn",
+    "blocks.*.attention.project": "transformer.h.*.attn.c_proj",
+    "blocks.*.norm_2": "transformer.h.*.ln_2",
+    "blocks.*.mlp.expand": "transformer.h.*.mlp.c_fc",
+    "blocks.*.mlp.project": "transformer.h.*.mlp.c_proj",
+    "norm": "transformer.ln_f",
+    "head": "lm_head",
+}
+LLAMA_NAMES = {
+    "embed": "model.embed_tokens",
+    "blocks.*.norm_1": "model.layers.*.input_layernorm",
+    "blocks.*.attention.qkv": "model.layers.*.self_attn.[qkv]_proj",
+    "blocks.*.attention.project": "model.layers.*.self_attn.o_proj",
+    "blocks.*.norm_2": "model.layers.*.post_attention_layernorm",
+    "blocks.*.mlp.gate": "model.layers.*.mlp.gate_proj",
+    "blocks.*.mlp.expand": "model.layers.*.mlp.up_proj",
+    "blocks.*.mlp.project": "model.layers.*.mlp.down_proj",
+    "norm": "model.norm",
+    "head": "lm_head",
+}
+# What a network must have to be written, by its kind of positions.
+WRITABLE = {
+    "learned": dict(norm=["layernorm"], mlp=["gelu", "gelu_tanh"], qk_norm=[False], logit_softcap=[None]),
+    "rope": dict(norm=["rmsnorm"], mlp=["swiglu", "relu2"], bias=[False], logit_softcap=[None]),
+}
+
+
+class Pretrained(NamedTuple):
+    """A trained network, on the CPU."""
+
+    path: Path
+    config: GPTConfig
+    weights: dict  # a GPT's state_dict
+    tokenizer: object  # None if it is unknown
+    contents: dict  # of the checkpoint, or only "path"
+
+
+def read(name, weights=True):
+    """Read a Pretrained; without `weights` these are left out.
+
+    Args:
+        name: gpt2, gpt2-medium, gpt2-large or gpt2-xl; a Hugging Face folder or its .safetensors file; a run folder,
+            whose best.pt is preferred, or a checkpoint file; "" for the newest run.
+
+    Raises:
+        ValueError: there is no model, it is damaged, or its network is not supported.
+        OSError: it cannot be read, or the hub cannot be reached.
+    """
+    path = Path(name) if name else newest_run()
+    if name in GPT2_SIZES and not path.exists():
+        path = download_files(f"openai-community/{name}", ["config.json", "model.safetensors"][: 1 + weights])
+        return _read_hugging_face(path, weights)
+    if path.suffix == ".safetensors" or (path / "model.safetensors").exists():
+        return _read_hugging_face(path, weights)
+    best = path / "best.pt"
+    found = [best] * best.is_file() + checkpoints(path)
+    needs = "has no checkpoint and no model.safetensors; name a run that has saved one, or train it first"
+    require(found or not path.is_dir(), f"{path} {needs}")
+    contents = load_first(found or [path])
+    config, tokenizer = GPTConfig(**contents["model_config"]), from_state(contents["tokenizer"])
+    return Pretrained(contents["path"], config, contents["model"], tokenizer, contents)
+
+
+def load_model(name):
+    """(GPT on the CPU, its tokenizer, contents of its checkpoint or {"path"}); arguments and errors as of read()."""
+    found = read(name)
+    known = f"{found.path} has no tokenizer that this repository knows: GPT-2's of 50,257 tokens, or one of its own"
+    require(found.tokenizer, known)
+    model = GPT(replace(found.config, attention="auto"))  # this machine may have other kernels
+    model.load_state_dict(found.weights)
+    return model, found.tokenizer, found.contents
+
+
+def network_options(name):
+    """The options of Config that --init_from sets, unless a config file or flags do: the network and its tokenizer."""
+    found = read(name, weights=False)
+    options = {name: value for name, value in asdict(found.config).items() if name not in HERE_ONLY}
+    return options | {"tokenizer": "gpt2"} if options["vocab_size"] == 50257 else options
+
+
+def load_pretrained(model, name, tokenizer):
+    """Copy the weights that --init_from names into a GPT; its context may be shorter than theirs.
+
+    Raises:
+        ValueError: the network or the tokenizer is another; and as of read().
+    """
+    found, config = read(name), model.config
+    for option, value in asdict(found.config).items():
+        asked = getattr(config, option)
+        fits = asked == value or option in HERE_ONLY or (option == "block_size" and asked < value)
+        require(fits, f"{option}={asked} does not fit the weights of {name}, which have {value}; leave {option} out")
+    same = found.tokenizer is None or to_state(found.tokenizer) == to_state(tokenizer)
+    require(same, f"the corpus has another tokenizer ({tokenizer.name}) than {name}; prepare it with that one")
+    weights = dict(found.weights)
+    if config.position == "learned":
+        weights["embed_position.weight"] = weights["embed_position.weight"][: config.block_size]
+    model.load_state_dict(weights)
+
+
+def _read_hugging_face(path, weights):
+    folder, file = (path.parent, path) if path.suffix else (path, path / "model.safetensors")
+    own = folder / OWN
+    try:
+        theirs, ours = json.loads((folder / "config.json").read_text()), own.exists() and json.loads(own.read_text())
+    except (OSError, ValueError) as error:
+        raise ValueError(f"{folder} has no readable config.json ({error}), which model.safetensors needs") from None
+    if ours:
+        config, tokenizer = GPTConfig(**ours["network"]), from_state(ours["tokenizer"])
+    else:
+        config = _config_of_gpt2(theirs, folder)
+        tokenizer = make_tokenizer("gpt2") if weights and config.vocab_size == 50257 else None
+    return Pretrained(file, config, _read_weights(file, config) if weights else {}, tokenizer, {"path": file})
+
+
+def _config_of_gpt2(theirs, folder):
+    """GPTConfig for GPT-2's config.json; ValueError if it is another network."""
+    kind = theirs.get("model_type", "unknown")
+    require(kind == "gpt2", f"{folder} holds a {kind} model; gpt2 is supported, and what training.weights wrote")
+    defaults = dict(vocab_size=50257, n_positions=1024, n_layer=12, n_head=12, n_embd=768, n_inner=None,
+                    activation_function="gelu_new", layer_norm_epsilon=LAYERNORM_EPSILON, scale_attn_weights=True,
+                    scale_attn_by_inverse_layer_idx=False, tie_word_embeddings=True)  # fmt: skip
+    theirs = {name: theirs.get(name, value) for name, value in defaults.items()}
+    supported = {name: [defaults[name]] for name in ("layer_norm_epsilon", "scale_attn_weights")}
+    supported |= dict(activation_function=GELUS, n_inner=[None, 4 * theirs["n_embd"]])
+    supported |= dict(scale_attn_by_inverse_layer_idx=[False])
+    for name, values in supported.items():
+        only = " or ".join(map(str, values))
+        require(theirs[name] in values, f"{folder}: {name}={theirs[name]} is not supported, only {only}")
+    sizes = {name: theirs[name] for name in ("vocab_size", "n_layer", "n_head", "n_embd")}
+    mlp, tied = GELUS[theirs["activation_function"]], theirs["tie_word_embeddings"]
+    return GPTConfig(**sizes, block_size=theirs["n_positions"], bias=True, mlp=mlp, tie_head=tied)
+
+
+def _mapping(config):
+    """Yield (our name, shape, their name) of all parameters of a network; a tied head is left out."""
+    names = GPT2_NAMES if config.position == "learned" else LLAMA_NAMES
+    with torch.device("meta"):
+        model = GPT(config)
+    for name, parameter in model.named_parameters():
+        module, _, kind = name.rpartition(".")
+        number = module.split(".")[1] if module.startswith("blocks.") else ""
+        theirs = names[module.replace(number, "*", 1) if number else module]
+        yield name, parameter.shape, f"{theirs.replace('*', number)}.{kind}"
+
+
+def _read_weights(file, config):
+    """The state_dict of a GPT from a .safetensors file, in float32."""
+    safetensors = optional("safetensors.torch", "reading model.safetensors")
+    try:
+        theirs = safetensors.load_file(file)
+    except OSError as error:
+        raise OSError(f"cannot read {file} ({error})") from None
+    except Exception as error:  # the package's own exception
+        raise ValueError(f"{file} is damaged ({error}); get it again") from None
+    if "wte.weight" in theirs:  # OpenAI's own file leaves the prefix out
+        theirs = {f"transformer.{name}": value for name, value in theirs.items()}
+    weights = {}
+    for name, shape, their in _mapping(config):
+        try:
+            parts = [theirs[their.replace("[qkv]", part)] for part in ("qkv" if "[qkv]" in their else "q")]
+        except KeyError:
+            raise ValueError(f"{file} lacks {their}, which config.json asks for") from None
+        value = torch.cat(parts).float()
+        value = value.T if _is_transposed(their) else value
+        require(value.shape == shape, f"{file}: {their} is {list(value.shape)}, but config.json makes it {list(shape)}")
+        weights[name] = value.contiguous()
+    return {"head.weight": weights["embed.weight"], **weights} if config.tie_head else weights
+
+
+def _is_transposed(their):
+    """GPT-2 keeps the matrices of its blocks as [inputs, outputs]."""
+    return their.endswith(".weight") and ".c_" in their
+
+
+def _their_weights(weights, config):
+    """The tensors of a Hugging Face file, for the state_dict of a GPT. Biases that it lacks are zeros in GPT-2."""
+    theirs = {}
+    for name, shape, their in _mapping(replace(config, bias=config.position == "learned")):
+        value = weights[name][: shape[0]] if name in weights else torch.zeros(shape)  # cuts a padded vocabulary
+        if "[qkv]" in their:
+            heads = (config.n_head, config.kv_heads, config.kv_heads)
+            for part, rows in zip("qkv", value.split([count * config.head_dim for count in heads]), strict=True):
+                theirs[their.replace("[qkv]", part)] = rows.clone()
+            if config.qk_norm:
+                for part in "qk":
+                    theirs[their.replace("[qkv]_proj", f"{part}_norm")] = torch.ones(config.head_dim)
+        else:
+            theirs[their] = (value.T if _is_transposed(their) else value).clone(memory_format=torch.contiguous_format)
+        if config.mlp == "relu2" and ".up_proj." in their:  # relu(x)^2 = relu(x) x is a gated MLP with equal matrices
+            theirs[their.replace("up_proj", "gate_proj")] = value.clone()
+    return theirs
+
+
+def _their_config(config, end):
+    """config.json for a network; ValueError if Hugging Face's Transformers has no such network."""
+    wanted = WRITABLE[config.position] | ({"n_kv_head": [None, config.n_head]} if config.position == "learned" else {})
+    for name, values in wanted.items():
+        found, only = getattr(config, name), " or ".join(map(str, values))
+        rule = f"with position={config.position}, a Hugging Face folder can only have {only}"
+        require(found in values, f"{name}={found} cannot be exported: {rule}")
+    common = dict(vocab_size=config.vocab_size, tie_word_embeddings=config.tie_head, bos_token_id=end,
+                  eos_token_id=end, dtype="float32")  # fmt: skip
+    if config.position == "learned":
+        gelu = {ours: theirs for theirs, ours in GELUS.items() if theirs != "gelu_pytorch_tanh"}[config.mlp]
+        return common | dict(
+            model_type="gpt2", architectures=["GPT2LMHeadModel"], n_positions=config.block_size, n_embd=config.n_embd,
+            n_layer=config.n_layer, n_head=config.n_head, activation_function=gelu,
+            layer_norm_epsilon=LAYERNORM_EPSILON, attn_pdrop=0.0, embd_pdrop=0.0, resid_pdrop=0.0,
+        )  # fmt: skip
+    kind = "qwen3" if config.qk_norm else "llama"
+    return common | dict(
+        model_type=kind, architectures=[f"{kind.capitalize()}ForCausalLM"], hidden_size=config.n_embd,
+        intermediate_size=config.mlp_width, num_hidden_layers=config.n_layer, num_attention_heads=config.n_head,
+        num_key_value_heads=config.kv_heads, head_dim=config.head_dim, max_position_embeddings=config.block_size,
+        hidden_act={"swiglu": "silu", "relu2": "relu"}[config.mlp], rms_norm_eps=RMSNORM_EPSILON, rope_theta=10000.0,
+        rope_parameters={"rope_type": "default", "rope_theta": 10000.0}, attention_bias=False, attention_dropout=0.0,
+    )  # fmt: skip
+
+
+def _model_card(found, parameters):
+    """README.md of a Hugging Face folder."""
+    contents, config = found.contents, found.config
+    options, step = contents.get("config"), contents["step"]
+    rows = [
+        f"| network | {parameters:,} parameters: {config.n_layer} layers, {config.n_head} heads, width "
+        f"{config.n_embd}, context {config.block_size} |",
+        f"| tokenizer | {found.tokenizer.name}, {found.tokenizer.n_vocab:,} tokens |",
+    ]
+    if options:
+        tokens = step * options["batch_size"] * options["block_size"]
+        defaults = {field.name: field.default for field in fields(Config)}
+        changed = {name: value for name, value in options.items() if value != defaults[name] and name != "resume"}
+        flags = " ".join(f"--{name} {value}" for name, value in changed.items())
+        rows += [
+            f"| data | {' '.join(filter(None, (options['data'], Path(options['input']).name)))} |",
+            f"| trained on | {tokens:,} tokens, {step:,} steps |",
+            f"| command | `python train.py {flags}` |",
+        ]
+    for record in read_metrics(found.path.parent):
+        if record["step"] == step and "val_loss" in record:
+            loss = f"{record['val_loss']:.4f} nats per token, {record['val_bpb']:.4f} bits per byte"
+            rows.append(f"| validation loss | {loss} |")
+    head = "---\nlibrary_name: transformers\npipeline_tag: text-generation\n---\n"
+    return "\n".join([f"{head}# {found.path.parent.name}\n\nTrained with Kestrel.\n\n| | |\n|---|---|", *rows]) + "\n"
+
+
+def export(name, folder):
+    """Write a model as a Hugging Face folder, whole or not at all.
+
+    Args:
+        name: as of read(). folder: a path that does not exist.
+
+    Raises:
+        ValueError: the folder exists, or Hugging Face's Transformers has no such network; and as of read().
+        OSError: the folder cannot be written; and as of read().
+    """
+    folder = Path(folder)
+    require(not folder.exists(), f"{folder} exists; name a new folder")
+    safetensors = optional("safetensors.torch", "writing model.safetensors")
+    found = read(name)
+    tokenizer = found.tokenizer
+    require("step" in found.contents, f"{found.path} is a Hugging Face model already")
+    config, end = replace(found.config, vocab_size=tokenizer.n_vocab), end_of_text(tokenizer)
+    settings = dict(temperature=Sampling.temperature, top_k=Sampling.top_k)
+    special = {} if end is None else {"bos_token": END_OF_TEXT, "eos_token": END_OF_TEXT}
+    files = {
+        "config.json": _their_config(config, end),
+        "generation_config.json": dict(do_sample=True, bos_token_id=end, eos_token_id=end, **settings),
+        "tokenizer.json": tokenizer_json(tokenizer),
+        "tokenizer_config.json": dict(tokenizer_class="PreTrainedTokenizerFast", model_max_length=config.block_size,
+                                      clean_up_tokenization_spaces=False, **special),
+        OWN: {"network": asdict(config), "tokenizer": to_state(tokenizer)},
+    }  # fmt: skip
+    tensors = _their_weights(found.weights, config)
+    temporary = folder.with_name(f".{folder.name}.{os.getpid()}.tmp")
+    try:
+        with writing(folder):
+            temporary.mkdir(parents=True)
+            for file, value in files.items():
+                (temporary / file).write_text(json.dumps(value, indent=1, ensure_ascii=False), encoding="utf-8")
+            (temporary / "README.md").write_text(_model_card(found, sum(t.numel() for t in tensors.values())))
+            safetensors.save_file(tensors, temporary / "model.safetensors", metadata={"format": "pt"})
+            temporary.rename(folder)
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+
+
+@dataclass(frozen=True)
+class Command:
+    """Write a model as a Hugging Face folder, for Transformers and what reads its files."""
+
+    run: tyro.conf.Positional[str]
+    """Run folder, whose best.pt is preferred, or checkpoint file."""
+    folder: tyro.conf.Positional[Path]
+    """Folder to write; it must not exist."""
+
+
+if __name__ == "__main__":
+    command = tyro.cli(Command)
+    try:
+        export(command.run, command.folder)
+        print(f"wrote {command.folder}; load it with AutoModelForCausalLM.from_pretrained({str(command.folder)!r})")
+    except (ValueError, OSError) as error:
+        sys.exit(f"error: {error}")
