@@ -66,12 +66,16 @@ def test_cpu_sizes_of_a_file(config_file):
 
 
 @pytest.mark.parametrize("path", SHIPPED, ids=lambda path: path.stem)
-def test_shipped_configs(path):
-    assert load_config([str(path), "--device", "cpu"]).n_layer == 4
+def test_shipped_configs(path, tmp_path):
+    (tmp_path / "config.json").write_text('{"model_type": "gpt2", "n_layer": 4}')
+    (tmp_path / "model.safetensors").touch()
+    weights = ("--init_from", str(tmp_path)) if path.stem == "finetune_shakespeare" else ()
+    config = load_config([str(path), "--device", "cpu", *weights])
+    assert config.n_layer == 4 and bool(config.init_from) == bool(weights)
     settings = read_config_file(path)
     settings.pop("cpu")
     on_gpu = parse_flags(Config, to_flags(settings))
-    assert on_gpu.name == path.stem and on_gpu.n_layer == settings["n_layer"] > 4
+    assert on_gpu.name == path.stem and (weights or on_gpu.n_layer == settings["n_layer"] > 4)
 
 
 def test_only_the_final_options_are_checked(config_file):

@@ -16,7 +16,7 @@ from training.checkpoint import newest_run
 
 # Options that may change when a run is resumed. For `data` and `input` the run's tokens are compared instead.
 FREE_ON_RESUME = {
-    "resume", "init_from", "allow_changes", "data", "input", "verify", "keep", "max_bad_steps", "log_every", "wandb",
+    "resume", "allow_changes", "data", "input", "verify", "keep", "max_bad_steps", "log_every", "wandb",
 }  # fmt: skip
 
 
@@ -158,19 +158,21 @@ def load_config(argv):
     early = argparse.ArgumentParser(add_help=False, allow_abbrev=False)  # these flags decide what the others mean
     early.add_argument("--resume", nargs="?", const="newest")
     early.add_argument("--device", default=settings.get("device"))
-    early.add_argument("--init_from", default=settings.get("init_from"))
+    early.add_argument("--init_from")
     known, flags = early.parse_known_args(argv)
     flags += [] if known.device is None else [f"--device={known.device}"]
-    flags += [] if not known.init_from else [f"--init_from={known.init_from}"]
-    if known.resume is None:
-        if known.init_from:
-            from training.weights import network_options  # not at the top, because it imports this module
+    if known.resume is not None:
+        require(not settings, "--resume takes the options of the run; leave out the config file")
+        return resumed_config(newest_run("config.json") if known.resume == "newest" else Path(known.resume), flags)
+    if cpu and resolve_device(known.device or "auto") == "cpu":
+        settings |= cpu
+    if known.init_from is not None:
+        settings["init_from"] = known.init_from
+    if settings.get("init_from"):
+        from training.weights import network_options  # not at the top, because it imports this module
 
-            settings = network_options(known.init_from) | settings
-        on_cpu = cpu and resolve_device(known.device or "auto") == "cpu"
-        return parse_flags(Config, [*to_flags(settings | cpu if on_cpu else settings), *flags])
-    require(not settings, "--resume takes the options of the run; leave out the config file")
-    return resumed_config(newest_run("config.json") if known.resume == "newest" else Path(known.resume), flags)
+        settings = network_options(settings["init_from"]) | settings
+    return parse_flags(Config, [*to_flags(settings), *flags])
 
 
 def resumed_config(folder, flags):

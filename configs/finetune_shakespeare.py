@@ -1,0 +1,18 @@
+# nanoGPT's finetune_shakespeare: GPT-2's largest model goes on with tiny Shakespeare for 20 steps, about 2 epochs.
+#     python train.py configs/finetune_shakespeare.py --init_from gpt2      a smaller one, or a run of yours: runs/NAME
+init_from = "gpt2-xl"
+data = "shakespeare"
+tokenizer = "gpt2"
+dropout = 0.0
+
+batch_size = 32  # x 1024 tokens
+micro_batch = 1
+steps = 20
+learning_rate = 3e-5  # a twentieth of the rate of pretraining, so that little is forgotten
+min_learning_rate = 3e-5  # constant
+warmup_steps = 0
+eval_every = 5
+eval_batches = 0  # all of the validation text
+compile = "off"  # compiling takes longer than it saves in 20 steps
+
+cpu = dict(init_from="gpt2", block_size=256, batch_size=8)
