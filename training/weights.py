@@ -32,6 +32,7 @@ from training.config import Config
 from training.report import read_metrics
 
 GPT2_SIZES = ("gpt2", "gpt2-medium", "gpt2-large", "gpt2-xl")
+GPT2_VOCABULARY = 50257
 OWN = "kestrel.json"
 HERE_ONLY = ("dropout", "attention", "mask_documents", "end_of_text")  # options that do not come with weights
 GELUS = {"gelu": "gelu", "gelu_new": "gelu_tanh", "gelu_pytorch_tanh": "gelu_tanh"}  # Hugging Face's name: ours
@@ -94,7 +95,7 @@ def read(name, weights=True):
     if name in GPT2_SIZES and not path.exists():
         path = download_files(f"openai-community/{name}", ["config.json", "model.safetensors"][: 1 + weights])
         return _read_hugging_face(path, weights)
-    if path.suffix == ".safetensors" or (path / "model.safetensors").exists():
+    if (path.suffix == ".safetensors" and path.is_file()) or (path / "model.safetensors").exists():
         return _read_hugging_face(path, weights)
     best = path / "best.pt"
     found = [best] * best.is_file() + checkpoints(path)
@@ -116,10 +117,12 @@ def load_model(name):
 
 
 def network_options(name):
-    """The options of Config that --init_from sets, unless a config file or flags do: the network and its tokenizer."""
+    """The options that --init_from sets, unless a config file or flags do: the network's, and a tokenizer that needs no
+    training."""
     found = read(name, weights=False)
     options = {name: value for name, value in asdict(found.config).items() if name not in HERE_ONLY}
-    return options | {"tokenizer": "gpt2"} if options["vocab_size"] == 50257 else options
+    tokenizer = found.tokenizer.name if found.tokenizer else "gpt2"
+    return options | ({"tokenizer": tokenizer} if tokenizer in ("gpt2", "bytes", "bytes+eot") else {})
 
 
 def load_pretrained(model, name, tokenizer):
@@ -142,7 +145,7 @@ def load_pretrained(model, name, tokenizer):
 
 
 def _read_hugging_face(path, weights):
-    folder, file = (path.parent, path) if path.suffix else (path, path / "model.safetensors")
+    folder, file = (path.parent, path) if path.is_file() else (path, path / "model.safetensors")
     own = folder / OWN
     try:
         theirs, ours = json.loads((folder / "config.json").read_text()), own.exists() and json.loads(own.read_text())
@@ -152,7 +155,7 @@ def _read_hugging_face(path, weights):
         config, tokenizer = GPTConfig(**ours["network"]), from_state(ours["tokenizer"])
     else:
         config = _config_of_gpt2(theirs, folder)
-        tokenizer = make_tokenizer("gpt2") if weights and config.vocab_size == 50257 else None
+        tokenizer = make_tokenizer("gpt2") if weights and config.vocab_size == GPT2_VOCABULARY else None
     return Pretrained(file, config, _read_weights(file, config) if weights else {}, tokenizer, {"path": file})
 
 
@@ -160,13 +163,14 @@ def _config_of_gpt2(theirs, folder):
     """GPTConfig for GPT-2's config.json; ValueError if it is another network."""
     kind = theirs.get("model_type", "unknown")
     require(kind == "gpt2", f"{folder} holds a {kind} model; gpt2 is supported, and what training.weights wrote")
-    defaults = dict(vocab_size=50257, n_positions=1024, n_layer=12, n_head=12, n_embd=768, n_inner=None,
+    defaults = dict(vocab_size=GPT2_VOCABULARY, n_positions=1024, n_layer=12, n_head=12, n_embd=768, n_inner=None,
                     activation_function="gelu_new", layer_norm_epsilon=LAYERNORM_EPSILON, scale_attn_weights=True,
                     scale_attn_by_inverse_layer_idx=False, tie_word_embeddings=True)  # fmt: skip
     theirs = {name: theirs.get(name, value) for name, value in defaults.items()}
-    supported = {name: [defaults[name]] for name in ("layer_norm_epsilon", "scale_attn_weights")}
-    supported |= dict(activation_function=GELUS, n_inner=[None, 4 * theirs["n_embd"]])
-    supported |= dict(scale_attn_by_inverse_layer_idx=[False])
+    supported = dict(
+        layer_norm_epsilon=[LAYERNORM_EPSILON], scale_attn_weights=[True], scale_attn_by_inverse_layer_idx=[False],
+        activation_function=GELUS, n_inner=[None, 4 * theirs["n_embd"]],
+    )  # fmt: skip
     for name, values in supported.items():
         only = " or ".join(map(str, values))
         require(theirs[name] in values, f"{folder}: {name}={theirs[name]} is not supported, only {only}")
