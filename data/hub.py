@@ -23,13 +23,13 @@ TIMEOUT = 30  # seconds
 
 @dataclass(frozen=True)
 class HubFile:
-    """A file of a data set at one commit; sha256 is the hub's."""
+    """A file of a data set at one commit; sha256 is the hub's, which has none for small files that are kept in git."""
 
     repository: str
     commit: str
     name: str
     size: int
-    sha256: str
+    sha256: str | None
 
     def download(self):
         """Path of the file in downloads/.
@@ -43,7 +43,7 @@ class HubFile:
                 self.repository, self.name, repo_type="dataset", revision=self.commit, local_dir=folder
             )
             found = file_sha256(path)
-            if found != self.sha256:
+            if self.sha256 is not None and found != self.sha256:
                 (folder / self.name).unlink()
                 raise OSError(f"its sha256 is {found[:12]} instead of {self.sha256[:12]}")
         return folder / self.name
@@ -58,19 +58,31 @@ def dataset_files(name, sample):
     """
     repository, folder, _ = DATASETS[name]
     folder = folder.format(sample)
+    files = [file for file in _files_below(repository, folder) if file.name.endswith(".parquet")]
+    if not files:
+        raise ValueError(f"{folder} of {repository} has no parquet files; name another --sample, such as 10BT")
+    return files
+
+
+def find_file(repository, name):
+    """A HubFile by its path in a data set. Raises ValueError and OSError as dataset_files does."""
+    for file in _files_below(repository, name.rpartition("/")[0]):
+        if file.name == name:
+            return file
+    raise ValueError(f"{repository} has no file {name} any more; download its new place and give the file itself")
+
+
+def _files_below(repository, folder):
     with _one_sentence(f"list {folder} of {repository}") as hub:
         api, tree = hub.HfApi(), []
         commit = api.dataset_info(repository, timeout=TIMEOUT).sha
         with suppress(hub.errors.EntryNotFoundError):  # no such folder
             tree += api.list_repo_tree(repository, folder, repo_type="dataset", revision=commit, recursive=True)
-        files = [
-            HubFile(repository, commit, entry.path, entry.size, entry.lfs.sha256)
+        return [
+            HubFile(repository, commit, entry.path, entry.size, entry.lfs and entry.lfs.sha256)
             for entry in sorted(tree, key=lambda entry: entry.path)
-            if entry.path.endswith(".parquet")
+            if isinstance(entry, hub.hf_api.RepoFile)
         ]
-    if not files:
-        raise ValueError(f"{folder} of {repository} has no parquet files; name another --sample, such as 10BT")
-    return files
 
 
 def download_files(repository, names):

@@ -15,6 +15,10 @@ from huggingface_hub.utils import _http
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
 
 
+def lfs_of(contents):
+    return {"oid": hashlib.sha256(contents).hexdigest(), "size": len(contents), "pointerSize": 130}
+
+
 class Handler(BaseHTTPRequestHandler):
     """Answers for a server whose `repositories` are {name: {file name: contents}}.
 
@@ -52,7 +56,7 @@ class Handler(BaseHTTPRequestHandler):
     def tree(self, files, folder):
         entries = [
             {"type": "file", "path": name, "size": len(contents), "oid": "0" * 40}
-            | {"lfs": {"oid": hashlib.sha256(contents).hexdigest(), "size": len(contents), "pointerSize": 130}}
+            | ({"lfs": lfs_of(contents)} if name.endswith(".parquet") else {})
             for name, contents in files.items()
             if name.startswith(folder)
         ]
@@ -112,6 +116,7 @@ def running(monkeypatch, folder, repositories):
 
 
 def use(monkeypatch, url):
+    """Let huggingface_hub ask this server, and wait for nothing."""
     monkeypatch.setattr(constants, "ENDPOINT", url)
     monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", url + "/{repo_id}/resolve/{revision}/{filename}")
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
