@@ -1,5 +1,6 @@
 """Reports of a run: metrics.jsonl, loss.png, wandb."""
 
+import itertools
 import json
 import subprocess
 import sys
@@ -43,7 +44,9 @@ def test_metrics_of_a_run(folder, run):
     assert [record["step"] for record in trained] == [1, 2, 3, 4] and len(evaluated) == 3
     for record in evaluated:  # a token is a byte
         assert record["val_bpb"] == pytest.approx(record["val_loss"] / 0.6931472)
-    names = {"step", "loss", "learning_rate", "grad_norm", "skipped_steps", "tokens_per_second", "tflops"}
+    seconds = [record["seconds"] for record in records]
+    assert seconds == sorted(seconds) and 0 < seconds[0]
+    names = {"step", "seconds", "loss", "learning_rate", "grad_norm", "skipped_steps", "tokens_per_second", "tflops"}
     assert all(record.keys() == names and record["tokens_per_second"] > 0 for record in trained)
     model = GPT(Config(**FAST).model(BYTES))
     flops = [record["tflops"] / record["tokens_per_second"] * 1e12 for record in trained]
@@ -94,7 +97,9 @@ def test_resuming_drops_later_records_and_a_cut_line(folder, run):
     assert code == 0 and err.count("warning") == 1, err
     after = path.read_text().splitlines(keepends=True)
     assert after[:4] == before[:4] and len(after) == len(before)
-    assert [json.loads(line)["step"] for line in after] == [0, 1, 2, 2, 3, 4, 4]
+    records = [json.loads(line) for line in after]
+    assert [record["step"] for record in records] == [0, 1, 2, 2, 3, 4, 4]
+    assert all(a["seconds"] < b["seconds"] for a, b in itertools.pairwise(records))  # it goes on from step 2
 
 
 @pytest.mark.parametrize("name", ["run", "a$b_$", r"a\$b_$c^$"])  # the last two are not formulas of matplotlib

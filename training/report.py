@@ -42,10 +42,11 @@ class Report:
         self.peak = peak and peak * ranks.world
         self.began = self.last_time = self.plotted = time.perf_counter()
         self.first_step = self.last_step = start
-        self.paused, self.wandb = 0.0, None
+        self.paused, self.seconds_before, self.wandb = 0.0, 0.0, None
         if self.enabled:
             # Steps after `start` happen again; so does the evaluation of step 0 if that is the start.
             kept = [record for record in read_metrics(folder) if 0 < start >= record["step"]]
+            self.seconds_before = kept[-1].get("seconds", 0.0) if kept else 0.0
             with atomic_file(folder / "metrics.jsonl") as file:
                 file.write("".join(json.dumps(record) + "\n" for record in kept).encode())
             if config.wandb != "off":
@@ -83,7 +84,8 @@ class Report:
         left = (self.config.steps - step) * (now - self.began) / (step - self.first_step)
         self.last_time, self.last_step, self.paused = now, step, 0.0
         record = dict(
-            step=step, loss=loss, learning_rate=learning_rate, grad_norm=grad_norm, skipped_steps=int(skipped),
+            step=step, seconds=self.seconds_before + now - self.began, loss=loss, learning_rate=learning_rate,
+            grad_norm=grad_norm, skipped_steps=int(skipped),
             tokens_per_second=self.tokens_per_step / seconds, tflops=self.flops_per_step / seconds / 1e12,
         )  # fmt: skip
         if self.peak:
@@ -101,11 +103,12 @@ class Report:
         """Record the validation loss (nats per token), and draw loss.png if the last drawing is some time ago."""
         if not self.enabled:
             return
-        bits = loss * self.bits_per_nat
-        self._write({"step": step, "val_loss": loss, "val_bpb": bits})
+        bits, now = loss * self.bits_per_nat, time.perf_counter()
+        seconds = self.seconds_before + now - self.began  # since training began, without the time between two processes
+        self._write({"step": step, "seconds": seconds, "val_loss": loss, "val_bpb": bits})
         mark = "  (best)" if is_best else ""
         show(f"step {step}/{self.config.steps}  val loss {loss:.4f} nats/token  {bits:.4f} bits/byte{mark}")
-        if time.perf_counter() - self.plotted > PLOT_SECONDS:
+        if now - self.plotted > PLOT_SECONDS:
             plot_losses(self.folder, self.bits_per_nat)
             self.plotted = time.perf_counter()
 
@@ -200,22 +203,33 @@ def plot_losses(folder, bits_per_nat):
     from matplotlib.figure import Figure  # takes a second, which the start of a run need not wait for
 
     records = read_metrics(folder)
-    train = [(r["step"], r["loss"]) for r in records if r.get("loss") is not None]
     val = [(r["step"], r["val_loss"]) for r in records if r.get("val_loss") is not None]
     if not val:
         return
     figure = Figure(figsize=(7, 4.2), layout="constrained")
     axis = figure.subplots()
-    if train:
-        axis.plot(*zip(*train, strict=True), color="#9aa7b5", linewidth=1, label="training")
+    draw_losses(axis, records, ("#9aa7b5", "#c0392b"), ("training", "validation"))
     step, best = min(val, key=lambda point: point[1])
-    axis.plot(*zip(*val, strict=True), color="#c0392b", linewidth=1.8, marker="o", markersize=3, label="validation")
     axis.axhline(best, color="#c0392b", linewidth=0.6, linestyle=":")
     title = f"{folder.name}: best {best:.4f} nats/token = {best * bits_per_nat:.3f} bits/byte at {step}"
     axis.set_title(title, parse_math=False)  # a name may contain $
     axis.set(xlabel="step", ylabel="loss (nats per token)")
     right = axis.secondary_yaxis("right", functions=(lambda x: x * bits_per_nat, lambda x: x / bits_per_nat))
     right.set_ylabel("bits per byte")
-    axis.grid(alpha=0.25)
     axis.legend(frameon=False)
     figure.savefig(folder / "loss.png", dpi=130)
+
+
+def draw_losses(axis, records, colors, labels, x="step", x_scale=1, y_scale=1):
+    """Draw the training loss thin and the validation loss thick on an axis of matplotlib.
+
+    Args:
+        records: of metrics.jsonl. colors, labels: of the two lines; a label of None is not in the legend.
+        x: field on the x axis. x_scale, y_scale: factors of that field and of the losses, in nats per token.
+    """
+    styles = dict(linewidth=1), dict(linewidth=1.8, marker="o", markersize=3)
+    for field, color, label, style in zip(("loss", "val_loss"), colors, labels, styles, strict=True):
+        points = [(r[x] * x_scale, r[field] * y_scale) for r in records if r.get(field) is not None]
+        if points:
+            axis.plot(*zip(*points, strict=True), color=color, label=label, **style)
+    axis.grid(alpha=0.25)
