@@ -12,12 +12,14 @@ import gc
 import os
 import sys
 from contextlib import closing
+from functools import partial
 
 import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 from data import Batches, validation_batches
+from generation import Generator
 from model import GPT
 from training.checkpoint import Run, checkpoints, load_first
 from training.config import load_config
@@ -26,6 +28,8 @@ from training.optimizer import learning_rate, make_optimizer
 from training.report import Report
 from training.step import TrainStep, choose_micro_batch, evaluate, prefetch
 from training.weights import load_pretrained
+
+SAMPLE_PROMPT, SAMPLE_TOKENS = 16, 100  # of --sample_every
 
 
 def train(config):
@@ -84,6 +88,9 @@ def train(config):
             if (step + 1) % config.log_every == 0:
                 report.step(step + 1, rate, loss, grad_norm, take_step.skipped)
                 take_step.check_bad_steps(step + 1, batches, run.folder)
+            if config.sample_every and (step + 1) % config.sample_every == 0:
+                take_step.check_bad_steps(step + 1, batches, run.folder)  # waits for the steps before the sample
+                report.sample(step + 1, partial(write_sample, model, corpus, config))
         run.close()
     report.close(step, best)
     return best
@@ -101,6 +108,19 @@ def compile_and_wrap(model, config, ranks):
     if ranks.world > 1:
         network = DistributedDataParallel(network, device_ids=[ranks.device] if ranks.on_gpu else None)
     return network
+
+
+@torch.compiler.set_stance("force_eager")  # the model is compiled for the shapes of training only
+def write_sample(model, corpus, config):
+    """The first tokens of the validation text, continued by the model as it is; torch's random state stays as it is."""
+    prompt = corpus.val.windows([0], min(SAMPLE_PROMPT, config.block_size))[0].tolist()
+    model.eval()
+    try:
+        generator = Generator(model, corpus.tokenizer, seed=config.seed, graph=False)
+        tokens = [token for [token] in generator.tokens([prompt], SAMPLE_TOKENS)]
+    finally:
+        model.train()
+    return corpus.tokenizer.decode(prompt + tokens)
 
 
 def main(argv):

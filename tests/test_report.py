@@ -154,3 +154,19 @@ def test_an_error_of_wandb_ends_only_its_logging(tmp_path, capsys):
     record_step(report, 1), record_step(report, 2)
     report.close(4, 1.0)
     assert capsys.readouterr().err.count("TimeoutError") == 1 and len(read_metrics(tmp_path)) == 2
+
+
+def test_a_sample_is_printed_and_logged_as_text(tmp_path, capsys):
+    """Without control characters, which could change the terminal. A sample that fails does not end the run."""
+    report, logged = make_report(tmp_path), []
+    report.wandb = SimpleNamespace(log=lambda values, step: logged.append((values["sample"].html, step)))
+    report.sample(7, lambda: "a <b>\n\x1b[2Jc")
+    assert "sample after 7 steps:\na <b>\n\ufffd[2Jc\n" in capsys.readouterr().out
+    [(text, step)] = logged
+    assert step == 7 and "a &lt;b&gt;\n\ufffd[2Jc" in text
+
+    def fail():
+        raise ValueError("no memory")
+
+    report.sample(8, fail)
+    assert "warning: writing a sample failed (no memory)" in capsys.readouterr().err and len(logged) == 1

@@ -6,7 +6,12 @@ import random
 import numpy as np
 import pytest
 import torch
-from helpers import FAST, TINY, contents, launch, losses, metrics, one_sentence, same
+from helpers import FAST, TINY, contents, in_process, launch, losses, metrics, one_sentence, same
+
+import train
+from data import open_corpus
+from model import GPT
+from training.config import Config
 
 CHECKPOINT = "runs/run/checkpoint.pt"
 ALLOW = ("--steps", "6", "--allow_changes")
@@ -162,3 +167,32 @@ def test_on_a_gpu(folder, dtype):
     result = launch(folder, device="cuda", dtype=dtype, dropout=0.1)
     assert result.returncode == 0, result.stderr
     assert "triton on cuda" in result.stderr and losses(folder)[-1] < 0.6 * losses(folder)[0]
+
+
+@pytest.mark.parametrize("options", [{}, dict(tokenizer="char", compile="blocks", position="rope", optimizer="muon")])
+def test_samples_do_not_change_training(folder, capsys, options):
+    """Losses and checkpoints are equal bit for bit, with dropout. Nothing new is compiled for the samples."""
+    counts, printed = {}, {}
+    for name, every in (("without", 0), ("with", 7)):
+        torch.compiler.reset(), torch._dynamo.utils.counters.clear()
+        flags = FAST | dict(name=name, steps=20, eval_every=10, sample_every=every) | options
+        result = in_process(capsys, **flags)
+        assert result.returncode == 0, result.stderr
+        counts[name], printed[name] = torch._dynamo.utils.counters["stats"]["unique_graphs"], result.stdout
+    assert losses(folder, "with") == losses(folder, "without") and len(losses(folder, "with")) == 20
+    assert same(*(contents(f"runs/{name}/checkpoint.pt") for name in ("with", "without")))
+    assert counts["with"] == counts["without"] and (counts["with"] > 0) == (options.get("compile") == "blocks")
+    samples = printed["with"].split("sample after ")[1:]
+    assert [sample.split()[0] for sample in samples] == ["7", "14"]
+    assert "sample after" not in printed["without"]
+
+
+def test_a_sample_leaves_model_and_random_state_as_they_were(folder):
+    config = Config(**FAST)
+    corpus = open_corpus("text", "bytes", "corpus.txt")
+    model = GPT(config.model(corpus.tokenizer)).train()
+    before = torch.get_rng_state()
+    text = train.write_sample(model, corpus, config)
+    assert torch.equal(torch.get_rng_state(), before) and model.training
+    prompt = bytes(corpus.val.windows([0], train.SAMPLE_PROMPT)[0].tolist()).decode()
+    assert text.startswith(prompt) and text == train.write_sample(model, corpus, config)

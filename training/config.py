@@ -16,7 +16,7 @@ from training.checkpoint import newest_run
 
 # Options that may change when a run is resumed. For `data` and `input` the run's tokens are compared instead.
 FREE_ON_RESUME = {
-    "resume", "allow_changes", "data", "input", "verify", "keep", "max_bad_steps", "log_every", "wandb",
+    "resume", "allow_changes", "data", "input", "verify", "keep", "max_bad_steps", "log_every", "sample_every", "wandb",
 }  # fmt: skip
 
 
@@ -100,6 +100,8 @@ class Config(GPTConfig):
     """Batches of batch_size per evaluation, spread evenly over the validation text; 0 takes all of it."""
     log_every: int = 10
     """Steps between lines of metrics.jsonl."""
+    sample_every: int = 0
+    """Steps between samples of about a hundred tokens, which are printed and logged to wandb; 0 = none."""
     wandb: Literal["off", "offline", "online"] = "off"
     """Log to Weights & Biases as well; WANDB_PROJECT names the project."""
 
@@ -110,6 +112,7 @@ class Config(GPTConfig):
             "micro_batch",
             "warmup_steps",
             "eval_batches",
+            "sample_every",
             "weight_decay",
             "grad_clip",
             "min_learning_rate",

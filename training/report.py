@@ -1,5 +1,6 @@
 """What a run reports: lines on the terminal, metrics.jsonl, loss.png, wandb."""
 
+import html
 import json
 import math
 import os
@@ -112,6 +113,18 @@ class Report:
             plot_losses(self.folder, self.bits_per_nat)
             self.plotted = time.perf_counter()
 
+    def sample(self, step, write):
+        """Print what write() returns, a sample of the model's text, and log it to wandb."""
+        if not self.enabled:
+            return
+        with self.pause(), only_warn("writing a sample"):
+            text = "".join(c if c.isprintable() or c in "\n\t" else "\N{REPLACEMENT CHARACTER}" for c in write())
+            show(f"sample after {step} steps:\n{text}\n")
+            if self.wandb:
+                import wandb
+
+                self._log({"sample": wandb.Html(f"<pre>{html.escape(text)}</pre>")}, step)
+
     @contextmanager
     def pause(self):
         """Leave the time of this block, spent on evaluation and saving, out of the tokens per second."""
@@ -141,10 +154,13 @@ class Report:
         with only_warn("writing metrics.jsonl"), open(self.folder / "metrics.jsonl", "a") as file:
             file.write(json.dumps(record) + "\n")
         if self.wandb:
-            run, self.wandb = self.wandb, None  # not used again after an error
-            with only_warn("logging to wandb"):
-                run.log(record, step=record["step"])
-                self.wandb = run
+            self._log(record, record["step"])
+
+    def _log(self, values, step):
+        run, self.wandb = self.wandb, None  # not used again after an error
+        with only_warn("logging to wandb"):
+            run.log(values, step=step)
+            self.wandb = run
 
 
 def start_wandb(folder, mode):
