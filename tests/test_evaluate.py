@@ -108,9 +108,10 @@ def test_batches_and_pieces_of_a_text_do_not_change_its_loss(tmp_path, monkeypat
     path, text = tmp_path / "text.txt", "".join(f"Line {number} of the naïve text.\n" for number in range(40))
     path.write_bytes(b"\xef\xbb\xbf" + text.replace("\n", "\r\n").encode())
     whole = evaluate_file(model, tokenizer, path, 7, batch_size=64)
+    monkeypatch.setattr("training.score.CPU_LOGITS", 3 * 257)  # of three tokens
     monkeypatch.setattr("data.documents.CHUNK", 50)
     monkeypatch.setattr("data.tokenizer.chunks.__defaults__", (50,))
-    parts = evaluate_file(model, tokenizer, path, 7, batch_size=1)
+    parts = evaluate_file(model, tokenizer, path, 7, batch_size=2)
     assert parts == pytest.approx(whole, rel=1e-6) and whole["bytes"] == len(text.encode())
 
 

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 
 from training.step import autocast
 
-LOGITS = 2**25  # that are computed at once
+CPU_LOGITS, GPU_LOGITS = 2**22, 2**26  # that are computed at once; a CPU is faster if they fit into its cache
 
 
 @torch.inference_mode()
@@ -21,6 +21,7 @@ def score(model, requests, batch_size):
     """
     device, requests = model.embed.weight.device, iter(requests)
     precision = autocast("auto", device.type)
+    size = max(1, (CPU_LOGITS if device.type == "cpu" else GPU_LOGITS) // model.config.vocab_size)
     while batch := [request for _, request in zip(range(batch_size), requests, strict=False)]:
         width = max(len(ids) for ids, _ in batch)
         tokens = torch.zeros(len(batch), width, dtype=torch.int64)  # zeros after the end: attention is causal
@@ -30,7 +31,7 @@ def score(model, requests, batch_size):
             scored[row, len(ids) - 1 - count : len(ids) - 1] = True
         with precision:
             hidden = model.hidden(tokens[:, :-1].to(device))[scored.to(device)]  # [N, C]
-        targets, size = tokens[:, 1:][scored].to(device), max(1, LOGITS // model.config.vocab_size)
+        targets = tokens[:, 1:][scored].to(device)
         likelihoods, greedy = [], []
         for some, expected in zip(hidden.split(size), targets.split(size), strict=True):
             with precision:
