@@ -52,9 +52,8 @@ def train(config):
         load_pretrained(model, config.init_from, corpus.tokenizer)
     optimizer = make_optimizer(model, config, ranks)
     micro_batch = choose_micro_batch(model, config, ranks, saved.get("take_step", {}).get("micro_batch"))
-    eval_batches = (
-        config.eval_batches * (config.batch_size // micro_batch) or None
-    )  # the same tokens for any micro-batch
+    # the same tokens for any micro-batch
+    eval_batches = config.eval_batches * (config.batch_size // micro_batch) or None
     validation = validation_batches(corpus.val, config.block_size, micro_batch, eval_batches)
 
     run = Run(config, corpus, ranks, saved)
