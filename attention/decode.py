@@ -4,6 +4,7 @@ Letters: B batch, Tq new tokens, S slots of the cache, H query heads, Hkv key/va
 """
 
 import os
+from importlib.util import find_spec
 from typing import NamedTuple
 
 import torch
@@ -14,6 +15,7 @@ from .ops import LIBRARY, TAGS
 from .reference import reference_attention
 from .sdpa import sdpa_attention
 
+HAS_TRITON = find_spec("triton") is not None
 IMPLEMENTATIONS = ("auto", "triton", "eager")
 
 
@@ -48,8 +50,8 @@ def decode(
         decay_sum: [B, S, H] float32 or float64: for each key in the cache, the sum of attention()'s decay up to and
             including its token. In float64 the difference of two neighbours stays exact in a long row.
         ring: position p is in slot p % S. A cache of window + Tq - 1 slots then serves rows of any length.
-        impl: "auto" takes the kernels on a CUDA GPU and eager PyTorch elsewhere, which waits for lengths. "triton" and
-            "eager" never fall back.
+        impl: "auto" takes the kernels on a CUDA GPU with Triton, except in float64, and eager PyTorch elsewhere, which
+            computes with all slots. "triton" and "eager" never fall back.
 
     Returns:
         [B, Tq, H, Dv] in the dtype of q.
@@ -60,7 +62,7 @@ def decode(
     Source: Dao et al., Flash-Decoding for long-context inference (2023).
     """
     check_decode(q, k, v, lengths, window, scale, softcap, decay_sum, sink, ring, impl)
-    triton = impl == "triton" or (impl == "auto" and q.is_cuda and q.dtype in DTYPES)
+    triton = impl == "triton" or (impl == "auto" and HAS_TRITON and q.is_cuda and q.dtype in DTYPES)
     scale = q.shape[-1] ** -0.5 if scale is None else float(scale)
     options = Options(decay_sum, sink, window or 0, softcap or 0.0, scale, ring, triton)
     if torch.compiler.is_compiling():
@@ -69,7 +71,7 @@ def decode(
 
 
 def check_decode(q, k, v, lengths, window, scale, softcap, decay_sum, sink, ring, impl):
-    """Every rule of a call but the values of lengths, which would make the host wait."""
+    """Check all rules of a call, except the values of lengths, for which the host would have to wait."""
     for name, x in (("q", q), ("k", k), ("v", v), ("lengths", lengths)):
         check_is_tensor(name, x)
     check_tensors(q, k, v)
@@ -109,35 +111,49 @@ def serve(q, k, v, lengths, options):
         from .decode_kernel import launch_decode  # imports Triton
 
         return launch_decode(q, k, v, lengths, options)
-    counts = lengths.clamp(0, None if options.ring else k.shape[1]).tolist()
-    if len(set(counts)) == 1:
-        return eager_decode(q, k, v, counts[0], options)
-    rows = []
-    for row, count in enumerate(counts):
-        one = slice(row, row + 1)
-        decay_sum = None if options.decay_sum is None else options.decay_sum[one]
-        rows.append(eager_decode(q[one], k[one], v[one], count, options._replace(decay_sum=decay_sum)))
-    return torch.cat(rows) if rows else q.new_zeros(*q.shape[:3], v.shape[-1])
+    return eager_decode(q, k, v, lengths, options)
 
 
-def eager_decode(q, k, v, count, options):
-    """decode() in eager PyTorch for rows of `count` tokens each: attention() on the keys that a query can see."""
-    (batch, q_len, heads, _), slots = q.shape, k.shape[1]
-    if count == 0:
+def eager_decode(q, k, v, lengths, options):
+    """decode() in eager PyTorch: attention() over all slots of the cache, with a bias that hides keys from queries.
+
+    A CPU computes only with the slots that a row has filled, row by row where the lengths differ; on other devices the
+    host would have to wait for the lengths.
+    """
+    (batch, q_len, heads, _), slots, sums = q.shape, k.shape[1], options.decay_sum
+    features = options.softcap or sums is not None or options.sink is not None
+    if q.device.type == "cpu" and not options.ring and batch > 0:
+        counts = lengths.clamp(0, slots).tolist()
+        if len(set(counts)) > 1:
+            sums = batch * [None] if sums is None else sums.split(1)
+            rows = zip(*(x.split(1) for x in (q, k, v, lengths)), sums, strict=True)
+            return torch.cat([eager_decode(*row, options._replace(decay_sum=its_sums)) for *row, its_sums in rows])
+        slots = counts[0]
+        k, v, sums = (None if x is None else x[:, :slots] for x in (k, v, sums))
+        if q_len == 1 and slots > 0 and not (features or options.window):  # the query sees all keys
+            return sdpa_attention(q, k, v, False, None, options.scale, 0.0, None)
+    if batch == 0 or slots == 0:
         return q.new_zeros(batch, q_len, heads, v.shape[-1])
-    window = options.window or None
-    first = max(count - q_len + 1 - window, 0) if window else 0
-    visible = torch.arange(first, count, device=q.device) % slots if options.ring else slice(first, count)
-    k, v = k[:, visible], v[:, visible]
-    if not (options.softcap or options.decay_sum is not None or options.sink is not None or q_len > k.shape[1]):
-        return sdpa_attention(q, k, v, True, window, options.scale, 0.0, None)
-    decay = None
-    if options.decay_sum is not None:
-        sums = options.decay_sum[:, visible]
-        decay = sums.diff(dim=1, prepend=sums[:, :1])
-    return reference_attention(
-        q, k, v, window=window, scale=options.scale, softcap=options.softcap or None, decay=decay, sink=options.sink
-    )
+    lengths = lengths.long() if options.ring else lengths.long().clamp(max=slots)
+    last = lengths[:, None, None] - 1
+    q_pos = last - torch.arange(q_len, device=q.device).flip(0)[:, None]  # [B, Tq, 1]
+    k_pos = torch.arange(slots, device=q.device)
+    if options.ring:  # the newest position in each slot, negative if there is none
+        k_pos = last - (last - k_pos) % slots  # [B, 1, S]
+    visible = (k_pos >= 0) & (k_pos <= q_pos)
+    if options.window:
+        visible = visible & (q_pos - k_pos < options.window)
+    visible = visible[:, None]
+    if sums is not None:
+        sums = sums.transpose(1, 2)  # [B, H, S]
+        own = (q_pos.clamp(min=0) % slots).transpose(1, 2).expand(batch, heads, q_len)
+        bias = (sums.gather(2, own)[..., None] - sums[:, :, None]).masked_fill(~visible, float("-inf"))
+    else:
+        bias = torch.zeros_like(visible, dtype=q.dtype).masked_fill(~visible, float("-inf"))
+    if features:
+        rest = dict(softcap=options.softcap or None, sink=options.sink)
+        return reference_attention(q, k, v, causal=False, scale=options.scale, bias=bias, **rest)
+    return sdpa_attention(q, k, v, False, None, options.scale, 0.0, bias)
 
 
 LIBRARY.define(

@@ -128,11 +128,30 @@ def test_head_dims(dim, device, poisoned):
 
 @pytest.mark.parametrize("case", CASES)
 def test_eager(case, device):
-    """What serves CPUs computes the same, also for rows of equal length, which it takes together."""
+    """It serves CPUs and float64; rows of equal length need no mask."""
     for lengths in (SOME_LENGTHS, (33, 33), (1, 1), (0, 0)):
         call, rows = make_call(device, torch.float32, lengths, **CASES[case])
         expected = torch.cat([reference_attention(**row) for row in rows])
         torch.testing.assert_close(decode(**call, impl="eager"), expected, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_eager_does_not_wait_for_the_device(case):
+    """As a CUDA graph needs; float64 on a GPU is served so. Meta tensors, which have no values, fail if one is read."""
+    call, _ = make_call("cpu", torch.float64, (33, 7), **CASES[case])
+    call = {name: x.to("meta") if isinstance(x, torch.Tensor) else x for name, x in call.items()}
+    assert decode(**call, impl="eager").shape == (*call["q"].shape[:3], call["v"].shape[-1])
+
+
+@pytest.mark.skipif(not ON_GPU, reason="needs a GPU")
+def test_float64_in_a_graph(device):
+    call, rows = make_call(device, torch.float64, (33, 7), **CASES["grouped"])
+    decode(**call)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = decode(**call)
+    graph.replay()
+    torch.testing.assert_close(out, torch.cat([reference_attention(**row) for row in rows]))
 
 
 def test_slices_of_a_fused_projection(device):
