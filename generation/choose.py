@@ -1,6 +1,6 @@
 """The choice of a token from logits. All of it runs on the device.
 
-Letters: B rows, V vocabulary, K candidates.
+Letters: B rows, V vocabulary.
 """
 
 import math
@@ -21,7 +21,7 @@ class Sampling:
     temperature: float = 0.8
     """Logits are divided by it; 0 always takes the most likely token."""
     top_k: int = 200
-    """Sample from the k most likely tokens; 0 = all."""
+    """Sample from the k most likely tokens, and those as likely as the last of them; 0 = all."""
     top_p: float = 1.0
     """Sample from the most likely tokens that together reach this probability; 1 = all."""
     min_p: float = 0.0
@@ -52,25 +52,28 @@ def choose(logits, sampling, keys, positions, seen=None):
         logits = torch.where(seen, torch.where(logits > 0, logits / penalty, logits * penalty), logits)
     if sampling.temperature == 0:
         return logits.argmax(-1)
-    vocabulary = logits.shape[-1]
-    if sampling.top_k in range(1, vocabulary) or sampling.top_p < 1:
-        logits, tokens = logits.topk(min(sampling.top_k or vocabulary, vocabulary))  # [B, K], most likely first
-        best = logits[:, :1]
-    else:
-        tokens, best = torch.arange(vocabulary, device=logits.device), logits.amax(-1, keepdim=True)
-    scores = (logits - best) / sampling.temperature  # at most 0, so a tiny temperature cannot overflow
-    hidden = None
+    vocabulary, best, least = logits.shape[-1], logits.amax(-1, keepdim=True), None
+    top_k = sampling.top_k if sampling.top_k < vocabulary else 0
+    # A token is kept for its logit alone, because which of equal ones topk() takes may depend on the batch.
     if sampling.top_p < 1:
-        probability = scores.softmax(-1)
-        hidden = probability.cumsum(-1) - probability >= sampling.top_p  # the first token is always kept
+        values = logits.topk(top_k).values if top_k else logits.sort(stable=True, descending=True).values
+        weights = (((values - best) / sampling.temperature).exp() * 2**32).long()  # integers: their sums are exact
+        before, total = weights.cumsum(-1) - weights, weights.sum(-1, keepdim=True)
+        count = (before.float() < sampling.top_p * total.float()).sum(-1, keepdim=True)  # at least 1
+        least = values.gather(-1, count - 1)
+    elif top_k:
+        least = logits.topk(top_k, sorted=False).values.amin(-1, keepdim=True)
+    tokens = torch.arange(vocabulary, device=logits.device)
+    if least is not None and logits.device.type == "cpu" and not torch.compiler.is_compiling():
+        tokens = (logits >= least).any(0).nonzero().squeeze(1)  # a GPU draws for all tokens, so that it need not wait
+        logits = logits[:, tokens]
+    scores = (logits - best) / sampling.temperature  # at most 0, so a tiny temperature cannot overflow
     if sampling.min_p > 0:
-        unlikely = scores < math.log(sampling.min_p)
-        hidden = unlikely if hidden is None else hidden | unlikely
-    if hidden is not None:
-        scores = scores.masked_fill(hidden, float("-inf"))
+        scores = scores.masked_fill(scores < math.log(sampling.min_p), float("-inf"))
+    if least is not None:
+        scores = scores.masked_fill(logits < least, float("-inf"))
     # Gumbel-max: the token with the least quotient of an exponential variable and its probability
-    chosen = (scores - exponential(mix(keys + positions)[:, None], tokens).log()).argmax(-1)
-    return chosen if tokens.dim() == 1 else tokens.gather(-1, chosen[:, None]).squeeze(-1)
+    return tokens[(scores - exponential(mix(keys + positions)[:, None], tokens).log()).argmax(-1)]
 
 
 def mix(x):
@@ -80,13 +83,13 @@ def mix(x):
 
 
 def high_mix(x):
-    """mix() but for its last line, which leaves the high 31 bits alone."""
+    """mix() without its last line: the high 31 bits are the same."""
     x = (x ^ shifted(x, 30)) * FIRST
     return (x ^ shifted(x, 27)) * SECOND
 
 
 def shifted(x, bits):
-    """Of int64 as an unsigned number, x >> bits."""
+    """x >> bits of int64 taken as unsigned numbers."""
     return (x >> bits) & (2 ** (64 - bits) - 1)
 
 
