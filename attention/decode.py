@@ -166,7 +166,7 @@ LIBRARY.define(
 @torch.library.impl(LIBRARY, "decode", "CompositeExplicitAutograd")
 @torch.compiler.disable
 def _decode(q, k, v, lengths, *options):
-    return serve(q, k, v, lengths, Options(*options))
+    return serve(q, k, v, lengths, Options(*options)).contiguous()  # as the fake below
 
 
 @torch.library.register_fake("attention::decode", lib=LIBRARY)

@@ -27,11 +27,12 @@ from .tiles import (
 
 # Not timed yet, except that they compile without register spills for all chips of tests/test_compile.py.
 BLOCK_K = 64  # most keys per step
-TILE_BYTES = 2**14  # of a tile of keys
-LARGE_CHIPS = ((8, 0), (9, 0), (10, 0))  # shared memory for three buffers of keys and values; others have two
+TILE_BYTES = 2**14  # of a tile of keys; a single query, which holds keys and sums in registers, takes a part of it
+LARGE_CHIPS = ((8, 0), (9, 0), (10, 0))  # shared memory for three stages of these tiles; others have two
 ROWS = 64  # most queries of a key head in one program; half as many if the head dim is above 128
 WAVES = 4  # programs per multiprocessor that the keys are split for
-MAX_SPLITS = 64
+MAX_SPLITS = 256  # enough for all multiprocessors if there is one program without splits
+MERGED = tl.constexpr(32)  # most shares that the merge kernel loads at once
 
 
 class Rows(NamedTuple):
@@ -67,45 +68,61 @@ def load_keys(x, positions, RULE: tl.constexpr, BLOCK: tl.constexpr, DIM: tl.con
 def absorb(state, q_tile, rows, k, v, start, end, seq, terms, RULE: tl.constexpr, TILE: tl.constexpr):
     """The Softmax after the keys start .. start + BLOCK - 1 that are before `end`.
 
-    A single query has no use for tensor cores: its products are summed in float32.
+    A single query has no use for tensor cores, and its Softmax has one row per key of a tile instead of one per query:
+    so a step sums over the head dim only, and merge_rows() sums over the keys after the last step.
     """
     k_pos = start + tl.arange(0, TILE.block_k)
     positions = tl.minimum(k_pos, end - 1)  # past the end the last key repeats: slots there may hold NaN
     k_tile = load_keys(k, positions, RULE, TILE.block_k, TILE.dim)
     v_tile = load_keys(v, positions, RULE, TILE.block_k, TILE.value_dim)
     if TILE.block_q == 1:
-        qk = tl.sum(k_tile.to(tl.float32) * q_tile.to(tl.float32), 1)[None, :]
+        qk = tl.sum(k_tile.to(tl.float32) * q_tile.to(tl.float32), 1)
+        scores, _ = shape_scores(qk, rows.pos, k_pos, rows.head, seq, terms, RULE, True)
+        scores = tl.where(k_pos < end, scores, float("-inf"))
+        top = tl.maximum(state.top, scores)
     else:
         qk = dot(q_tile, tl.trans(k_tile), None, TILE)
-    scores, _ = shape_scores(qk, rows.pos[:, None], k_pos[None, :], rows.head[:, None], seq, terms, RULE, True)
-    scores = tl.where((k_pos < end)[None, :], scores, float("-inf"))
-    top = tl.maximum(state.top, tl.max(scores, 1))
+        scores, _ = shape_scores(qk, rows.pos[:, None], k_pos[None, :], rows.head[:, None], seq, terms, RULE, True)
+        scores = tl.where((k_pos < end)[None, :], scores, float("-inf"))
+        top = tl.maximum(state.top, tl.max(scores, 1))
     pivot = tl.where(top == float("-inf"), 0.0, top)  # of a row that has seen no key yet
-    weights = tl.exp2(scores - pivot[:, None])
     fade = tl.exp2(state.top - pivot)
-    total = state.total * fade + tl.sum(weights, 1)
-    acc = state.acc * fade[:, None]
     if TILE.block_q == 1:
-        acc += tl.sum(tl.trans(weights) * v_tile.to(tl.float32), 0)[None, :]
+        weights = tl.exp2(scores - pivot)
+        total = state.total * fade + weights
+        acc = state.acc * fade[:, None] + weights[:, None] * v_tile.to(tl.float32)
     else:
-        acc = dot(narrow(weights, v_tile), v_tile, acc, TILE)
+        weights = tl.exp2(scores - pivot[:, None])
+        total = state.total * fade + tl.sum(weights, 1)
+        acc = dot(narrow(weights, v_tile), v_tile, state.acc * fade[:, None], TILE)
     return Softmax(acc, top, total)
+
+
+@triton.jit
+def merge_rows(state):
+    """One row from all rows of a Softmax."""
+    top = tl.max(state.top[None, :], 1)
+    fade = tl.exp2(state.top - tl.where(top == float("-inf"), 0.0, top))
+    acc = tl.sum(state.acc * fade[:, None], 0)
+    return Softmax(acc[None, :], top, tl.sum((state.total * fade)[None, :], 1))
 
 
 @triton.jit(do_not_specialize=["q_len", "slots"])
 def decode_kernel(
     q, k, v, out, lse2, lengths, sink, gate, scale, q_len, slots,
-    RULE: tl.constexpr, TILE: tl.constexpr, SPLITS: tl.constexpr,
+    RULE: tl.constexpr, TILE: tl.constexpr, SPLITS: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """out = softmax(rule(q k^T)) v and lse2 = log2 sum 2^score over one of SPLITS shares of the keys.
 
-    One program per share, key head, and tile of the queries with that head. Share s of row b goes to out[s B + b].
-    The sink belongs to the first share. lse2 is None if there is one share.
+    One program per tile of the queries with a key head, key head, and share; the first may exceed 65,535, the limit of
+    the other axes of a grid. Share s of row b goes to out[s B + b]. The sink belongs to the first share. lse2 is None
+    if there is one share. STAGES are given to the loop, because Triton pipelines a loop without a dot only then.
     """
-    kv_head, split = tl.program_id(0), tl.program_id(1)
+    kv_head, split = tl.program_id(1), tl.program_id(2)
     count = q_len * TILE.group
     tiles = tl.cdiv(count, TILE.block_q)
-    row, tile = tl.program_id(2) // tiles, tl.program_id(2) % tiles
+    row, tile = tl.program_id(0) // tiles, tl.program_id(0) % tiles
+    out_row = split * (tl.num_programs(0) // tiles) + row
     length = tl.load(lengths + row)
     if RULE.ring == 0:
         length = tl.minimum(length, slots)
@@ -123,15 +140,18 @@ def decode_kernel(
     end = tl.minimum(start + share, length)
     column = tl.arange(0, padded(TILE.dim))
     q_tile = tl.load(row_pointers(q, row, rows, TILE.dim), column[None, :] < TILE.dim, 0.0)
+    ROWS: tl.constexpr = TILE.block_k if TILE.block_q == 1 else TILE.block_q
     state = Softmax(
-        zeros(TILE.block_q, TILE.value_dim),
-        tl.full([TILE.block_q], float("-inf"), tl.float32),
-        tl.full([TILE.block_q], 0.0, tl.float32),
+        zeros(ROWS, TILE.value_dim),
+        tl.full([ROWS], float("-inf"), tl.float32),
+        tl.full([ROWS], 0.0, tl.float32),
     )
     k = tile_lane(k, row, kv_head, 0)
     v = tile_lane(v, row, kv_head, 0)
-    for at in range(start, end, TILE.block_k):
+    for at in tl.range(start, end, TILE.block_k, num_stages=STAGES):
         state = absorb(state, q_tile, rows, k, v, at, end, seq, terms, RULE, TILE)
+    if TILE.block_q == 1:
+        state = merge_rows(state)
 
     top, total, fade = state.top, state.total, 1.0
     if sink is not None:  # one more key, which has no value; a query at a negative position has none
@@ -146,35 +166,40 @@ def decode_kernel(
     total = tl.where(dead, 1.0, total)
     result = state.acc * (fade / total)[:, None]
     column = tl.arange(0, padded(TILE.value_dim))
-    pointers = row_pointers(out, split * (tl.num_programs(2) // tiles) + row, rows, TILE.value_dim)
+    pointers = row_pointers(out, out_row, rows, TILE.value_dim)
     tl.store(pointers, result.to(out.ptr.dtype.element_ty), exist[:, None] & (column[None, :] < TILE.value_dim))
     if lse2 is not None:
         lse = tl.where(dead, float("-inf"), top + tl.log2(total))
-        tl.store(address(lse2, split * (tl.num_programs(2) // tiles) + row, rows.head, rows.token), lse, exist)
+        tl.store(address(lse2, out_row, rows.head, rows.token), lse, exist)
 
 
 @triton.jit
 def merge_kernel(parts, lse2, out, TILE: tl.constexpr, SPLITS: tl.constexpr):
     """out = the mean of SPLITS shares, weighted by 2^lse2, for one query: parts[s B + b] -> out[b]."""
-    head, token, row = tl.program_id(0), tl.program_id(1), tl.program_id(2)
-    split_row = tl.arange(0, SPLITS) * tl.num_programs(2) + row
-    lse = tl.load(address(lse2, split_row, head, token))
-    top = tl.max(lse, 0)
-    weights = tl.exp2(lse - tl.where(top == float("-inf"), 0.0, top))
-    total = tl.sum(weights, 0)
-    weights = weights / tl.where(total == 0, 1.0, total)
+    row, head, token = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    BLOCK: tl.constexpr = SPLITS if SPLITS < MERGED else MERGED
     column = tl.arange(0, padded(TILE.value_dim))
-    part = tile_lane(parts, 0, head, token)
-    offset = tl.cast(split_row, tl.int64) * parts.batch * STEP
     inside = column < TILE.value_dim
-    values = tl.load(part.ptr + offset[:, None] + column[None, :], inside[None, :], 0.0)
-    result = tl.sum(values * weights[:, None], 0)
+    part = tile_lane(parts, row, head, token)
+    every = tl.arange(0, SPLITS) * tl.num_programs(0) + row
+    top = tl.max(tl.load(address(lse2, every, head, token)), 0)
+    top = tl.where(top == float("-inf"), 0.0, top)
+    acc = tl.zeros([padded(TILE.value_dim)], tl.float32)
+    total = 0.0
+    for start in range(0, SPLITS, BLOCK):
+        step = (start + tl.arange(0, BLOCK)) * tl.num_programs(0)
+        weights = tl.exp2(tl.load(address(lse2, step + row, head, token)) - top)
+        offset = tl.cast(step, tl.int64) * parts.batch * STEP
+        values = tl.load(part.ptr + offset[:, None] + column[None, :], inside[None, :], 0.0)
+        acc += tl.sum(values * weights[:, None], 0)
+        total += tl.sum(weights, 0)
+    result = acc / tl.where(total == 0, 1.0, total)
     tl.store(tile_lane(out, row, head, token).ptr + column, result.to(out.ptr.dtype.element_ty), inside)
 
 
-def splits_for(programs, keys, block_k, device):
+def splits_for(programs, keys, device):
     """Number of shares of at most `keys` keys, a power of two: enough for WAVES programs per multiprocessor."""
-    wanted = min(WAVES * processors(device) // programs, keys // (2 * block_k), MAX_SPLITS)
+    wanted = min(WAVES * processors(device) // programs, keys // (2 * BLOCK_K), MAX_SPLITS)
     return triton.next_power_of_2(wanted + 1) // 2 if wanted > 1 else 1
 
 
@@ -189,24 +214,25 @@ def launch_decode(q, k, v, lengths, options):
     count = q_len * group
     block_q = min(triton.next_power_of_2(count), ROWS // 2 if widest > 128 else ROWS)
     block_q = block_q if block_q == 1 else max(block_q, 16)  # rows that tensor cores need
-    block_k = min(BLOCK_K, TILE_BYTES // (widest * k.element_size()))
+    part = 1 if block_q > 1 else 2 if widest <= 64 else 4
+    block_k = min(BLOCK_K, TILE_BYTES // (part * widest * k.element_size()))
     tiles = triton.cdiv(count, block_q)
     rule = Rule(True, options.window, options.softcap, 0.0, options.sink is not None, slots if options.ring else 0)
     tile = Tile(block_q, block_k, dim, value_dim, heads, group, float32_precision(q.dtype))
     most = min(slots, options.window + q_len - 1) if options.window else slots
-    splits = splits_for(kv_heads * tiles * batch, most, block_k, q.device)
+    splits = splits_for(kv_heads * tiles * batch, most, q.device)
     gate = None if options.decay_sum is None else options.decay_sum.transpose(1, 2)
     sink = None if options.sink is None else options.sink.contiguous()
-    stages = 3 if not INTERPRETED.value and torch.cuda.get_device_capability(q.device) in LARGE_CHIPS else 2
+    large = block_q == 1 or INTERPRETED.value or torch.cuda.get_device_capability(q.device) in LARGE_CHIPS
     parts, lse2 = out, None
     if splits > 1:
         parts = q.new_empty(splits * batch, q_len, heads, value_dim, dtype=torch.float32)
         lse2 = q.new_empty(splits * batch, heads, q_len, dtype=torch.float32)
     with torch.cuda.device_of(q):
-        decode_kernel[(kv_heads, splits, tiles * batch)](
+        decode_kernel[(tiles * batch, kv_heads, splits)](
             view(q), view(k), view(v), view(parts), rows_view(lse2), lengths, sink, rows_view(gate), options.scale,
-            q_len, slots, rule, tile, splits, num_warps=4, num_stages=stages, enable_fp_fusion=True,
+            q_len, slots, rule, tile, splits, 3 if large else 2, num_warps=4, enable_fp_fusion=True,
         )  # fmt: skip
         if splits > 1:
-            merge_kernel[(heads, q_len, batch)](view(parts), rows_view(lse2), view(out), tile, splits, num_warps=4)
+            merge_kernel[(batch, heads, q_len)](view(parts), rows_view(lse2), view(out), tile, splits, num_warps=4)
     return out

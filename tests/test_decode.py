@@ -96,12 +96,13 @@ def check(device, dtype, lengths, **case):
     raise AssertionError(f"error {error:.2e}, eager PyTorch {of_eager:.2e}, rounding {rounding:.2e}")
 
 
-@pytest.fixture(params=[1, 4], ids=["whole", "split"])
+@pytest.fixture(params=[1, 4, *[64] * ON_GPU])
 def split(request, monkeypatch):
     monkeypatch.setattr(kernel, "splits_for", lambda *args: request.param)
     if not ON_GPU:
         monkeypatch.setattr(kernel, "BLOCK_K", 16)  # so that a short row has several steps
         monkeypatch.setattr(kernel, "ROWS", 16)
+        monkeypatch.setattr(kernel, "MERGED", kernel.tl.constexpr(2))  # so that four shares take two steps
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -179,12 +180,32 @@ def test_empty_batches(device):
 
 def test_number_of_splits(monkeypatch):
     monkeypatch.setattr(kernel, "processors", lambda device: 132)
-    sizes = itertools.product((1, 8, 12, 96, 768, 10**6), (1, 64, 128, 1024, 2**17), (32, 64))
-    for programs, keys, block_k in sizes:
-        splits = kernel.splits_for(programs, keys, block_k, None)
-        assert splits in (1, 2, 4, 8, 16, 32, 64)
-        assert splits == 1 or (splits * programs <= kernel.WAVES * 132 and keys >= splits * 2 * block_k)
-    assert kernel.splits_for(12, 1024, 64, None) == 8 and kernel.splits_for(768, 1024, 64, None) == 1
+    for programs, keys in itertools.product((1, 8, 12, 96, 768, 10**6), (1, 64, 128, 1024, 2**17)):
+        splits = kernel.splits_for(programs, keys, None)
+        assert splits in [2**i for i in range(9)]
+        assert splits == 1 or (splits * programs <= kernel.WAVES * 132 and keys >= splits * 128)
+    assert kernel.splits_for(12, 1024, None) == 8 and kernel.splits_for(768, 1024, None) == 1
+    assert kernel.splits_for(1, 2**17, None) == 256  # more than there are multiprocessors
+
+
+def test_many_rows(monkeypatch):
+    """Rows are on the first axis of the grids; the others end at 65,535."""
+    grids = {}
+
+    class Recorder:
+        def __init__(self, name):
+            self.name = name
+
+        def __getitem__(self, grid):
+            grids[self.name] = grid
+            return lambda *args, **options: None
+
+    for name in ("decode_kernel", "merge_kernel"):
+        monkeypatch.setattr(kernel, name, Recorder(name))
+    monkeypatch.setattr(kernel, "splits_for", lambda *args: 2)
+    q, k = torch.empty(70_000, 1, 2, 8), torch.empty(70_000, 2, 1, 8)
+    decode(q, k, k, torch.ones(70_000, dtype=torch.int32), impl="triton")
+    assert grids == {"decode_kernel": (70_000, 1, 2), "merge_kernel": (70_000, 2, 1)}
 
 
 def test_torch_compile_and_opcheck(device):
