@@ -1,25 +1,31 @@
 """Prompts to text: the prompt is read at once, then each step adds one token to every sample of a batch.
 
 On a GPU, a step is one CUDA graph, from the newest tokens to the next ones, and the host reads tokens a few steps
-behind, so that neither waits for the other. On a CPU the same code runs without the graph.
+later, so that neither waits for the other. On a CPU the same code runs without the graph; there the cache saves time in
+batches and past the context, but hardly any for one sample inside the context.
 """
 
+import gc
 import sys
 import time
+import weakref
 from collections import deque
 from contextlib import contextmanager
 from pathlib import Path
 
 import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from data.tokenizer import end_of_text
 from generation.cache import Cache
 from generation.choose import Sampling, choose, sample_keys
 from generation.text import TextStream, encode
-from model import RMSNorm, require
+from model import HAS_TRITON, RMSNorm, require
 from training.step import WARM_UPS, CUDAGraph
 
-BEHIND = 3  # steps that the host reads behind the GPU
+DELAY = 3  # steps after which the host reads the tokens of a GPU
+BATCH_SIZES = 64  # most that are compiled in one process; PyTorch's limit is 8, and then it would stop compiling
+PREFILL = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]  # cuDNN is slow at first calls
 THREAD_WORK = 2**25  # multiplications that are worth a thread of a CPU: with less, threads mostly wait for each other
 
 
@@ -31,12 +37,13 @@ def generate(model, tokenizer, prompt, *, seed=1337, max_tokens=500, stop=(), ig
 
     Args:
         model, tokenizer: as load() of sample.py returns them; the model's device and dtype are used.
-        prompt: str; "<|endoftext|>" in it is that token, if the tokenizer has it. max_tokens: int, at most so many.
+        prompt: str; "<|endoftext|>" in it is that token, if the tokenizer has it. max_tokens: int, the most to add.
         stop: texts before which the sample ends. ignore_eot: go on where the model ends the text.
         sampling: temperature, top_k, top_p, min_p and repetition_penalty, as in Sampling.
 
     Raises:
-        ValueError: an option, or a character that the tokenizer lacks, or an empty prompt without an end of text.
+        ValueError: an option is wrong, the tokenizer lacks a character, or the prompt is empty and the tokenizer has no
+            end-of-text token.
     """
     generator = Generator(model, tokenizer, 1, Sampling(**sampling), seed)
     for _, piece in generator.stream([prompt], max_tokens, stop, ignore_eot):
@@ -49,6 +56,8 @@ def generate_batch(model, tokenizer, prompts, *, seed=1337, max_tokens=500, stop
 
     Sample number i draws the same random numbers in any batch. Equal prompts are read once.
     """
+    require(not isinstance(prompts, str), "prompts is one text; give a list of texts, or use generate()")
+    require(len(prompts) > 0, "prompts is empty; give at least one")
     generator = Generator(model, tokenizer, len(prompts), Sampling(**sampling), seed)
     texts = [""] * len(prompts)
     for row, piece in generator.stream(prompts, max_tokens, stop, ignore_eot):
@@ -73,11 +82,13 @@ class Generator:
 
     Args:
         model: GPT in evaluation mode. tokenizer: its tokenizer. batch: int, number of samples. sampling: Sampling.
-        seed: int. graph: replay each step as a CUDA graph, of compiled blocks; None does so on a GPU.
+        seed: int, from 0 to 2^62 - 1. graph: replay each step as a CUDA graph, of compiled blocks; None does so
+            on a GPU with Triton. It is recorded when the first prompts are given, or by warm_up().
 
     Attributes:
         logits: [batch, n_vocab] float32, of the newest step.
-        prompt_tokens, prompt_seconds: of the last batch, up to the first token.
+        prompt_tokens, prompt_seconds: of the last batch, up to the first token; equal prompts count once, and only the
+            tokens that the model reads.
         new_tokens, new_seconds: of the last batch, after the first token of each sample.
 
     Raises:
@@ -93,7 +104,7 @@ class Generator:
         self.device, dtype = weight.device, weight.dtype
         self.weights = sum(parameter.numel() for parameter in model.parameters())
         on_gpu = self.device.type == "cuda"
-        graph = on_gpu if graph is None else graph
+        self.graph, self.graphed = None, on_gpu and HAS_TRITON if graph is None else graph
         check_memory(batch, Cache.size(model.config, dtype), self.device)
         self.cache = Cache(model.config, batch, self.device, dtype)
 
@@ -106,21 +117,37 @@ class Generator:
         penalised = self.sampling.repetition_penalty != 1
         shape = batch, tokenizer.n_vocab
         self.seen = torch.zeros(shape, dtype=torch.bool, device=self.device) if penalised else None
-        self.behind = BEHIND if on_gpu else 0
-        self.mail = [torch.zeros(batch, dtype=torch.int64, pin_memory=on_gpu) for _ in range(self.behind + 1)]
-        self.sent = [torch.cuda.Event() for _ in self.mail] if on_gpu else None
-        self._choose, self._take_step = self._choose_tokens, self._step
-        if graph:
-            for block in model.blocks:
-                if block._compiled_call_impl is None:  # another Generator of this model has compiled it
-                    block.compile(dynamic=False)
-            self._choose = torch.compile(self._choose_tokens, dynamic=False)
-            self._take_step = CUDAGraph(self._step)
-            self._warm_up()
+        self.delay = DELAY if on_gpu else 0
+        self.host_tokens = [torch.zeros(batch, dtype=torch.int64, pin_memory=on_gpu) for _ in range(self.delay + 1)]
+        self.copied = [torch.cuda.Event() for _ in self.host_tokens] if on_gpu else None
+        self._choose = Generator._choose_tokens  # not a bound method: such a cycle would keep the cache after its use
 
     def reseed(self, seed):
         """Draw other random numbers from now on."""
+        require(0 <= seed < 2**62, f"seed={seed} must be from 0 to 2^62 - 1")
         self.keys.copy_(sample_keys(seed, self.cache.rows))
+
+    def warm_up(self):
+        """Compile, record the graph and let the libraries choose their kernels, unless this has been done."""
+        if not self.graphed or self.graph:
+            return
+        self._compile()
+        step = weakref.WeakMethod(self._step)
+        with torch.cuda.device_of(self.newest):  # the graph's stream is one of the current device
+            self.graph = CUDAGraph(lambda: step()())
+        self.texts = [[0] * self.config.block_size] * self.batch
+        self._fill(range(self.batch), self.config.block_size)
+        for _ in range(WARM_UPS + 1):
+            self.cache.lengths.zero_()
+            self._take_step(0)
+
+    def _compile(self, **options):
+        """Compile a step for this batch size, except the look-up of embeddings; options of torch.compile."""
+        torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, BATCH_SIZES)
+        for module in (*self.model.blocks, self.model.norm):
+            if module._compiled_call_impl is None:  # another Generator of this model has compiled it
+                module.compile(dynamic=False, **options)
+        self._choose = torch.compile(Generator._choose_tokens, dynamic=False, **options)
 
     def stream(self, prompts, max_tokens=500, stop=(), ignore_eot=False):
         """Continue one prompt for each sample; yields (number of the sample, piece of text), some of them empty.
@@ -130,13 +157,14 @@ class Generator:
         require(max_tokens >= 1, f"max_tokens={max_tokens} must be at least 1")
         require(len(prompts) == self.batch, f"{len(prompts)} prompts for {self.batch} samples; give one for each")
         texts = self._encode(prompts, max_tokens)
+        self.warm_up()  # after the check of the prompts
         stop = [text for text in ((stop,) if isinstance(stop, str) else stop) if text]
         end = None if ignore_eot else end_of_text(self.tokenizer)
         return self._pieces(texts, max_tokens, [TextStream(self.tokenizer, stop, end) for _ in prompts])
 
     def _pieces(self, texts, max_tokens, streams):
         start, first, self.new_tokens = time.perf_counter(), None, 0
-        self.prompt_tokens = sum(map(len, dict.fromkeys(map(tuple, texts))))
+        self.prompt_tokens = sum(map(len, {self._context(text, self.config.block_size) for text in texts}))
         try:
             for tokens in self.tokens(texts, max_tokens):
                 if first is None:
@@ -158,6 +186,7 @@ class Generator:
 
     def tokens(self, texts, max_tokens):
         """Yield max_tokens lists of one new token id per sample, which continue texts, lists of token ids."""
+        self.warm_up()
         block_size = self.config.block_size
         self.texts = [list(text) for text in texts]
         rows = range(self.batch)
@@ -170,24 +199,40 @@ class Generator:
                 self.seen[row, torch.tensor(text)] = True
         pending = deque()
         for step in range(max_tokens):
-            full = [row for row in rows if self.filled[row] == block_size]
-            if full:
+            if block_size in self.filled:
                 while pending:  # the tokens to fill the cache from
                     yield self._read(pending.popleft())
-                self._fill(full, max(block_size // 2, 1))
-            self.logits = self._take_step()
+                # a row that has begun another document holds less than the host has counted
+                lengths = [len(self._context(text)) - 1 for text in self.texts]
+                self.filled = list(map(min, self.filled, lengths))
+                full_rows = [row for row in rows if self.filled[row] == block_size]
+                if full_rows:
+                    self._fill(full_rows, max(block_size // 2, 1))
+            slot = step % len(self.host_tokens)
+            self._take_step(slot)
             self.filled = [count + 1 for count in self.filled]
-            pending.append(self._send(step % len(self.mail)))
-            if len(pending) > self.behind or step == 0:
+            pending.append(slot)
+            if len(pending) > self.delay or step == 0:
                 yield self._read(pending.popleft())
         while pending:
             yield self._read(pending.popleft())
+
+    def _context(self, text, count=None):
+        """The newest `count` tokens, or all, of those that the next one depends on: a tuple.
+
+        With mask_documents they are the last document, which includes the end-of-text token after it.
+        """
+        start = 0
+        if self.config.mask_documents:
+            ends = (index for index in range(len(text) - 2, -1, -1) if text[index] == self.config.end_of_text)
+            start = next(ends, -1) + 1
+        return tuple(text[start if count is None else max(start, len(text) - count) :])
 
     @torch.inference_mode()
     @torch.compiler.set_stance("force_eager")  # each length would be compiled anew
     def _fill(self, rows, count):
         """Fill rows of the cache from their newest `count` tokens but the last one, which the next step adds."""
-        contexts = [tuple(self.texts[row][-count:-1]) for row in rows]
+        contexts = [self._context(self.texts[row], count)[:-1] for row in rows]
         unique = {context: index for index, context in enumerate(dict.fromkeys(contexts))}
         width = max(map(len, unique))
         index = torch.tensor(list(rows), device=self.device)
@@ -195,7 +240,7 @@ class Generator:
             padded = [context + (0,) * (width - len(context)) for context in unique]
             sources = torch.tensor([unique[context] for context in contexts], device=self.device)
             tokens = torch.tensor(padded, device=self.device)
-            with self._threads(tokens.numel()):
+            with self._threads(tokens.numel()), sdpa_kernel(PREFILL):
                 self.model.hidden(tokens, self.cache.prefill(tokens, index, sources))
         lengths = list(map(len, contexts))
         self.cache.lengths[index] = torch.tensor(lengths, dtype=torch.int32, device=self.device)
@@ -209,7 +254,7 @@ class Generator:
     def _step(self):
         """Add the newest tokens to the cache and choose the next ones; returns the logits."""
         with self._threads(self.batch):
-            return self._choose(self.model.hidden(self.newest[:, None], self.cache.step()))
+            return self._choose(self, self.model.hidden(self.newest[:, None], self.cache.step()))
 
     @contextmanager
     def _threads(self, tokens):
@@ -227,32 +272,27 @@ class Generator:
         tokens = choose(logits, self.sampling, self.keys, self.positions, self.seen)
         if self.seen is not None:
             self.seen.scatter_(1, tokens[:, None], True)
+        if self.config.mask_documents:  # the next token begins another document, at position 0
+            self.cache.lengths.mul_(self.newest != self.config.end_of_text)
         self.positions += 1
         self.newest.copy_(tokens)
         return logits
 
-    def _send(self, slot):
-        """Start to copy the newest tokens to the host; returns the slot of `mail` in which they arrive."""
-        self.mail[slot].copy_(self.newest, non_blocking=self.sent is not None)
-        if self.sent:
-            self.sent[slot].record()
-        return slot
+    def _take_step(self, slot):
+        """Choose the next tokens and start to copy them to the host, into host_tokens[slot]."""
+        with torch.cuda.device_of(self.newest):  # events are recorded on the stream of the current device
+            self.logits = self.graph() if self.graph else self._step()
+            self.host_tokens[slot].copy_(self.newest, non_blocking=self.copied is not None)
+            if self.copied:
+                self.copied[slot].record()
 
     def _read(self, slot):
-        if self.sent:
-            self.sent[slot].synchronize()
-        tokens = self.mail[slot].tolist()
+        if self.copied:
+            self.copied[slot].synchronize()
+        tokens = self.host_tokens[slot].tolist()
         for text, token in zip(self.texts, tokens, strict=True):
             text.append(token)
         return tokens
-
-    def _warm_up(self):
-        """Compile, record the graph and let the libraries choose their kernels, so that the first token comes soon."""
-        self.texts = [[0] * self.config.block_size] * self.batch
-        self._fill(range(self.batch), self.config.block_size)
-        for _ in range(WARM_UPS + 1):
-            self.cache.lengths.zero_()
-            self._take_step()
 
     def _encode(self, prompts, max_tokens):
         """Token ids of the prompts; says what does not fit into the context."""
@@ -263,12 +303,12 @@ class Generator:
                 ids = encode(self.tokenizer, prompt) or ([] if end is None else [end])
                 require(ids, "the prompt is empty; give at least one character, such as --prompt 'O'")
                 known[prompt] = ids
-        longest = max(map(len, known.values()))
+        longest = max(len(self._context(ids)) for ids in known.values())
         if longest > block_size:
             self._note(
                 f"the prompt is longer than the context; the model reads its last {block_size} tokens (block_size)"
             )
-        elif longest + max_tokens > block_size + 1:
+        if longest + max_tokens > block_size + 1:
             self._note(
                 f"past {block_size} tokens (block_size), the model reads only the newest {max(block_size // 2, 1)}"
             )
@@ -284,6 +324,9 @@ class Generator:
 def check_memory(batch, row, device):
     """ValueError if the cache, of `row` bytes per sample, does not fit into the free memory of the device."""
     free = free_memory(device)
+    if free is not None and batch * row > free:
+        gc.collect()  # what the compiler has left may hold the cache of another Generator
+        free = free_memory(device)
     if free is not None and batch * row > free:
         raise ValueError(
             f"num_samples={batch} needs {batch * row / 2**30:.1f} GiB for keys and values, but {device} has "

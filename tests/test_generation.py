@@ -2,7 +2,9 @@
 
 import contextlib
 import copy
+import gc
 import itertools
+import weakref
 
 import pytest
 import torch
@@ -40,6 +42,14 @@ def make_model(device, **changes):
     return model
 
 
+@pytest.fixture(autouse=True)
+def fresh_compiler():
+    """Tests compile the same code for many shapes."""
+    yield
+    if ON_GPU:
+        torch.compiler.reset()
+
+
 @pytest.fixture(params=MODELS.values(), ids=MODELS)
 def model(request, device):
     return make_model(device, **request.param)
@@ -59,7 +69,7 @@ def uncached(model, prompt, count, choice=torch.argmax):
     windows, logits, tokens = contexts(prompt, model.config.block_size), [], []
     window = next(windows)
     for _ in range(count):
-        with torch.no_grad():
+        with torch.no_grad(), torch.compiler.set_stance("force_eager"):
             logits.append(model(torch.tensor([window], device=model.embed.weight.device))[0, -1])
         tokens.append(int(choice(logits[-1])))
         window = windows.send(tokens[-1])
@@ -82,7 +92,7 @@ def run(generator, prompts, count):
 def test_logits_and_greedy_text_equal_uncached_ones(model, graph):
     """Prompts of unequal lengths, some of them equal, one longer than the context, and across several refills."""
     generator = Generator(model, BYTES, len(PROMPTS), GREEDY, graph=graph)
-    generator.behind = 0  # so that the logits are those of the token
+    generator.delay = 0  # so that the logits are those of the token
     tokens, logits = run(generator, PROMPTS, 45)
     for prompt, row, found in zip(PROMPTS, tokens, logits, strict=True):
         expected, exact = uncached(model, prompt, 45)
@@ -95,7 +105,7 @@ def test_bfloat16(model, graph):
     """Against float32, the logits err at most twice as much as those of the bfloat16 network without a cache."""
     exact_model = copy.deepcopy(model)
     generator = Generator(to_bfloat16(model), BYTES, len(PROMPTS), GREEDY, graph=graph)
-    generator.behind = 0
+    generator.delay = 0
     tokens, logits = run(generator, PROMPTS, 45)
     errors = torch.zeros(2)
     for prompt, row, found in zip(PROMPTS, tokens, logits, strict=True):
@@ -116,17 +126,51 @@ def test_bfloat16_keeps_norms_and_angles(device):
     assert model.head.weight is model.embed.weight
 
 
-@pytest.mark.parametrize("behind", [1, 3])
-def test_reading_behind_changes_nothing(device, behind):
+@pytest.mark.parametrize("delay", [1, 3])
+def test_a_delay_changes_nothing(device, delay):
     """The host takes tokens some steps late, but all of them before it fills the cache anew."""
     model, found = make_model(device), []
-    for late in (0, behind):
+    for steps in (0, delay):
         generator = Generator(model, BYTES, 2, Sampling(), graph=False)
-        generator.behind = late
-        generator.mail = [torch.zeros(2, dtype=torch.int64) for _ in range(late + 1)]
-        generator.sent = None if device == "cpu" else [torch.cuda.Event() for _ in generator.mail]
+        generator.delay = steps
+        generator.host_tokens = [torch.zeros(2, dtype=torch.int64) for _ in range(steps + 1)]
+        generator.copied = None if device == "cpu" else [torch.cuda.Event() for _ in generator.host_tokens]
         found.append(list(generator.tokens([[1, 2, 3], [4]], 50)))
     assert found[0] == found[1] and len(found[0]) == 50
+
+
+@pytest.mark.parametrize("graph", GRAPH)
+@pytest.mark.parametrize("position", ["learned", "rope"])
+def test_documents(device, position, graph):
+    """With mask_documents, a token depends on nothing before an end of text, in a prompt, a text, or across refills."""
+    config = dict(vocab_size=257, block_size=24, position=position, mask_documents=True, end_of_text=256)
+    model = make_model(device, **config)
+    prompts = [[1, 2, 256, 3, 4], [256], [5, 256], [*range(30), 256, *range(9)], list(range(40)), [256, 6], [7] * 24]
+    generator = Generator(model, ENDED, len(prompts), GREEDY, graph=graph)
+    generator.delay = 0
+    given = [torch.randint(256, (len(prompts),)).to(device) for _ in range(100)]
+    for step, row in ((2, 0), (3, 0), (20, 2), (40, 3), (70, 1), (72, 5)):
+        given[step][row] = 256
+    logits = []
+    for step, _ in enumerate(generator.tokens(prompts, 100)):
+        logits.append(generator.logits.clone())
+        generator.newest.copy_(given[step])
+        for row, text in enumerate(generator.texts):
+            text[-1] = int(given[step][row])
+    for row, (prompt, found) in enumerate(zip(prompts, torch.stack(logits, 1), strict=True)):
+        text, start = list(prompt), max(0, len(prompt) - 24)
+        for step, tokens in enumerate(given):
+            if 256 in text[start:-1]:
+                start = len(text) - 1 - text[-2::-1].index(256)
+            if len(text) - start > 24:
+                start = len(text) - 12
+            context = torch.tensor([text[start:]], device=device)
+            with torch.no_grad(), torch.compiler.set_stance("force_eager"):
+                torch.testing.assert_close(found[step], model(context)[0, -1], rtol=1e-4, atol=1e-4)
+                if len(text) <= 24:  # the network itself tells the documents apart, up to four in 24 tokens
+                    whole = model(torch.tensor([text + [0] * (24 - len(text))], device=device))[0, len(text) - 1]
+                    torch.testing.assert_close(found[step], whole, rtol=1e-4, atol=1e-4)
+            text.append(int(tokens[row]))
 
 
 def test_a_generator_serves_one_batch_after_another(model):
@@ -272,6 +316,7 @@ def test_samples_end_at_the_end_of_text(monkeypatch):
     assert ignored == ["one<|endoftext|>more", "two, and"]
     script(monkeypatch, *texts)
     generator = Generator(model, ENDED, 2)
+    generator.reseed(2**62 - 1)
     assert len(list(generator.stream(["", "p"], 30))) == 4 + 14  # both end, so nothing more is computed
     assert generator.prompt_tokens == 2 and generator.new_tokens == 3 + 13
 
@@ -291,9 +336,11 @@ def test_notes_are_said_once(device, capsys):
         list(generator.stream(["ab", "abc"], 60))
     err = capsys.readouterr().err
     assert err.count("note: ") == 1 and "past 16 tokens" in err and "newest 8" in err
-    generate_batch(model, BYTES, ["a" * 17, "abc"], max_tokens=60)
+    generator = Generator(model, BYTES, 2)
+    list(generator.stream(["a" * 17, "abc"], 60))
     err = capsys.readouterr().err
-    assert err.count("note: ") == 1 and "longer than the context" in err and "last 16 tokens" in err
+    assert err.count("note: ") == 2 and "longer than the context" in err and "last 16 tokens" in err
+    assert "newest 8" in err and generator.prompt_tokens == 16 + 3
 
 
 def test_mistakes(device):
@@ -301,7 +348,10 @@ def test_mistakes(device):
     for call, words in [
         (lambda: generate_batch(model, char, ["ab", "ax"]), "no token for 'x'"),
         (lambda: generate_batch(model, char, ["ab", ""]), "the prompt is empty"),
-        (lambda: generate_batch(model, char, []), "num_samples=0"),
+        (lambda: generate_batch(model, char, []), "prompts is empty"),
+        (lambda: generate_batch(model, char, "abc"), "prompts is one text"),
+        (lambda: generate_batch(model, char, ["ab"], seed=2**62), "seed=4611686018427387904"),
+        (lambda: list(generate(model, char, "ab", seed=-1)), "seed=-1"),
         (lambda: list(generate(model, char, "ab", top_p=0.0)), "top_p=0.0"),
         (lambda: list(generate(model, char, "ab", min_p=1.5)), "min_p=1.5"),
         (lambda: list(generate(model, char, "ab", repetition_penalty=0.0)), "repetition_penalty=0.0"),
@@ -325,14 +375,42 @@ def test_blocks_compile_once_for_all_layers_and_lengths(device):
     counter, model = CompileCounterWithBackend("aot_eager"), make_model(device, n_layer=3, **MODELS["modern"])
     generator = Generator(model, BYTES, 2, GREEDY, graph=False)
     expected = list(generator.tokens([[1, 2], [3]], 40))
-    for block in model.blocks:
-        block.compile(backend=counter, fullgraph=True, dynamic=False)
-    generator._choose = torch.compile(generator._choose_tokens, backend=counter, fullgraph=True, dynamic=False)
-    assert list(generator.tokens([[1, 2], [3]], 40)) == expected
-    again = Generator(model, BYTES, 2, GREEDY, graph=False)
-    again._choose = torch.compile(again._choose_tokens, backend=counter, fullgraph=True, dynamic=False)
-    assert list(again.tokens([[1, 2], [3]], 40)) == expected
-    assert counter.frame_count == 2  # a block, and the choice
+    for _ in range(2):
+        generator._compile(backend=counter, fullgraph=True)
+        assert list(generator.tokens([[1, 2], [3]], 40)) == expected
+        generator = Generator(model, BYTES, 2, GREEDY, graph=False)
+    assert counter.frame_count == 3  # a block, the last norm, and the choice
+
+
+@torch.no_grad()
+def test_many_batch_sizes_are_compiled(device):
+    """PyTorch runs code eagerly that it has compiled recompile_limit times, or fails with fullgraph."""
+    from torch._dynamo.testing import CompileCounterWithBackend
+
+    torch.compiler.reset()
+    counter, model = CompileCounterWithBackend("eager"), make_model(device, **MODELS["modern"])
+    for batch in range(1, 11):
+        generator = Generator(model, BYTES, batch, GREEDY, graph=False)
+        generator._compile(backend=counter, fullgraph=True)
+        list(generator.tokens([[1, 2]] * batch, 2))
+    assert counter.frame_count == 3 * 10
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_memory_is_free_when_a_generator_goes_out_of_use(device, compiled):
+    """At once: the garbage collector, which may run much later, is needed only for what the compiler leaves."""
+    generator = Generator(make_model(device), BYTES)
+    if compiled and not ON_GPU:
+        generator._compile(backend="eager")
+    list(generator.stream(["abc"], 30))
+    cache = weakref.ref(generator.cache)
+    gc.collect()
+    gc.disable()
+    try:
+        del generator
+        assert cache() is None
+    finally:
+        gc.enable()
 
 
 @pytest.mark.skipif(not ON_GPU, reason="needs a GPU")
@@ -343,6 +421,14 @@ def test_a_step_does_not_wait_for_the_device(device):
             torch.cuda.set_sync_debug_mode("error")  # it allows to wait for an event
     finally:
         torch.cuda.set_sync_debug_mode("default")
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+def test_another_gpu_than_the_current_one():
+    model = make_model("cuda:1")
+    generator = Generator(model, BYTES, len(PROMPTS), GREEDY)
+    found = list(zip(*generator.tokens(PROMPTS, 45), strict=True))
+    assert found == [tuple(uncached(model, prompt, 45)[0]) for prompt in PROMPTS] and torch.cuda.current_device() == 0
 
 
 def test_threads(monkeypatch):
