@@ -13,8 +13,9 @@ In Python:
         print(piece, end="", flush=True)
 """
 
-import importlib
+import io
 import itertools
+import os
 import sys
 from contextlib import suppress
 from dataclasses import dataclass, fields
@@ -22,6 +23,7 @@ from pathlib import Path
 
 import torch
 
+from data import end_of_text
 from generation import Generator, Sampling, generate, generate_batch
 from generation.generate import to_bfloat16
 from model import require
@@ -29,6 +31,8 @@ from training.config import parse_flags, resolve_device, resolve_dtype
 from training.weights import load_model
 
 __all__ = ["generate", "generate_batch", "load"]
+
+NEW_TEXT = "\n"  # the default prompt
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,8 +42,9 @@ class SampleConfig(Sampling):
     run: str = ""
     """Run folder (its best.pt is preferred), checkpoint file, Hugging Face folder, or gpt2, gpt2-medium, gpt2-large,
     gpt2-xl; empty takes the newest run."""
-    prompt: str = "\n"
-    """Text to continue, FILE:path of a UTF-8 file, or - for standard input."""
+    prompt: str = NEW_TEXT
+    """Text to continue, FILE:path of a UTF-8 file, or - for standard input. The default, a line break, begins a text:
+    if the tokenizer has an end-of-text token, the model reads this instead."""
     interactive: bool = False
     """Continue lines that you type: Ctrl-C stops a text, Ctrl-D ends."""
     max_tokens: int = 500
@@ -58,10 +63,13 @@ class SampleConfig(Sampling):
         super().__post_init__()
         for name in ("max_tokens", "num_samples"):
             require(getattr(self, name) >= 1, f"{name}={getattr(self, name)} must be at least 1")
-        require(0 <= self.seed < 2**62, f"seed={self.seed} must be from 0 to 2^62 - 1")
         require(
             not self.interactive or self.num_samples == 1,
             f"num_samples={self.num_samples} does not go with --interactive; leave it out",
+        )
+        require(
+            not self.interactive or self.prompt == NEW_TEXT,
+            "--prompt does not go with --interactive; type the prompt after the start",
         )
 
 
@@ -85,9 +93,15 @@ def load(run="", device="auto"):
 
 def read_prompt(prompt):
     """The text that an option names."""
-    if prompt == "-":
-        return sys.stdin.read()
-    return Path(prompt[5:]).read_text(encoding="utf-8") if prompt.startswith("FILE:") else prompt
+    name = prompt.removeprefix("FILE:")
+    require(name or not prompt, "--prompt FILE: names no file; give its path, such as FILE:start.txt")
+    try:
+        if prompt == "-":
+            name = "standard input"
+            return io.TextIOWrapper(sys.stdin.buffer, encoding="utf-8").read()
+        return prompt if name == prompt else Path(name).read_text(encoding="utf-8")
+    except UnicodeDecodeError:
+        raise ValueError(f"{name} is not UTF-8 text; convert it first") from None
 
 
 def show(text):
@@ -97,9 +111,7 @@ def show(text):
 def print_samples(generator, prompt, config):
     """Print the first sample as it is made, then the others."""
     prompts, others = [prompt] * config.num_samples, [""] * config.num_samples
-    pieces = generator.stream(
-        prompts, config.max_tokens, config.stop, config.ignore_eot
-    )  # or an error, before any text
+    pieces = generator.stream(prompts, config.max_tokens, config.stop, config.ignore_eot)  # it checks the prompt
     show(prompt)
     for number, piece in pieces:
         if number == 0:
@@ -126,7 +138,8 @@ def print_speed(generator):
 def interact(generator, config):
     """Continue each line that is typed, with other random numbers each time."""
     with suppress(ImportError):  # Windows has none
-        importlib.import_module("readline")  # gives input() its history
+        import readline  # noqa: F401, it gives input() its history
+    generator.warm_up()
     for number in itertools.count():
         try:
             prompt = input("> ")
@@ -137,11 +150,13 @@ def interact(generator, config):
             print()
             continue
         try:
-            generator.reseed(config.seed + number)
+            generator.reseed((config.seed + number) % 2**62)
             print_samples(generator, prompt, config)
             print_speed(generator)
         except KeyboardInterrupt:
             print()
+        except torch.OutOfMemoryError as error:
+            print(f"error: {str(error).split('. ')[0]}; type a shorter prompt", file=sys.stderr)
         except ValueError as error:
             print(f"error: {error}", file=sys.stderr)
 
@@ -151,6 +166,8 @@ def main(config):
     model, tokenizer, contents = load(config.run, config.device)
     print(f"{contents['path']} on {model.embed.weight.device}", file=sys.stderr)
     sampling = Sampling(**{field.name: getattr(config, field.name) for field in fields(Sampling)})
+    if prompt == NEW_TEXT and end_of_text(tokenizer) is not None:
+        prompt = ""
     generator = Generator(model, tokenizer, config.num_samples, sampling, config.seed)
     if config.interactive:
         interact(generator, config)
@@ -164,6 +181,9 @@ if __name__ == "__main__":
         main(parse_flags(SampleConfig, sys.argv[1:]))
     except torch.OutOfMemoryError as error:
         sys.exit(f"error: {str(error).split('. ')[0]}; take fewer --num_samples or a shorter --prompt")
+    except BrokenPipeError:  # the reader of standard output, such as head, has gone
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # for what Python still writes at its end
+        sys.exit(1)
     except (ValueError, OSError) as error:
         sys.exit(f"error: {error}")
     except KeyboardInterrupt:

@@ -69,8 +69,32 @@ def test_greedy_samples_and_a_prompt_file(call, folder):
 
 def test_prompt_from_standard_input(call, monkeypatch):
     expected = call("--prompt", "fade\n")
-    monkeypatch.setattr(sys, "stdin", io.StringIO("fade\n"))
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"fade\n")))
     assert call("--prompt", "-")[:2] == expected[:2]
+
+
+def test_prompts_that_are_not_utf8(call, folder, monkeypatch):
+    (folder / "latin.txt").write_bytes("d\u00e9j\u00e0".encode("latin-1"))
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"\xff"), errors="surrogateescape"))
+    for prompt, name in (("FILE:latin.txt", "latin.txt"), ("-", "standard input")):
+        code, out, _ = call("--prompt", prompt)
+        assert code.startswith(f"error: {name} is not UTF-8 text") and "\n" not in code and out == ""
+
+
+def test_the_default_prompt(run, call):
+    """A line break, or the end-of-text token where there is one."""
+    assert call("--run", str(run))[1].startswith("\n")
+    save(run / "checkpoint.pt", make_tokenizer("char+eot", "abcdef\n"))
+    assert call("--run", str(run))[2].splitlines()[-1].startswith("prompt 1 tokens")
+    assert not call("--run", str(run), "--ignore_eot")[1].startswith("\n")
+
+
+def test_a_closed_pipe_ends_the_program_silently(run):
+    command = [sys.executable, SCRIPT, *FLAGS, "--prompt", "abc"]
+    process = subprocess.Popen(command, cwd=run.parents[1], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    process.stdout.close()
+    err = process.stderr.read()
+    assert process.wait(timeout=120) == 1 and "Error" not in err and "rror: " not in err, err
 
 
 def test_speed_is_printed_last(call):
@@ -87,26 +111,29 @@ def test_stop_texts(call):
 
 
 def test_interactive(call, monkeypatch):
-    """Two texts, an unknown character, Ctrl-C at the prompt, Ctrl-C during a text, and Ctrl-D."""
-    lines = iter(["abc", "abc", "xyz", KeyboardInterrupt, "fed", EOFError])
+    """Two texts, an unknown character, too little memory, Ctrl-C at the prompt, Ctrl-C during a text, and Ctrl-D."""
+    lines = iter(["abc", "abc", "xyz", "bad", KeyboardInterrupt, "fed", EOFError])
+    stream = Generator.stream
+
+    def interrupted(*args):
+        yield next(stream(*args))
+        raise KeyboardInterrupt
+
+    def without_memory(*args):
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB. And much more")
 
     def answer(prompt):
         line = next(lines)
         if isinstance(line, str):
-            if line == "fed":
-                stream = Generator.stream
-
-                def interrupted(*args):
-                    yield next(stream(*args))
-                    raise KeyboardInterrupt
-
-                monkeypatch.setattr(Generator, "stream", interrupted)
+            changed = {"fed": interrupted, "bad": without_memory}
+            monkeypatch.setattr(Generator, "stream", changed.get(line, stream))
             return line
         raise line
 
     monkeypatch.setattr("builtins.input", answer)
     code, out, err = call("--interactive")
-    assert code == 0 and err.count("error: ") == 1 and "'x'" in err and err.count("tokens/s") == 2 * 2
+    assert code == 0 and err.count("error: ") == 2 and "'x'" in err and err.count("tokens/s") == 2 * 2
+    assert "error: CUDA out of memory; type a shorter prompt\n" in err
     first, second = out[:24], out[24:48]
     assert first.startswith("abc") and second.startswith("abc") and first != second
     assert out[48:].startswith("\nfed") and out[48:].count("\n") <= 4
@@ -124,6 +151,8 @@ def test_python(run):
         (["--prompt", "xyz"], ["'x'"]),
         (["--prompt", ""], ["prompt"]),
         (["--prompt", "FILE:none.txt"], ["none.txt"]),
+        (["--prompt", "FILE:"], ["FILE:", "names no file"]),
+        (["--prompt", "abc", "--interactive"], ["--prompt", "--interactive"]),
         (["--run", "runs/none"], ["runs/none"]),
         (["--device", "gpu"], ["device='gpu'"]),
         (["--temperature", "-1"], ["temperature=-1.0"]),
