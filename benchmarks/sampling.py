@@ -6,10 +6,11 @@
     python benchmarks/sampling.py --parts profile        GPU time of a token by kernel
     python benchmarks/sampling.py --small                sizes for a CPU, to try this script
 
-Parts: text (tokens per second after the first, and the time to the first token of a 1,000-token prompt), attention,
-profile, and start (seconds from `python sample.py` to its end after one token, the second time it is run). All of them
-sample with temperature 0.8 from the 200 most likely tokens. A graph's time does not include the host's work, so calls
-of attention are timed as graphs too; they take turns over copies of the cache that do not fit into the L2 cache.
+Parts: text (new tokens per second with the time of the prompt, for all; without it, and the time to the first token of
+a 1,000-token prompt, for ours), attention, profile, and start (seconds from `python sample.py` to its end after one
+token). All of them sample with temperature 0.8 from the 200 most likely tokens. A graph's time does not include the
+host's work, so calls of attention are timed as graphs too; they take turns over copies of the cache, more than the L2
+cache can hold. Progress goes to standard error; the tables come last.
 """
 
 import argparse
@@ -22,6 +23,7 @@ import subprocess
 import sys
 import tempfile
 import time
+import traceback
 from pathlib import Path
 from typing import NamedTuple
 
@@ -38,7 +40,6 @@ from model import GPT, GPTConfig
 from training.checkpoint import FORMAT, save_checkpoint
 
 ROOT = Path(__file__).parents[1]
-PARTS = ("text", "attention", "profile", "start")
 L2_BYTES = 2**28  # several times the L2 cache of any GPU
 
 
@@ -93,23 +94,25 @@ def prompts(batch, length, vocabulary):
 
 
 def time_ours(sizes, batch, device):
-    """(tokens per second after the first token, seconds to the first token of the long prompt), medians."""
+    """Medians: new tokens per second with the time of the prompt, those after the first, seconds to the first token of
+    the long prompt."""
     vocabulary = sizes.model["vocab_size"]
     generator = Generator(random_model(sizes, device), Vocabulary(vocabulary), batch)
     texts = prompts(batch, sizes.prompt, vocabulary).tolist()
     long_texts = prompts(1, sizes.long_prompt, vocabulary).tolist() * batch
-    rates, firsts = [], []
-    for _ in range(sizes.repeats):
+    generator.warm_up()
+    found = []
+    for _ in range(1 + sizes.repeats):
         tokens = generator.tokens(texts, sizes.new)
-        next(tokens)
-        rates.append(batch * (sizes.new - 1) / seconds(lambda tokens=tokens: list(tokens), device))
-        synchronize(device)
-        firsts.append(seconds(lambda: next(generator.tokens(long_texts, 1)), device))
-    return statistics.median(rates[1:]), statistics.median(firsts[1:])
+        first = seconds(lambda tokens=tokens: next(tokens), device)
+        rest = seconds(lambda tokens=tokens: list(tokens), device)
+        long_first = seconds(lambda: next(generator.tokens(long_texts, 1)), device)
+        found.append((batch * sizes.new / (first + rest), batch * (sizes.new - 1) / rest, long_first))
+    return [statistics.median(values) for values in zip(*found[1:], strict=True)]  # the first run warms up
 
 
 def time_generate(make, sizes, batch, device):
-    """Tokens per second of another implementation: make() returns generate(prompts, new tokens)."""
+    """New tokens per second, with the time of the prompt, of what make() returns: generate(prompts, new tokens)."""
     generate = make(sizes, device)
     given = prompts(batch, sizes.prompt, sizes.model["vocab_size"]).to(device)
     generate(given, 8)  # to warm up
@@ -159,11 +162,18 @@ def text_part(sizes, device, nanogpt):
     others = {"transformers": transformers_generate} if importlib.util.find_spec("transformers") else {}
     if nanogpt:
         others["nanoGPT"] = nanogpt_generate(nanogpt)
-    print(f"| batch | Kestrel tokens/s | first token of {sizes.long_prompt:,}, ms | {' | '.join(others)} |")
+    names = ["batch", "Kestrel tokens/s", *others, "Kestrel without the prompt", "first token, ms"]
+    yield f"prompt {sizes.prompt}, {sizes.new} new tokens; first token of a prompt of {sizes.long_prompt:,}"
+    yield row(names)
+    yield row(["---"] * len(names))
     for batch in sizes.batches:
-        rate, first = time_ours(sizes, batch, device)
-        rates = [f"{time_generate(make, sizes, batch, device):,.0f}" for make in others.values()]
-        print(f"| {batch} | {rate:,.0f} | {1000 * first:.1f} | {' | '.join(rates)} |", flush=True)
+        whole, rest, first = time_ours(sizes, batch, device)
+        rates = [time_generate(make, sizes, batch, device) for make in others.values()]
+        yield row([batch, *(f"{rate:,.0f}" for rate in (whole, *rates, rest)), f"{1000 * first:.1f}"])
+
+
+def row(cells):
+    return f"| {' | '.join(map(str, cells))} |"
 
 
 def graph_seconds(calls, device, repeats=20):
@@ -206,49 +216,58 @@ def copy_bandwidth(device):
 def attention_part(sizes, device):
     dtype = torch.bfloat16 if device == "cuda" else torch.float32
     copy = copy_bandwidth(device)
-    print(f"\ncopy {copy:,.0f} GB/s\n| heads | batch | context | decode() GB/s | of copy | SDPA flash | SDPA cuDNN |")
-    for name, (heads, kv_heads, dim) in HEADS.items():
-        for batch in (1, 8):
-            for context in sizes.contexts:
-                size = 2 * batch * context * kv_heads * dim * dtype.itemsize
-                if size > 2**34:
-                    continue
-                copies = range(min(64, 1 + L2_BYTES // size) if device == "cuda" else 1)
-                q = torch.randn(batch, 1, heads, dim, device=device, dtype=dtype)
-                caches = [torch.randn(2, batch, context, kv_heads, dim, device=device, dtype=dtype) for _ in copies]
-                lengths = torch.full((batch,), context, dtype=torch.int32, device=device)
-                rates = []
-                for call in (
-                    lambda k, v, q=q, lengths=lengths: decode(q, k, v, lengths),
-                    lambda k, v, q=q: sdpa(SDPBackend.FLASH_ATTENTION, q, k, v),
-                    lambda k, v, q=q: sdpa(SDPBackend.CUDNN_ATTENTION, q, k, v),
-                ):
-                    try:
-                        spent = graph_seconds([lambda c=c, call=call: call(*c) for c in caches], device)
-                        rates.append(size / spent / 1e9)
-                    except RuntimeError:  # the backend does not serve this call
-                        rates.append(float("nan"))
-                row = [f"{rates[0]:,.0f}", f"{rates[0] / copy:.0%}", *(f"{rate:,.0f}" for rate in rates[1:])]
-                print(f"| {name} | {batch} | {context:,} | {' | '.join(row)} |", flush=True)
+    names = ["heads", "batch", "context", "decode() GB/s", "of copy", "SDPA flash", "SDPA cuDNN"]
+    yield f"a copy reads and writes {copy:,.0f} GB/s"
+    yield row(names)
+    yield row(["---"] * len(names))
+    for (name, shape), batch, context in itertools.product(HEADS.items(), (1, 8), sizes.contexts):
+        rates = attention_rates(batch, context, *shape, dtype, device)
+        ours, *others = (f"{rate:,.0f}" if rate else "-" for rate in rates)
+        yield row([name, batch, f"{context:,}", ours, f"{rates[0] / copy:.0%}", *others])
+
+
+def attention_rates(batch, context, heads, kv_heads, dim, dtype, device):
+    """GB/s at which decode(), SDPA flash and SDPA cuDNN read the cache; 0 if a backend does not serve this call."""
+    size = 2 * batch * context * kv_heads * dim * dtype.itemsize
+    copies = range(min(64, 1 + L2_BYTES // size) if device == "cuda" else 1)
+    q = torch.randn(batch, 1, heads, dim, device=device, dtype=dtype)
+    caches = [torch.randn(2, batch, context, kv_heads, dim, device=device, dtype=dtype) for _ in copies]
+    lengths = torch.full((batch,), context, dtype=torch.int32, device=device)
+    rates = []
+    for call in (
+        lambda k, v: decode(q, k, v, lengths),
+        lambda k, v: sdpa(SDPBackend.FLASH_ATTENTION, q, k, v),
+        lambda k, v: sdpa(SDPBackend.CUDNN_ATTENTION, q, k, v),
+    ):
+        try:
+            spent = graph_seconds([lambda c=c, call=call: call(*c) for c in caches], device)
+            rates.append(size / spent / 1e9)
+        except RuntimeError:
+            rates.append(0)
+    return rates
 
 
 def profile_part(sizes, device):
-    """GPU microseconds of a token by kernel, batch 1; the rest of its time are gaps."""
+    """GPU microseconds of a step by kernel, at the least and the largest batch; the rest of its time are gaps."""
     if device == "cpu":
         return
     from torch.profiler import ProfilerActivity, profile
 
     vocabulary = sizes.model["vocab_size"]
-    generator = Generator(random_model(sizes, device), Vocabulary(vocabulary))
-    texts = prompts(1, sizes.prompt, vocabulary).tolist()
-    list(generator.tokens(texts, 16))
-    tokens, count = generator.tokens(texts, sizes.new), sizes.new - 1
-    next(tokens)
-    with profile(activities=[ProfilerActivity.CUDA]) as recorded:
-        whole = seconds(lambda: list(tokens), device)
-    print(f"\n{1e6 * whole / count:.0f} us a token; calls and microseconds a token by kernel:")
-    for event in sorted(recorded.key_averages(), key=lambda event: -event.self_device_time_total)[:25]:
-        print(f"{event.count / count:6.1f} {event.self_device_time_total / count:8.1f}  {event.key[:90]}")
+    for batch in (sizes.batches[0], sizes.batches[-1]):
+        generator = Generator(random_model(sizes, device), Vocabulary(vocabulary), batch)
+        texts = prompts(batch, sizes.prompt, vocabulary).tolist()
+        list(generator.tokens(texts, 16))
+        tokens, count = generator.tokens(texts, sizes.new), sizes.new - 1
+        next(tokens)
+        with profile(activities=[ProfilerActivity.CUDA]) as recorded:
+            whole = seconds(lambda tokens=tokens: list(tokens), device)
+        events = sorted(recorded.key_averages(), key=lambda event: -event.self_device_time_total)
+        busy = sum(event.self_device_time_total for event in events)
+        yield f"batch {batch}: a step takes {1e6 * whole / count:.0f} us, its kernels {busy / count:.0f} us"
+        yield "calls and microseconds a step by kernel:"
+        for event in events[:20]:
+            yield f"{event.count / count:6.1f} {event.self_device_time_total / count:8.1f}  {event.key[:80]}"
 
 
 def start_part(sizes, device):
@@ -260,27 +279,34 @@ def start_part(sizes, device):
         command = [sys.executable, ROOT / "sample.py", "--run", path, "--device", device, "--max_tokens", "1"]
         options = dict(check=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, env=os.environ)
         spent = [seconds(lambda: subprocess.run(list(map(str, command)), **options), "cpu") for _ in range(2)]
-    print(f"\nstart of sample.py to its end after one token: {spent[0]:.1f} s, then {spent[1]:.1f} s")
+    yield f"start of sample.py to its end after one token: {spent[0]:.1f} s, then {spent[1]:.1f} s"
+
+
+PARTS = {"text": text_part, "attention": attention_part, "profile": profile_part, "start": start_part}
 
 
 def main(argv):
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--parts", nargs="+", default=PARTS, choices=PARTS)
+    parser.add_argument("--parts", nargs="+", default=list(PARTS), choices=PARTS)
     parser.add_argument("--nanogpt", help="a checkout of nanoGPT, timed in the same process")
     parser.add_argument("--small", action="store_true", help="sizes for a CPU")
     args = parser.parse_args(argv)
     device, sizes = "cuda" if torch.cuda.is_available() else "cpu", SMALL if args.small else GPT2
     chip = torch.cuda.get_device_name() if device == "cuda" else "CPU"
     commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, capture_output=True, text=True).stdout
-    print(f"{chip}, torch {torch.__version__}, commit {commit.strip()}, {Sampling()}")
-    if "text" in args.parts:
-        text_part(sizes, device, args.nanogpt)
-    if "attention" in args.parts:
-        attention_part(sizes, device)
-    if "profile" in args.parts:
-        profile_part(sizes, device)
-    if "start" in args.parts:
-        start_part(sizes, device)
+    tables = [f"{chip}, torch {torch.__version__}, commit {commit.strip()}, {Sampling()}"]
+    start = time.perf_counter()
+    for name in args.parts:
+        tables.append("")
+        part = PARTS[name](sizes, device, *[args.nanogpt] * (name == "text"))
+        try:
+            for line in part:
+                tables.append(line)
+                print(f"{time.perf_counter() - start:4.0f} s  {name}: {line}", file=sys.stderr, flush=True)
+        except Exception:  # the other parts still count
+            traceback.print_exc()
+            tables.append(f"{name}: failed")
+    print("\n".join(tables))
 
 
 if __name__ == "__main__":
