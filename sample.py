@@ -50,11 +50,11 @@ class SampleConfig(Sampling):
     max_tokens: int = 500
     """Tokens per sample."""
     num_samples: int = 1
-    """Samples, made at the same time."""
+    """Samples, made in one batch."""
     stop: tuple[str, ...] = ()
     """End a sample before any of these texts."""
     ignore_eot: bool = False
-    """Go on where the model ends a text."""
+    """Do not end a sample at the end-of-text token."""
     seed: int = 1337
     device: str = "auto"
     """auto (CUDA, else MPS, else CPU), cpu, cuda, cuda:1, mps."""
@@ -92,7 +92,7 @@ def load(run="", device="auto"):
 
 
 def read_prompt(prompt):
-    """The text that an option names."""
+    """The text that --prompt gives or names."""
     name = prompt.removeprefix("FILE:")
     require(name or not prompt, "--prompt FILE: names no file; give its path, such as FILE:start.txt")
     try:

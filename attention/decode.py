@@ -20,7 +20,7 @@ IMPLEMENTATIONS = ("auto", "triton", "eager")
 
 
 class Options(NamedTuple):
-    """The optional tensors and numbers of a call, as the op takes them; None or 0 = without."""
+    """The optional arguments of a call, as the op takes them; None or 0 means absent."""
 
     decay_sum: Tensor | None
     sink: Tensor | None

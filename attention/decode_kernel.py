@@ -25,12 +25,12 @@ from .tiles import (
     zeros,
 )
 
-# Not timed yet, except that they compile without register spills for all chips of tests/test_compile.py.
+# Not timed yet; they compile without register spills for all chips of tests/test_compile.py.
 BLOCK_K = 64  # most keys per step
-TILE_BYTES = 2**14  # of a tile of keys; a single query, which holds keys and sums in registers, takes a part of it
+TILE_BYTES = 2**14  # of a tile of keys; a half or a quarter for a single query, which keeps all of it in registers
 LARGE_CHIPS = ((8, 0), (9, 0), (10, 0))  # shared memory for three stages of these tiles; others have two
 ROWS = 64  # most queries of a key head in one program; half as many if the head dim is above 128
-WAVES = 4  # programs per multiprocessor that the keys are split for
+WAVES = 4  # programs per multiprocessor to split the keys into
 MAX_SPLITS = 256  # enough for all multiprocessors if there is one program without splits
 MERGED = tl.constexpr(32)  # most shares that the merge kernel loads at once
 
@@ -85,7 +85,7 @@ def absorb(state, q_tile, rows, k, v, start, end, seq, terms, RULE: tl.constexpr
         scores, _ = shape_scores(qk, rows.pos[:, None], k_pos[None, :], rows.head[:, None], seq, terms, RULE, True)
         scores = tl.where((k_pos < end)[None, :], scores, float("-inf"))
         top = tl.maximum(state.top, tl.max(scores, 1))
-    pivot = tl.where(top == float("-inf"), 0.0, top)  # of a row that has seen no key yet
+    pivot = tl.where(top == float("-inf"), 0.0, top)  # -inf - -inf would be NaN
     fade = tl.exp2(state.top - pivot)
     if TILE.block_q == 1:
         weights = tl.exp2(scores - pivot)
@@ -134,7 +134,7 @@ def decode_kernel(
     seq = Sequence(row, row, 0, q_len, 0, length)
     terms = Terms(scale, None, None, gate)
 
-    low = tl.maximum(length - q_len - behind(RULE), 0)  # of all keys that a query of this row sees
+    low = tl.maximum(length - q_len - behind(RULE), 0)  # the first key that a query of this row sees
     share = tl.cdiv(tl.cdiv(length - low, SPLITS), TILE.block_k) * TILE.block_k
     start = low + split * share
     end = tl.minimum(start + share, length)

@@ -139,7 +139,7 @@ def transformers_generate(sizes, device):
 
 
 def nanogpt_generate(path):
-    """Maker of generate() of a checkout of nanoGPT, which is not on the import path: its files have our names."""
+    """make() of time_generate() for a checkout of nanoGPT, loaded by path because its model.py has the name of ours."""
 
     def make(sizes, device):
         spec = importlib.util.spec_from_file_location("nanogpt", Path(path) / "model.py")
@@ -248,7 +248,7 @@ def attention_rates(batch, context, heads, kv_heads, dim, dtype, device):
 
 
 def profile_part(sizes, device):
-    """GPU microseconds of a step by kernel, at the least and the largest batch; the rest of its time are gaps."""
+    """GPU microseconds of a step by kernel, at the smallest and the largest batch; the rest of its time is gaps."""
     if device == "cpu":
         return
     from torch.profiler import ProfilerActivity, profile

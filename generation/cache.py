@@ -11,19 +11,19 @@ from attention import attention, decode
 
 
 class View(NamedTuple):
-    """What GPT.hidden() needs of a cache: the positions [B, T] of the tokens, and for each block its Layer."""
+    """What GPT.hidden() needs of a cache: the positions [B, T] of the new tokens, and a layer for each block."""
 
     positions: torch.Tensor
     layers: list
 
 
 class PrefillLayer(NamedTuple):
-    """Takes tokens that begin their rows."""
+    """For tokens that begin their rows."""
 
     k: torch.Tensor  # [B, S, G, D], as v
     v: torch.Tensor
     rows: torch.Tensor  # [M], rows of the cache to fill
-    sources: torch.Tensor  # [M], from which of the N rows of tokens each is filled
+    sources: torch.Tensor  # [M], the row of tokens, 0 to N - 1, that fills each of them
     impl: str
 
     def attend(self, q, k, v):
@@ -35,7 +35,7 @@ class PrefillLayer(NamedTuple):
 
 
 class DecodeLayer(NamedTuple):
-    """Takes one more token for each row."""
+    """For one more token in each row."""
 
     k: torch.Tensor  # [B, S, G, D], as v
     v: torch.Tensor
@@ -64,7 +64,7 @@ class Cache:
         self.rows = torch.arange(batch, device=device)
         self.slots = torch.zeros_like(self.rows)
         layers = [DecodeLayer(k, v, self.rows, self.slots, self.lengths) for k, v in zip(self.k, self.v, strict=True)]
-        self.next = View(self.slots[:, None], layers)  # of every step: only the contents of its tensors change
+        self.next = View(self.slots[:, None], layers)  # the same in every step: only the contents of its tensors change
         # PyTorch's attention has nothing to compile, so the first token comes sooner
         self.impl = "sdpa" if config.attention == "auto" else config.attention
 
@@ -74,16 +74,16 @@ class Cache:
         return 2 * config.n_layer * config.block_size * config.kv_heads * config.head_dim * dtype.itemsize
 
     def prefill(self, tokens, rows, sources):
-        """View for tokens [N, T], which become the first T of the given rows [M]; sources [M] says whose.
+        """View for tokens [N, T]: their row sources[i] becomes the beginning of row rows[i] of the cache.
 
-        It sets no lengths, because some of the tokens may be padding.
+        The caller sets the lengths, because some of the tokens may be padding.
         """
         positions = torch.arange(tokens.shape[1], device=tokens.device).expand_as(tokens)
         layers = [PrefillLayer(k, v, rows, sources, self.impl) for k, v in zip(self.k, self.v, strict=True)]
         return View(positions, layers)
 
     def step(self):
-        """View for one more token in each row, which is counted from now on."""
+        """View for one more token in each row; the lengths include it from now on."""
         self.slots.copy_(self.lengths)
         self.lengths += 1
         return self.next

@@ -25,7 +25,7 @@ class Sampling:
     top_p: float = 1.0
     """Sample from the most likely tokens that together reach this probability; 1 = all."""
     min_p: float = 0.0
-    """Sample from tokens at least this share as likely as the most likely one; 0 = all."""
+    """Sample from tokens with at least this share of the highest probability; 0 = all."""
     repetition_penalty: float = 1.0
     """Divide positive logits of tokens that the text already has by this number and multiply negative ones; 1 = off."""
 

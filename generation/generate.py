@@ -24,7 +24,7 @@ from model import HAS_TRITON, RMSNorm, require
 from training.step import WARM_UPS, CUDAGraph
 
 DELAY = 3  # steps after which the host reads the tokens of a GPU
-BATCH_SIZES = 64  # most that are compiled in one process; PyTorch's limit is 8, and then it would stop compiling
+BATCH_SIZES = 64  # that a process may compile code for; PyTorch's limit is 8, and more would run eagerly
 PREFILL = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]  # cuDNN is slow at first calls
 THREAD_WORK = 2**25  # multiplications that are worth a thread of a CPU: with less, threads mostly wait for each other
 
@@ -32,8 +32,8 @@ THREAD_WORK = 2**25  # multiplications that are worth a thread of a CPU: with le
 def generate(model, tokenizer, prompt, *, seed=1337, max_tokens=500, stop=(), ignore_eot=False, **sampling):
     """Continue a prompt; yields pieces of text as they are made, without the prompt.
 
-    The same seed gives the same text on the same machine. Past the context the model goes on with the newest
-    block_size / 2 tokens, and fills its cache anew from them, once every block_size / 2 tokens.
+    The same seed gives the same text on the same machine. When the context is full, the model goes on with its newest
+    block_size / 2 tokens only.
 
     Args:
         model, tokenizer: as load() of sample.py returns them; the model's device and dtype are used.
@@ -68,7 +68,7 @@ def generate_batch(model, tokenizer, prompts, *, seed=1337, max_tokens=500, stop
 def to_bfloat16(model):
     """Change the weights of a GPT to bfloat16, which halves the time to read them; returns the model.
 
-    RMSNorm computes in float32 and keeps its weights, and so do the rotary angles, which are no parameters.
+    RMSNorm computes in float32 and keeps float32 weights. The rotary angles, which are buffers, also stay in float32.
     """
     for module in model.modules():
         if not isinstance(module, RMSNorm):
@@ -78,7 +78,7 @@ def to_bfloat16(model):
 
 
 class Generator:
-    """A batch of samples of one model, which can be used for one batch of prompts after another.
+    """Continues batches of prompts, one after the other, all with the same number of prompts.
 
     Args:
         model: GPT in evaluation mode. tokenizer: its tokenizer. batch: int, number of samples. sampling: Sampling.
@@ -87,8 +87,8 @@ class Generator:
 
     Attributes:
         logits: [batch, n_vocab] float32, of the newest step.
-        prompt_tokens, prompt_seconds: of the last batch, up to the first token; equal prompts count once, and only the
-            tokens that the model reads.
+        prompt_tokens, prompt_seconds: of the last batch, up to the first token. Equal prompts count once, and tokens
+            that do not fit into the context do not count.
         new_tokens, new_seconds: of the last batch, after the first token of each sample.
 
     Raises:
@@ -111,7 +111,8 @@ class Generator:
         def integers():
             return torch.zeros(batch, dtype=torch.int64, device=self.device)
 
-        self.newest, self.positions = integers(), integers()  # tokens that are not in the cache, and of the next ones
+        self.newest = integers()  # tokens, not yet in the cache
+        self.positions = integers()  # of the next tokens in their texts
         self.keys = integers()
         self.reseed(seed)
         penalised = self.sampling.repetition_penalty != 1
@@ -142,7 +143,7 @@ class Generator:
             self._take_step(0)
 
     def _compile(self, **options):
-        """Compile a step for this batch size, except the look-up of embeddings; options of torch.compile."""
+        """Compile a step for this batch size, except the look-up of embeddings; options: of torch.compile."""
         torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, BATCH_SIZES)
         for module in (*self.model.blocks, self.model.norm):
             if module._compiled_call_impl is None:  # another Generator of this model has compiled it
@@ -202,7 +203,7 @@ class Generator:
             if block_size in self.filled:
                 while pending:  # the tokens to fill the cache from
                     yield self._read(pending.popleft())
-                # a row that has begun another document holds less than the host has counted
+                # the host did not know of new documents, whose rows the device has emptied
                 lengths = [len(self._context(text)) - 1 for text in self.texts]
                 self.filled = list(map(min, self.filled, lengths))
                 full_rows = [row for row in rows if self.filled[row] == block_size]
@@ -218,9 +219,9 @@ class Generator:
             yield self._read(pending.popleft())
 
     def _context(self, text, count=None):
-        """The newest `count` tokens, or all, of those that the next one depends on: a tuple.
+        """The tokens that the next one depends on, of these the newest `count` if it is given: a tuple.
 
-        With mask_documents they are the last document, which includes the end-of-text token after it.
+        With mask_documents these are the last document, with its end-of-text token.
         """
         start = 0
         if self.config.mask_documents:
@@ -229,9 +230,9 @@ class Generator:
         return tuple(text[start if count is None else max(start, len(text) - count) :])
 
     @torch.inference_mode()
-    @torch.compiler.set_stance("force_eager")  # each length would be compiled anew
+    @torch.compiler.set_stance("force_eager")  # otherwise each length would be compiled
     def _fill(self, rows, count):
-        """Fill rows of the cache from their newest `count` tokens but the last one, which the next step adds."""
+        """Fill rows of the cache with their newest `count` tokens, except the last one, which the next step adds."""
         contexts = [self._context(self.texts[row], count)[:-1] for row in rows]
         unique = {context: index for index, context in enumerate(dict.fromkeys(contexts))}
         width = max(map(len, unique))
@@ -258,7 +259,7 @@ class Generator:
 
     @contextmanager
     def _threads(self, tokens):
-        """Compute with as many of the CPU's threads as the network has work for, with this number of tokens."""
+        """Limit the CPU's threads to the number that is worthwhile for this number of tokens."""
         before = torch.get_num_threads()
         if self.device.type == "cpu":
             torch.set_num_threads(min(before, max(1, self.weights * tokens // THREAD_WORK)))
@@ -295,7 +296,7 @@ class Generator:
         return tokens
 
     def _encode(self, prompts, max_tokens):
-        """Token ids of the prompts; says what does not fit into the context."""
+        """Token ids of the prompts. Prints a note if prompt or text do not fit into the context."""
         block_size, end = self.config.block_size, end_of_text(self.tokenizer)
         known = {}
         for prompt in prompts:
@@ -335,7 +336,7 @@ def check_memory(batch, row, device):
 
 
 def free_memory(device):
-    """Bytes, or None if this system does not tell."""
+    """Bytes, or None if they are unknown."""
     if device.type == "cuda":
         cached = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)  # PyTorch would use it again
         return torch.cuda.mem_get_info(device)[0] + cached

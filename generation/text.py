@@ -29,11 +29,11 @@ class TextStream:
     def __init__(self, tokenizer, stop=(), end=None):
         self.tokenizer, self.stop, self.end = tokenizer, stop, end
         self.decoder = codecs.getincrementaldecoder("utf-8")("replace")
-        self.held = ""  # text with which a stop text may begin
+        self.held = ""  # text that may be the beginning of a stop text
         self.ended = False
 
     def add(self, token):
-        """The text, often "", that is certain now that a token has been added."""
+        """Add a token; returns the text, often "", that no later token can change."""
         if token == self.end:
             return self.finish()
         self.held += self.decoder.decode(self.tokenizer.decode_bytes([token]))
@@ -55,5 +55,5 @@ class TextStream:
 
 
 def overlap(text, stop):
-    """Length of the longest end of a text with which a longer stop text begins."""
+    """Length of the longest end of `text` that is the beginning of a longer stop text."""
     return next((n for n in range(min(len(stop) - 1, len(text)), 0, -1) if text.endswith(stop[:n])), 0)

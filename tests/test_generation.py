@@ -128,7 +128,7 @@ def test_bfloat16_keeps_norms_and_angles(device):
 
 @pytest.mark.parametrize("delay", [1, 3])
 def test_a_delay_changes_nothing(device, delay):
-    """The host takes tokens some steps late, but all of them before it fills the cache anew."""
+    """The host reads tokens some steps later, but all of them before it fills the cache anew."""
     model, found = make_model(device), []
     for steps in (0, delay):
         generator = Generator(model, BYTES, 2, Sampling(), graph=False)
