@@ -113,7 +113,7 @@ def main(config):
     require(not (config.text and config.split), "--text and --split name two texts; choose one of them")
     require(config.batch_size >= 1, f"batch_size={config.batch_size} must be at least 1")
     require(config.limit >= 0, f"limit={config.limit} must be at least 0; 0 takes all items")
-    model, tokenizer, contents = load(config.run, config.device)
+    model, tokenizer, contents = load(config.run, config.device, "float32")
     print(f"{contents['path']} on {model.embed.weight.device}", file=sys.stderr)
     results, block_size = {}, model.config.block_size
     stride = block_size if config.stride is None else config.stride

@@ -73,20 +73,19 @@ class SampleConfig(Sampling):
         )
 
 
-def load(run="", device="auto"):
+def load(run="", device="auto", dtype="auto"):
     """(GPT for generation, tokenizer, contents of the checkpoint, or {"path"} of a Hugging Face model).
-
-    On a GPU with bfloat16 the weights have that dtype.
 
     Args:
         run: as of training.weights.read(); "" is the newest run. device: auto, cpu, cuda, cuda:N or mps.
+        dtype: of the weights, float32 or bfloat16; auto takes bfloat16 on a GPU that has it.
 
     Raises:
         ValueError: there is no run or checkpoint, it is damaged, or the device does not exist. OSError: no such file.
     """
     device = resolve_device(device)
     model, tokenizer, contents = load_model(run)
-    if resolve_dtype("auto", device) == torch.bfloat16:
+    if resolve_dtype(dtype, device) == torch.bfloat16:
         to_bfloat16(model)
     return model.to(device).eval(), tokenizer, contents
 

@@ -230,7 +230,7 @@ def test_mistakes(folder, run):
         ("wide", "transformer.wte.weight", "[97, 48]", "[97, 96]"),
         ("deep", "lacks transformer.h.3.ln_1.weight"),
         ("swish", "activation_function=silu"),
-        ("nowhere", "nowhere"),
+        ("nowhere", "nowhere does not exist", "gpt2-xl"),
     ):
         with pytest.raises((ValueError, OSError)) as error:
             weights.read(name)

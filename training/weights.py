@@ -97,6 +97,7 @@ def read(name, weights=True):
         return _read_hugging_face(path, weights)
     if (path.suffix == ".safetensors" and path.is_file()) or (path / "model.safetensors").exists():
         return _read_hugging_face(path, weights)
+    require(path.exists(), f"{path} does not exist; name a run, a Hugging Face folder, or {', '.join(GPT2_SIZES)}")
     best = path / "best.pt"
     found = [best] * best.is_file() + checkpoints(path)
     needs = "has no checkpoint and no model.safetensors; name a run that has saved one, or train it first"
