@@ -73,7 +73,8 @@ def choose(logits, sampling, keys, positions, seen=None):
     if least is not None:
         scores = scores.masked_fill(logits < least, float("-inf"))
     # Gumbel-max: the token with the least quotient of an exponential variable and its probability
-    return tokens[(scores - exponential(mix(keys + positions)[:, None], tokens).log()).argmax(-1)]
+    chosen = (scores - exponential(mix(keys + positions)[:, None], tokens).log()).argmax(-1)
+    return chosen if len(tokens) == vocabulary else tokens[chosen]
 
 
 def mix(x):
@@ -100,6 +101,7 @@ def sample_keys(seed, numbers):
 
 def exponential(keys, tokens):
     """Exponential variables in float32, a function of key and token; the two broadcast."""
-    bits = shifted(high_mix(torch.add(keys, tokens, alpha=GOLDEN)), 33)
+    # not tokens * GOLDEN: Inductor takes that for an index, which may be 32-bit and must not overflow
+    bits = shifted(high_mix(keys + tokens), 33)
     uniform = ((bits.float() + 0.5) * -(2.0**-31)).clamp(min=2.0**-24 - 1)  # negative; never 0 or -1, and fine near 0
     return -torch.log1p(uniform)

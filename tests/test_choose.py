@@ -1,6 +1,8 @@
 """The choice of a token: probabilities, filters, and random numbers that do not depend on the batch."""
 
+import pytest
 import torch
+from problems import ON_GPU
 
 from generation.choose import Sampling, choose, exponential, mix, sample_keys
 
@@ -14,6 +16,14 @@ def test_choices_at_any_batch_size(device):
         for row in (0, 1, 7, 63):
             one = slice(row, row + 1)
             assert choose(logits[one], sampling, keys[one], positions[one]) == together[row]
+
+
+@pytest.mark.skipif(not ON_GPU, reason="on a CPU nothing is compiled")
+@pytest.mark.parametrize("options", [{}, dict(top_k=0), dict(top_k=0, top_p=0.9), dict(top_p=0.9, min_p=0.01)])
+def test_a_compiled_choice_is_the_same(device, options):
+    logits, positions = torch.randn(8, 50_257, device=device), torch.arange(8, device=device)
+    arguments = logits, Sampling(**options), sample_keys(3, positions), positions
+    assert torch.equal(torch.compile(choose, dynamic=False)(*arguments), choose(*arguments))
 
 
 def test_choices_follow_the_probabilities(device):
