@@ -198,6 +198,7 @@ def small(device):
     return [torch.randn(2, length, n, dim, device=device).bfloat16() for n in (heads, heads // 2, heads // 2, heads)]
 
 
+@pytest.mark.slow
 def test_calls_that_look_alike(impl, device):
     """A cached problem is not used for another call. Each call differs from the first in one way; some run twice."""
     q, k, v, dout = small(device)

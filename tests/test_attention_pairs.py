@@ -19,7 +19,7 @@ PARAMETERS = {
     "bias": [None, "full", "heads", "keys", "queries", "one"],
     "value_dim": [None, 8, 24, 40, 48, 128] if ON_GPU else [None, 8],
     "ragged": [None, "lengths", "packed", "packed_pair"],
-    "group": [1, 2, 3, 8],
+    "group": [1, 2, 3, 8] if ON_GPU else [1, 3],
     "window": [None, 1, 16, 50] if ON_GPU else [None, 1, 12],
     "keys": ["same", "more", "fewer"],
     "scale": [None, -1.5, 0.0],  # as a multiple of 1 / sqrt(dim)

@@ -25,8 +25,8 @@ COMPILE_ALL = os.environ.get("COMPILE_ALL") == "1"
 
 # Compiled for Hopper: dtype, bounds of sequences, whether with features, masks, head dims.
 HOPPER = [
-    ("bfloat16", None, True, "causal", (64, 128)),
-    ("float16", "packed", True, "causal", (64, 128)),
+    ("bfloat16", None, True, "causal", (128,)),
+    ("float16", "packed", True, "causal", (64,)),
     ("bfloat16", "lengths", True, "full", (128, 256)),
     ("bfloat16", None, False, "causal", (64, 256)),
     ("float16", None, False, "full", (64, 128)),
@@ -94,9 +94,9 @@ def test_kernels_fit_the_chip(chip, dtype):
 
 
 # chip, head dims, ways to compute dk/dv
-GROUPED = [(89, (128,), ("loop", "partials")), (90, (128, 256), ("partials",))]
+GROUPED = [(89, (128,), ("loop", "partials")), (90, (256,), ("partials",))]
 if COMPILE_ALL:
-    GROUPED.append((100, (128, 256), ("loop", "partials")))
+    GROUPED += [(90, (128,), ("partials",)), (100, (128, 256), ("loop", "partials"))]
 
 
 @pytest.mark.parametrize("chip, dims, ways", GROUPED)
@@ -138,10 +138,10 @@ def test_hopper_kernels_fit_their_chip(dtype, bounds, features, masks, dims):
     assert not bad, "\n".join(map(str, bad))
 
 
-@pytest.mark.parametrize("chip, dtype", PORTABLE if COMPILE_ALL else [(80, "tf32"), (89, "float32"), (90, "bfloat16")])
+@pytest.mark.parametrize("chip, dtype", PORTABLE if COMPILE_ALL else [(89, "float32"), (90, "bfloat16")])
 def test_decode_kernels_fit_the_chip(chip, dtype):
     """One query of a key head without tensor cores, and groups of 8; both without and with splits."""
-    dims = (64, 128, 256)
+    dims = (64, 128, 256) if COMPILE_ALL else (64, 256)
     kernels = compile_kernels(chip, "--decode", "--dtypes", dtype, "--dims", *map(str, dims), "--groups", "1", "8")
     assert sum(k["kernel"] == "merge_kernel" for k in kernels) >= 2 * len(dims)
     bad = misfits(chip, kernels)
@@ -153,7 +153,7 @@ def test_every_feature_fits_the_smallest_shared_memory(dtype):
     """Features may cause spills, but a kernel that needs too much shared memory would fail to start."""
     chip = min(SHARED_KB, key=SHARED_KB.get)
     options = [chip, "--dtypes", dtype, "--masks", "causal", "--features", "--groups"]
-    dims = [] if COMPILE_ALL else ["--dims", "128", "256"]  # the largest
+    dims = [] if COMPILE_ALL else ["--dims", "256"]  # the largest
     kernels = compile_kernels(*options, "1", *dims) + compile_kernels(*options, "1", "8", "--decode", *dims)
     bad = too_large(chip, kernels)
     assert not bad, "\n".join(map(str, bad))
