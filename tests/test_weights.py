@@ -167,11 +167,11 @@ def test_a_network_that_transformers_lacks_is_named_and_nothing_is_written(folde
 
 
 def test_the_card_of_a_trained_model(folder, run):
-    assert run(name="sea", n_kv_head=None)[0] == 0
+    assert run(name="sea", input=folder / "corpus.txt")[0] == 0
     weights.export("runs/sea", "out")
     card = (folder / "out/README.md").read_text()
     assert "text corpus.txt" in card and "tokens, 40 steps" in card and "bits per byte" in card
-    assert "--n_embd 32" in card and str(folder) not in card
+    assert "--n_embd 32" in card and "--input corpus.txt" in card and str(folder) not in card
     assert {path.name for path in (folder / "out").iterdir()} == {
         "README.md", "config.json", "generation_config.json", "kestrel.json", "model.safetensors", "tokenizer.json",
         "tokenizer_config.json",

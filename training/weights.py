@@ -11,6 +11,7 @@ as Qwen3 if it has QK-norm, else as Llama.
 
 import json
 import os
+import re
 import shutil
 import sys
 from dataclasses import asdict, dataclass, fields, replace
@@ -277,9 +278,10 @@ def _model_card(found, parameters):
     ]
     if options:
         tokens = step * options["batch_size"] * options["block_size"]
-        defaults = {field.name: field.default for field in fields(Config)}
-        changed = {name: value for name, value in options.items() if value != defaults[name] and name != "resume"}
+        defaults = {field.name: field.default for field in fields(Config)} | {"resume": options["resume"]}
+        changed = {name: value for name, value in options.items() if value != defaults[name]}
         flags = " ".join(f"--{name} {value}" for name, value in changed.items())
+        flags = re.sub(r"(?<=[ :])/\S*/", "", flags)  # folders of this machine
         rows += [
             f"| data | {' '.join(filter(None, (options['data'], Path(options['input']).name)))} |",
             f"| trained on | {tokens:,} tokens, {step:,} steps |",
