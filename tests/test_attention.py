@@ -91,6 +91,7 @@ def test_lengths(q_len, k_len, device, poisoned):
         check(partial(make_problem, device, torch.float16, **problem), torch.float16)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("group", [1, 2])
 def test_more_heads_than_take_turns(group, device, poisoned, monkeypatch):
     """With a causal mask heads are processed in sets, and here the last set is not full: see query_tile()."""

@@ -65,6 +65,7 @@ def test_compiles_in_one_graph(impl, dynamic, device):
         torch.testing.assert_close(ours, eager)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", named(WHOLE))
 def test_compiles_forward_and_backward(name, device, monkeypatch):
     monkeypatch.setenv("ATTENTION_DEBUG", "1")  # has no effect on compiled calls

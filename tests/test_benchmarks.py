@@ -9,6 +9,7 @@ from benchmarks import sampling
 from benchmarks.flat import flat_attention
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dim", [64, 128 if ON_GPU else 16])  # loaded through pointers and by TMA
 @pytest.mark.parametrize("causal", [True, False])
 def test_flat_attention(causal, dim, device):

@@ -285,6 +285,7 @@ def test_blocks_compile_once_for_all_layers_and_lengths(device):
     assert counter.frame_count == 3  # a block, the last norm, and the choice
 
 
+@pytest.mark.slow
 @torch.no_grad()
 def test_many_batch_sizes_are_compiled(device):
     """PyTorch runs code eagerly that it has compiled recompile_limit times, or fails with fullgraph."""
