@@ -76,7 +76,8 @@ def attention(
 
     Raises:
         ValueError: an argument breaks a rule above; decay without causal; lengths together with cu_seqlens.
-        RuntimeError: a second derivative of the kernels, or one in forward mode.
+        RuntimeError: a second derivative of the kernels, or one in forward mode. Other transforms of torch.func work;
+            torch.vmap starts the kernels once per example.
 
     Source: Dao et al., FlashAttention (2022) and FlashAttention-2 (2023); Ainslie et al., GQA (2023); Lin et al.,
     Forgetting Transformer (2025), for decay.
@@ -115,8 +116,8 @@ def attention(
         scale=scale,
         hopper=impl == "hopper",
     )
-    # in eager mode what the op does, since the way through PyTorch's dispatcher takes as long as a kernel
-    if torch.compiler.is_compiling():
+    # else what the op does, since the way through PyTorch's dispatcher takes as long as a kernel
+    if torch.compiler.is_compiling() or ops.transformed():
         out, lse2 = ops.forward(q, k, v, *options)
     else:
         out, lse2 = ops.forward_with_gradient(q, k, v, options)

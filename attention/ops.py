@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch._functorch.utils import enable_single_level_autograd_function
 from torch.autograd import forward_ad
 
 
@@ -109,16 +110,35 @@ def _(q, k, v, out, lse2, dout, dlse, bias_grad, *options):
     return [torch.empty_like(x, memory_format=torch.contiguous_format) for x in inputs if x is not None]
 
 
+def one_by_one(op):
+    """Let torch.vmap call an op once per example."""
+
+    def call_each(info, dims, *args):
+        calls = (
+            op(*(x if dim is None else x.select(dim, i) for x, dim in zip(args, dims, strict=True)))
+            for i in range(info.batch_size)
+        )
+        outputs = [torch.stack(x) for x in zip(*calls, strict=True)]
+        return outputs, [0] * len(outputs)
+
+    torch.library.register_vmap(op, call_each, lib=LIBRARY)
+
+
+one_by_one(forward)
+one_by_one(backward)
+
+
+def transformed():
+    """Whether torch.vmap or a transform of torch.func is at work, which then must see the ops."""
+    return torch._C._functorch.maybe_current_level() is not None
+
+
 PLAIN = frozenset({Tensor, torch.nn.Parameter})
 
 
 def _plain(*tensors):
     """Whether nothing but the device is to see the operators: no tensor subclass, tracing, counting mode or vmap."""
-    return (
-        PLAIN.issuperset(map(type, tensors))
-        and torch._C._len_torch_dispatch_stack() == 0
-        and torch._C._functorch.maybe_current_level() is None
-    )
+    return PLAIN.issuperset(map(type, tensors)) and torch._C._len_torch_dispatch_stack() == 0 and not transformed()
 
 
 def _run_forward(q, k, v, options):
@@ -134,9 +154,30 @@ def _run_backward(q, k, v, out, lse2, dout, dlse, bias_grad, options):
     if _plain(q, k, v, dout):
         return host(options.hopper).backward(q, k, v, out, lse2, dout, dlse, bias_grad, options)
     with torch._C._AutoDispatchBelowAutograd():
-        found = backward(q, k, v, out, lse2, dout, dlse, bias_grad, *options)
+        return _call_backward(q, k, v, out, lse2, dout, dlse, bias_grad, options)
+
+
+def _call_backward(q, k, v, out, lse2, dout, dlse, bias_grad, options):
+    """The op, with None for those gradients that are not asked for."""
+    found = list(backward(q, k, v, out, lse2, dout, dlse, bias_grad, *options))
     wanted = (q, k, v, options.bias if bias_grad else None, *options.learned[1:])
     return [None if x is None else found.pop(0) for x in wanted]
+
+
+def _apply(function, *inputs):
+    """function.apply(); in a transform of torch.func for its level alone, since the dispatcher goes level by level."""
+    if not transformed():
+        return function.apply(*inputs)
+    with enable_single_level_autograd_function():
+        return super(torch.autograd.Function, function).apply(*inputs)
+
+
+def _below(run, *inputs):
+    """run(*inputs) in forward() of a Function, which turns gradients off: in torch.func, other levels need them on."""
+    if not transformed():
+        return run(*inputs)
+    with torch.enable_grad(), forward_ad._set_fwd_grad_enabled(True):
+        return run(*inputs)
 
 
 class Attention(torch.autograd.Function):
@@ -145,7 +186,7 @@ class Attention(torch.autograd.Function):
     @staticmethod
     def forward(ctx, q, k, v, *inputs):
         *_, options = inputs
-        out, lse2 = _run_forward(q, k, v, options)
+        out, lse2 = _below(_run_forward, q, k, v, options)
         ctx.save_for_backward(q, k, v, out, lse2, *options.tensors)
         ctx.numbers = options.numbers
         ctx.set_materialize_grads(False)
@@ -158,7 +199,8 @@ class Attention(torch.autograd.Function):
         if dout is None:
             dout = torch.zeros_like(out)
         dlse = None if dlse2 is None else dlse2 / math.log(2)  # lse2 = lse / ln 2
-        return *_backward_or_error(q, k, v, out, lse2, dout, dlse, ctx.needs_input_grad[3], options), None
+        run = _call_backward if transformed() else _backward_or_error
+        return *run(q, k, v, out, lse2, dout, dlse, ctx.needs_input_grad[3], options), None
 
 
 class Backward(torch.autograd.Function):
@@ -166,7 +208,7 @@ class Backward(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, *inputs):
-        return tuple(_run_backward(*inputs[TENSOR_OPTIONS:]))  # autograd does not look for tensors in options
+        return tuple(_below(_run_backward, *inputs[TENSOR_OPTIONS:]))  # autograd does not look for tensors in options
 
     @staticmethod
     def backward(ctx, *gradients):
@@ -176,8 +218,6 @@ class Backward(torch.autograd.Function):
 def _refuse_tangents(*tensors):
     """Forward-mode derivatives would be silently zero: nothing below autograd hands them on."""
     for x in tensors:
-        while x is not None and torch._C._functorch.is_batchedtensor(x):  # of which tangents cannot be asked
-            x = torch._C._functorch.get_unwrapped(x)
         if x is None or forward_ad.unpack_dual(x).tangent is None:
             continue
         raise RuntimeError("attention() has no forward-mode derivative; for one, use impl='reference'")
@@ -188,7 +228,7 @@ def _backward_or_error(*inputs):
     if forward_ad._current_level >= 0:
         _refuse_tangents(*inputs[:-2])
     if torch.is_grad_enabled():
-        return Backward.apply(*inputs[-1].tensors, *inputs)
+        return _apply(Backward, *inputs[-1].tensors, *inputs)
     return _run_backward(*inputs)
 
 
@@ -197,7 +237,7 @@ def forward_with_gradient(q, k, v, options):
     if forward_ad._current_level >= 0:  # asked here, since a tensor with a tangent need not require a gradient
         _refuse_tangents(q, k, v, *options.learned)
     if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in (q, k, v, *options.learned)):
-        return Attention.apply(q, k, v, *options.learned, options)
+        return _apply(Attention, q, k, v, *options.learned, options)
     return _run_forward(q, k, v, options)
 
 

@@ -1,0 +1,95 @@
+"""attention() under torch.vmap and the transforms of torch.func, with each implementation."""
+
+from functools import partial
+
+import pytest
+import torch
+from problems import ON_GPU
+from test_attention_composes import BACKEND, named
+
+from attention import attention
+
+IMPLS = ["triton", "hopper", "sdpa", "reference"]
+by_impl = pytest.mark.parametrize("impl", named(IMPLS))
+close = partial(torch.testing.assert_close, rtol=2e-2 if ON_GPU else 1e-4, atol=1e-2 if ON_GPU else 1e-5)
+
+
+def inputs(impl, device):
+    """q of two examples [2, 1, 9, 2, D], and k and v for both."""
+    dtype, dim = (torch.bfloat16, 64) if impl == "hopper" else (torch.float32, 16)
+    shapes = (2, 1, 9, 2, dim), (1, 9, 1, dim), (1, 9, 1, dim)
+    return [torch.randn(*shape, device=device, dtype=dtype, requires_grad=True) for shape in shapes]
+
+
+def loss(q, k, v, impl, **options):
+    return attention(q, k, v, impl=impl, **options).float().square().sum()
+
+
+def expected(q, k, v, impl, **options):
+    """The loss of each example and the gradients of their sum, by a loop."""
+    losses = torch.stack([loss(x, k, v, impl, **options) for x in q])
+    return losses, *torch.autograd.grad(losses.sum(), (q, k, v))
+
+
+@by_impl
+def test_vmap_has_gradients(impl, device):
+    """Of the tensor that torch.vmap splits, along any dimension, and of the others."""
+    q, k, v = inputs(impl, device)
+    truths = expected(q, k, v, impl)
+    q = q.detach().movedim(0, 2).requires_grad_()
+    losses = torch.vmap(partial(loss, impl=impl), (2, None, None))(q, k, v)
+    dq, *others = torch.autograd.grad(losses.sum(), (q, k, v))
+    for ours, truth in zip((losses, dq.movedim(2, 0), *others), truths, strict=True):
+        close(ours, truth)
+
+
+@by_impl
+def test_func_grad(impl, device):
+    """Alone, inside of torch.vmap, around it, and compiled."""
+    q, k, v = inputs(impl, device)
+    _, dq, dk, dv = expected(q, k, v, impl)
+    q, k, v = (x.detach() for x in (q, k, v))
+    grad = torch.func.grad(partial(loss, impl=impl), argnums=(0, 1, 2))
+    close(grad(q[0], k, v)[0], dq[0])
+    mapped = torch.vmap(grad, (0, None, None))
+    around = torch.func.grad(lambda *x: torch.vmap(partial(loss, impl=impl), (0, None, None))(*x).sum(), (0, 1, 2))
+    for found in (mapped(q, k, v), torch.compile(mapped, backend=BACKEND)(q, k, v), around(q, k, v)):
+        for ours, truth in zip(found, (dq, dk, dv), strict=True):
+            close(ours if ours.shape == truth.shape else ours.sum(0), truth)
+
+
+def test_vmap_over_every_tensor(device):
+    """All terms and lengths are split; the LSE alone has a gradient; the seed is drawn for each example."""
+    q, k, v, bias = (torch.randn(2, 1, *n, device=device) for n in ((9, 2, 16), (9, 1, 16), (9, 1, 16), (2, 9, 9)))
+    decay, sink = -torch.rand(2, 1, 9, 2, device=device), torch.randn(2, 2, device=device)
+    leaves = [x.requires_grad_() for x in (q, k, v, bias, decay, sink)]
+    lengths = torch.tensor([[9], [5]], dtype=torch.int32, device=device)
+
+    def call(q, k, v, bias, decay, sink, lengths):
+        options = dict(bias=bias, decay=decay, sink=sink, lengths=lengths, window=6, return_lse=True)
+        return attention(q, k, v, **options, impl="triton")[1].clamp(min=-100).square()
+
+    mapped = torch.vmap(call)(*leaves, lengths)
+    looped = torch.stack([call(*x) for x in zip(*leaves, lengths, strict=True)])
+    close(mapped, looped)
+    for found in zip(*(torch.autograd.grad(x.sum(), leaves) for x in (mapped, looped)), strict=True):
+        close(*found)
+    drop = torch.vmap(lambda q: attention(q, k[0], v[0], dropout=0.5, impl="triton"), randomness="different")
+    assert not torch.equal(*drop(q[:1].expand_as(q)))
+
+
+@pytest.mark.parametrize("impl", named(IMPLS[:2]))
+def test_no_second_derivative(impl, device):
+    """Of the kernels, in any order of transforms: an error, not zero."""
+    q, k, v = (x.detach() for x in inputs(impl, device))
+    first = torch.func.grad(partial(loss, impl=impl))
+    again = torch.func.grad(lambda q: first(q, k, v).square().sum())
+    leaf = q[0].clone().requires_grad_()
+    for call in (
+        lambda: again(q[0]),
+        lambda: torch.vmap(again)(q),
+        lambda: torch.func.jacfwd(first)(q[0], k, v),
+        lambda: first(leaf, k, v).sum().backward(),
+    ):
+        with pytest.raises(RuntimeError, match=r"no (second derivative|forward-mode derivative).*impl='reference'"):
+            call()
