@@ -211,6 +211,7 @@ class Choice(NamedTuple):
 
 
 _CHOICES = {}
+_CHOOSING = threading.Lock()  # threads whose first calls coincide share one check
 
 
 @torch.compiler.assume_constant_result  # Dynamo calls it while tracing and keeps the answer
@@ -224,17 +225,22 @@ def implementation(device, dtype, hopper, ragged):
     if device.type == "cuda" and device.index is None:
         device = torch.device("cuda", torch.cuda.current_device())
     key = device, dtype, hopper, ragged
-    if key not in _CHOICES:
-        if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
-            raise RuntimeError(
-                "attention() checks itself when first called; call it once before capturing a CUDA graph"
-            )
-        _CHOICES[key] = choice = _choose_for(*key)
-        if os.environ.get("RANK", "0") == "0":  # torchrun's other processes would say the same
-            name = str(dtype).removeprefix("torch.")
-            with suppress(OSError):  # a full disk behind it
-                print(f"attention  {choice.name} on {device}, {name}: {choice.reason}", file=sys.stderr, flush=True)
+    with _CHOOSING:
+        if key not in _CHOICES:
+            if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+                raise RuntimeError(
+                    "attention() checks itself when first called; call it once before capturing a CUDA graph"
+                )
+            _CHOICES[key] = choice = _choose_for(*key)
+            _print_choice(choice, device, dtype)
     return _CHOICES[key]
+
+
+def _print_choice(choice, device, dtype):
+    if os.environ.get("RANK", "0") == "0":  # torchrun's other processes would say the same
+        name = str(dtype).removeprefix("torch.")
+        with suppress(OSError):  # a full disk behind it
+            print(f"attention  {choice.name} on {device}, {name}: {choice.reason}", file=sys.stderr, flush=True)
 
 
 def _choose_for(device, dtype, hopper, ragged=False):
@@ -254,16 +260,12 @@ def _passes(device, dtype, ragged, impl):
 
     That memory is out is an error of the caller's: it says nothing of the kernels, and the next call asks again.
     """
-    deterministic = torch.get_deterministic_debug_mode()
-    torch.set_deterministic_debug_mode(0)  # in which the Hopper backward would not run
     try:
         worst = _apart(_self_check, device, dtype, ragged, impl)
     except Exception as error:  # what breaks here would break training later: a missing package, driver or compiler
         if "out of memory" in str(error):
             raise
         return False, f"the {impl} kernels failed their self-check: {type(error).__name__}: {error}"
-    finally:
-        torch.set_deterministic_debug_mode(deterministic)
     if not worst < 2e-2:  # bfloat16 rounds by 4e-3; a NaN must fail
         return False, f"the {impl} kernels failed their self-check: relative error {worst:.1e}, at most 2e-2"
     return True, f"self-check passed, relative error {worst:.1e}"
@@ -312,7 +314,8 @@ def _self_check(device, dtype, ragged, impl):
     options = ops.Options(**dict.fromkeys(ops.Options._fields[: ops.TENSOR_OPTIONS]) | given | rule)
     kernels = ops.host(options.hopper)
     out, lse2 = kernels.forward(q, k, v, options)
-    found = out, *kernels.backward(q, k, v, out, lse2, dout, None, False, options)[:3]
+    own = dict(deterministic=False) if options.hopper else {}  # else the portable backward might be checked
+    found = out, *kernels.backward(q, k, v, out, lse2, dout, None, False, options, **own)[:3]
     errors = [float((x.double().cpu() - truth).norm() / truth.norm()) for x, truth in zip(found, truths, strict=True)]
     return max(errors, key=lambda error: (error != error, error))  # NaN counts as the largest
 

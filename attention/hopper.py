@@ -180,9 +180,11 @@ def share(problem):
     return Share(plan._replace(ragged=problem.bounded), registers, q_slots, k_slots, span)
 
 
-def backward(q, k, v, out, lse2, dout, dlse, bias_grad, options):
-    """As portable.backward(), but dQ is added in any order; where torch is to be deterministic, that one serves."""
-    if torch.are_deterministic_algorithms_enabled():
+def backward(q, k, v, out, lse2, dout, dlse, bias_grad, options, deterministic=None):
+    """As portable.backward(), which serves if deterministic (None: as torch is set): here dQ is added in any order."""
+    if deterministic is None:
+        deterministic = torch.are_deterministic_algorithms_enabled()
+    if deterministic:
         options = options._replace(hopper=False)  # what is compiled for it is not for the kernels here
         return portable.backward(q, k, v, out, lse2, dout, dlse, bias_grad, options)
     q, k, v, out, dout = (reachable(x, options.bounded) for x in (q, k, v, out, dout))

@@ -2,7 +2,11 @@
 
 import re
 import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from functools import partial
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -10,7 +14,7 @@ import torch
 from problems import ON_GPU, floats, integers, make_problem
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from attention import attention, explain, ops, problem
+from attention import attention, explain, ops, portable, problem
 from attention.api import hopper_misses
 
 
@@ -45,6 +49,46 @@ def test_auto_survives_a_broken_kernel(device, monkeypatch):
     assert choose().name == "triton" and "hopper" in choose().reason
     monkeypatch.setattr(api, "_self_check", lambda *check: float("nan"))
     assert choose().name == "sdpa"
+
+
+def test_threads_share_one_self_check(monkeypatch, capsys):
+    """It leaves torch's deterministic mode as it is, also while it runs, since other threads may be computing."""
+    from attention import api
+
+    modes = []
+
+    def check(device, dtype, ragged, impl):
+        time.sleep(0.05)
+        modes.append(torch.get_deterministic_debug_mode())
+        return 1e-3
+
+    monkeypatch.setattr(api, "_CHOICES", {})
+    monkeypatch.setattr(api, "_self_check", check)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    call = partial(api.implementation, torch.device("cuda", 0), torch.float16, False, False)
+    try:
+        torch.use_deterministic_algorithms(True)
+        with ThreadPoolExecutor(4) as threads:
+            choices = [x.result() for x in [threads.submit(call) for _ in range(4)]]
+        assert torch.are_deterministic_algorithms_enabled()
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert modes == [2] and {x.name for x in choices} == {"triton"}
+    assert capsys.readouterr().err.count("attention ") == 1
+
+
+def test_self_check_tells_the_hopper_kernels(device, monkeypatch):
+    """Their backward serves in the self-check, whatever torch is set to."""
+    from attention import api
+
+    asked = []
+
+    def backward(*args, deterministic=None):
+        asked.append(deterministic)
+        return portable.backward(*args)
+
+    monkeypatch.setattr(ops, "host", lambda hopper: SimpleNamespace(forward=portable.forward, backward=backward))
+    assert api._passes(torch.device(device), torch.bfloat16, False, "hopper")[0] and asked == [False]
 
 
 @pytest.mark.parametrize("error", [torch.cuda.OutOfMemoryError, RuntimeError])  # from the allocator, from the driver
