@@ -208,6 +208,7 @@ class Choice(NamedTuple):
 
     name: str
     reason: str
+    failed: bool = False  # whether kernels failed their self-check
 
 
 _CHOICES = {}
@@ -237,10 +238,12 @@ def implementation(device, dtype, hopper, ragged):
 
 
 def _print_choice(choice, device, dtype):
-    if os.environ.get("RANK", "0") == "0":  # torchrun's other processes would say the same
-        name = str(dtype).removeprefix("torch.")
+    """On rank 0, and on each rank whose GPU fails: the others of torchrun's processes would say the same."""
+    rank = os.environ.get("RANK", "0")
+    if rank == "0" or choice.failed:
+        where = f"{device}, {str(dtype).removeprefix('torch.')}" + (f", rank {rank}" if rank != "0" else "")
         with suppress(OSError):  # a full disk behind it
-            print(f"attention  {choice.name} on {device}, {name}: {choice.reason}", file=sys.stderr, flush=True)
+            print(f"attention  {choice.name} on {where}: {choice.reason}", file=sys.stderr, flush=True)
 
 
 def _choose_for(device, dtype, hopper, ragged=False):
@@ -250,9 +253,9 @@ def _choose_for(device, dtype, hopper, ragged=False):
     for impl in ("hopper", "triton") if hopper else ("triton",):
         passed, reason = _passes(device, dtype, ragged, impl)
         if passed:
-            return Choice(impl, "; ".join([reason, *failures]))
+            return Choice(impl, "; ".join([reason, *failures]), bool(failures))
         failures.append(reason)
-    return Choice("sdpa", "; ".join(failures))
+    return Choice("sdpa", "; ".join(failures), True)
 
 
 def _passes(device, dtype, ragged, impl):

@@ -51,6 +51,24 @@ def test_auto_survives_a_broken_kernel(device, monkeypatch):
     assert choose().name == "sdpa"
 
 
+def test_every_rank_prints_its_own_failure(monkeypatch, capsys):
+    """Rank 0 prints what all choose; a rank whose GPU fails the self-check would otherwise be slower in silence."""
+    from attention import api
+
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    for rank, error, printed in (
+        ("0", 1e-3, "attention  triton on cuda:1, float16: self-check passed, relative error 1.0e-03\n"),
+        ("1", 1e-3, ""),
+        ("1", 0.5, "attention  sdpa on cuda:1, float16, rank 1: the triton kernels failed their self-check: "),
+    ):
+        monkeypatch.setenv("RANK", rank)
+        monkeypatch.setattr(api, "_CHOICES", {})
+        monkeypatch.setattr(api, "_self_check", lambda *check, error=error: error)
+        api.implementation(torch.device("cuda", 1), torch.float16, False, False)
+        err = capsys.readouterr().err
+        assert err.startswith(printed) and bool(err) == bool(printed)
+
+
 def test_threads_share_one_self_check(monkeypatch, capsys):
     """It leaves torch's deterministic mode as it is, also while it runs, since other threads may be computing."""
     from attention import api
