@@ -39,6 +39,7 @@ CASES = {
     "bias_of_queries": dict(bias=(40, 1), q_len=40, causal=False),
     "bias_of_one": dict(bias=(1,), q_len=40),
     "bias_hides": dict(bias=(1, 1, 40, 40), hide=True, q_len=40),
+    "bias_hides_a_row_of_an_inner_tile": dict(bias=(70, 70), hide=True, causal=False, batch=1),
     "decay": dict(decay=True),
     "decay_grouped": dict(decay=True, heads=4, kv_heads=2, q_len=30, k_len=50),
     "decay_more_queries": dict(decay=True, q_len=50, k_len=30),
@@ -156,6 +157,9 @@ def our_kernels(arguments):
     return "triton", "hopper"
 
 
+ROW_FACTOR = 4  # rows are noisier than norms: in the interpreter, their largest error is usually 3 to 5 times the share
+
+
 class Worst(NamedTuple):
     """What check() returns."""
 
@@ -169,9 +173,10 @@ def check(draw, dtype, impls=None, yardstick=None):
 
     draw() makes a random problem. impls: the implementations to check; None for all of our_kernels().
 
-    Errors are norms over a whole result. Most of a norm often comes from the one or two rows with the fewest keys, so a
-    single draw is noisy. If an error is too large after 1 draw, the squared errors of 8 draws are added up, then of 32,
-    then of 128.
+    Errors are norms over a whole result. One bad row may not show in them, so the error of each row has a bound as
+    well, ROW_FACTOR times its share: see worst_row(). Most of a norm often comes from the one or two rows with the
+    fewest keys, so a single draw is noisy. If an error is too large after 1 draw, the squared errors of 8 draws are
+    added up, then of 32, then of 128.
 
     Eager PyTorch computes in dtype or, if given, in the dtype `yardstick`. The bound is then four times its error:
     float16 rounds, while tensor cores truncate float32 to tf32.
@@ -181,7 +186,7 @@ def check(draw, dtype, impls=None, yardstick=None):
     from this LSE. For a single query it sums more exactly than one by one. This bound applies only after 128 draws, or
     after 8 if the error is over 20 times eager PyTorch's.
     """
-    squares = {}  # (implementation, result) -> sums of squared errors over all draws: ours, eager's, a float32 sum's
+    squares = {}  # (implementation, result) -> sums over draws, by row: errors of ours, eager's, a float32 sum's; truth
     for count in range(1, 129):
         problem = draw()
         impls = impls or our_kernels(problem[0])
@@ -191,24 +196,40 @@ def check(draw, dtype, impls=None, yardstick=None):
             ours = results(partial(attention, impl=impl), problem, dtype)
             for name, truth in exact.items():
                 assert ours[name].isfinite().all(), f"{name} of {impl} is not finite"
-                errors = [(x[name].double() - truth).square().sum() for x in (ours, eager)]
-                precision = truth.square().sum() * roundoff(name, problem) ** 2
-                squares[impl, name] = squares.get((impl, name), 0) + torch.stack([*errors, precision])
+                rows = [x[name].double() - truth for x in (ours, eager)] + [truth * roundoff(name, problem), truth]
+                rows = torch.stack([by_row(name, x.square()) for x in rows])
+                squares[impl, name] = squares.get((impl, name), 0) + rows
         if count not in (1, 8, 32, 128):
             continue
         ratios, precise = {}, set()
-        for key, sums in squares.items():
-            error, of_eager, precision = sums.sqrt().tolist()
+        for key, rows in squares.items():
+            error, of_eager, precision, _ = rows.sum(1).sqrt().tolist()
             assert math.isfinite(of_eager), f"{key}: eager PyTorch overflows or returns NaN"
             held_to = of_eager * (1 if yardstick is None else 2)
             if error > 2 * held_to and (count == 128 or (count > 1 and error > 20 * held_to)):
                 precise.add(key[1])
                 held_to = max(held_to, precision)
-            ratios[key] = error / max(held_to, 1e-20)  # Hopper's forward replaces a scale of 0 by 1e-30
+            held_to = max(held_to, 1e-20)  # Hopper's forward replaces a scale of 0 by 1e-30
+            ratios[key] = max(error / held_to, worst_row(rows, held_to) / ROW_FACTOR)
         key = max(ratios, key=ratios.get)
         if ratios[key] <= 2:
             return Worst(ratios[key], precise, impls)
     raise AssertionError(f"{key[1]} of {key[0]}: {ratios[key]:.3g} times the error of eager PyTorch, {count} draws")
+
+
+def by_row(name, squares):
+    """Sums over the head dim, or over the keys of a bias; of other results each number is a row."""
+    return (squares.sum(-1) if name in ("out", "dq", "dk", "dv", "dbias") else squares).flatten()
+
+
+def worst_row(rows, held_to):
+    """The largest error of a row, as a multiple of its share of held_to or, if more, of eager PyTorch's error in it.
+
+    A row's share is in proportion to its norm, but at least that of a row of mean square.
+    """
+    error, of_eager, _, truth = rows.sqrt()
+    share = held_to * (truth / truth.norm().clamp(min=1e-300)).clamp(min=truth.numel() ** -0.5)
+    return (error / torch.maximum(share, of_eager)).max().item()
 
 
 def roundoff(name, problem):

@@ -7,7 +7,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 import triton.language as tl
-from problems import CASES, DIFFERENTIABLE, ON_GPU, check, make_problem, results
+from problems import CASES, DIFFERENTIABLE, ON_GPU, ROW_FACTOR, check, make_problem, results, worst_row
 
 from attention import attention, launch, portable, problem, tiles
 from attention.reference import keep_mask, reference_attention
@@ -24,6 +24,14 @@ def test_output_and_gradients(case, device, poisoned):
 )
 def test_half_precision(case, dtype, device, poisoned):
     check(partial(make_problem, device, dtype, **CASES[case]), dtype)
+
+
+def test_one_bad_row_shows():
+    """One row of 280 whose error is 20 times eager PyTorch's: the norm of the whole result is within its bound."""
+    ours, eager, truth = torch.ones(3, 280, dtype=torch.float64)
+    ours[40] = 20
+    assert ours.norm() < 2 * eager.norm()
+    assert worst_row(torch.stack((ours, eager, eager, truth)).square(), eager.norm()) > 2 * ROW_FACTOR
 
 
 def test_gates_before_the_window(device):

@@ -5,7 +5,8 @@ from functools import partial
 import pytest
 import torch
 import torch.nn.functional as F
-from problems import ON_GPU, floats, integers, make_problem, our_kernels, results
+from problems import DIFFERENTIABLE, ON_GPU, floats, integers, make_problem, our_kernels, results
+from test_hopper import on_hopper
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from attention import attention, explain
@@ -50,6 +51,24 @@ def test_a_single_key_has_all_weight(options, dtype, device, poisoned):
         assert all((without_lse[name] == 0).all() and torch.equal(whole[name], of_lse[name]) for name in learned), impl
         assert without_lse["dv"].any() and of_lse["dq"].any()
         assert found(dout, None, sink=floats(dout.shape[2]))["dq"].any()
+
+
+@pytest.mark.parametrize("impl", ["triton", pytest.param("hopper", marks=on_hopper)])
+def test_loss_of_the_lse_alone(impl, device):
+    """The output is not used, so autograd passes no gradient of it. dv is 0."""
+    options = dict(causal=False, bias=(2, 40, 40)) if impl == "triton" else dict(window=20)
+    dtype, dim = (torch.bfloat16, 64) if impl == "hopper" else (torch.float32, 16)
+    arguments, _, dlse = make_problem(device, dtype, dim=dim, q_len=40, kv_heads=1, sink=True, **options)
+    found = []
+    for other, kind in ((impl, dtype), ("reference", torch.float64)):
+        leaves = {name: arguments[name].to(kind).requires_grad_() for name in DIFFERENTIABLE if name in arguments}
+        _, lse = attention(**arguments | leaves, return_lse=True, impl=other)
+        gradients = torch.autograd.grad(lse, list(leaves.values()), dlse.to(lse.dtype), materialize_grads=True)
+        found.append(dict(zip(leaves, gradients, strict=True)))
+    ours, expected = found
+    assert not ours.pop("v").any() and not expected.pop("v").any()
+    for name, truth in expected.items():
+        assert (ours[name] - truth).norm() <= (2e-2 if ON_GPU else 1e-5) * truth.norm(), name
 
 
 def test_no_keys_or_no_batch(device):
