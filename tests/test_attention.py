@@ -18,6 +18,7 @@ def test_output_and_gradients(case, device, poisoned):
     check(partial(make_problem, device, torch.float32, **CASES[case]), torch.float32)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=["float16", "bfloat16"])
 @pytest.mark.parametrize(
     "case", CASES if ON_GPU else ["causal", "grouped_full", "dropout", "packed_pair", "all", "all_packed"]
@@ -118,6 +119,7 @@ def apart(launches):
     return {name: x for name, x in launches.items() if name != "dkdv"} | ({"dk": both, "dv": both} if both else {})
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("outputs", ["together", "apart"])
 @pytest.mark.parametrize("loops", [True, False], ids=["loop", "partials"])
 @pytest.mark.parametrize("group", [1, 2, 3, 8] if ON_GPU else [1, 3])

@@ -151,6 +151,7 @@ def test_custom_ops(name, device, monkeypatch):
         torch.library.opcheck(op, tuple(args), test_utils=tests)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", named(WHOLE))
 def test_dispatch_modes_see_the_ops(name, device):
     """Under a dispatch mode, calls use both ops and give the same results."""
@@ -238,6 +239,7 @@ def test_forward_mode_raises(case, device):
         assert torch.equal(torch.vmap(call)(x[None])[0], call(x))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "case, dtype",
     [*((case, torch.float64) for case in ("full", "all", "all_packed")), ("full", torch.float32)],

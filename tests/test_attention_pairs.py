@@ -92,6 +92,7 @@ def draw(case, device, poisoned, monkeypatch):
     return partial(make_problem, device, case.dtype, **arguments(case))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", CASES, ids=range(len(CASES)))
 def test_pair(case, draw):
     check(draw, case.dtype)

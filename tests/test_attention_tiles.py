@@ -66,7 +66,7 @@ def make_case(case, device, dtype=torch.float32, **sizes):
 
 
 @pytest.mark.skipif(ON_GPU, reason="only the interpreter can record the tiles that a kernel visits")
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+@pytest.mark.parametrize("dtype", [torch.float32, pytest.param(torch.float16, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("case", CASES)
 def test_visited_tiles(case, dtype, device, monkeypatch):
     """Each kernel visits every visible pair once, masks tiles that are partly hidden and visits no fully hidden one."""
@@ -108,6 +108,7 @@ def test_visited_tiles(case, dtype, device, monkeypatch):
             assert (count[:, bounds.sees] == 1).all(), f"{kernel} skips a visible pair or visits it twice"
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")  # NumPy's, of NaN
 @pytest.mark.parametrize("dim", [16, 32])  # the interpreter loads these by TMA and through pointers
 @pytest.mark.parametrize("case", ["causal", "window_full", "lengths", "packed_pair_window"])

@@ -110,11 +110,13 @@ def test_some_lengths(case, split, device, poisoned):
     check(device, torch.float32, SOME_LENGTHS, **CASES[case])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", ["plain", "grouped", "few_tokens", "all"] if ON_GPU else ["few_tokens", "all"])
 def test_every_length(case, split, device, poisoned):
     check(device, torch.float32, EVERY_LENGTH, **CASES[case])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=["float16", "bfloat16"])
 @pytest.mark.parametrize("case", CASES if ON_GPU else ["plain", "grouped", "all"])
 def test_half_precision(case, dtype, split, device, poisoned):
