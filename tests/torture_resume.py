@@ -122,9 +122,10 @@ def finished(run):
 
 
 def records(run):
-    """metrics.jsonl without the speed."""
+    """metrics.jsonl without times and speeds."""
     lines = (run / "metrics.jsonl").read_text().splitlines()
-    return [{k: v for k, v in json.loads(line).items() if k not in ("tokens_per_second", "tflops")} for line in lines]
+    timed = ("seconds", "tokens_per_second", "tflops")
+    return [{k: v for k, v in json.loads(line).items() if k not in timed} for line in lines]
 
 
 def torture(kills, seed):
