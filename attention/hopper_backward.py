@@ -295,7 +295,7 @@ def meet(
     weights, sloped = weigh(scores, lse2, place, work, scale, RULE, PLAN, TAIL)
     no_dq = zeros(PLAN.block_q, PLAN.dim, PLAN)
     # weights and dscores may be written: since the products of the last step all warps have met, because Triton lets
-    # them meet before each mbarrier.arrive
+    # them meet before each mbarrier.arrive (tests/test_compile.py looks for it in the PTX)
     if staged(PLAN):
         shared.weights.store(weights.to(dtype))
         fence_async_shared()

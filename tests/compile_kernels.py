@@ -15,6 +15,7 @@ import json
 import os
 import re
 import sys
+from collections import Counter
 from functools import partial
 from pathlib import Path
 
@@ -37,6 +38,27 @@ LENGTHS = (512, 4096)  # every row of the launch tables applies to one of them
 REPORT = re.compile(r"(\d+) bytes spill stores, (\d+) bytes spill loads.*?Used (\d+) registers", re.DOTALL)
 
 
+ARRIVE = re.compile(r"mbarrier\.arrive\.shared")  # not those of the loading warp, which also expect bytes
+BARRIER = re.compile(r"(?:bar|barrier)(\.warp)?\.sync\s+([^;]*);")
+EFFECT = re.compile(r"(?:@\S+\s+)?(?:ld|st|cp|bra|red|atom|fence|wgmma|mbarrier|ldmatrix|stmatrix)\b")
+
+
+def barriers_before_arrivals(ptx):
+    """How often each barrier, such as "0, 128" or "warp", precedes an mbarrier.arrive, with only arithmetic in between.
+
+    "none" counts the arrivals that have none.
+    """
+    found, barrier = Counter(), "none"
+    for line in map(str.strip, ptx.splitlines()):
+        if match := BARRIER.match(line):
+            barrier = "warp" if match[1] else match[2]
+        elif ARRIVE.search(line):
+            found[barrier] += 1
+        if EFFECT.match(line):
+            barrier = "none"
+    return found
+
+
 def processor_seconds():
     """CPU time of this process and of ptxas, which does not depend on other processes."""
     return sum(os.times()[:4])
@@ -49,6 +71,9 @@ class Driver:
         self.chip, self.ptxas_log, self.report = chip, ptxas_log, report
         self.utils = self
         self.since = processor_seconds()
+
+    def remember_ptx(self, *, metadata_group, **compilation):
+        self.ptx = Path(next(path for name, path in metadata_group.items() if name.endswith(".ptx"))).read_text()
 
     def get_current_target(self):
         return GPUTarget("cuda", self.chip, 32)
@@ -70,7 +95,15 @@ class Driver:
         warnings = sorted(set(re.findall(r"\((C75\d\d)\)", log)))  # C7510...: wgmma instructions run one by one
         since, self.since = self.since, processor_seconds()
         seconds = round(self.since - since, 1)  # since the last kernel; nearly all of it is compilation
-        found = dict(spilled=stores + loads, shared=shared, registers=registers, warnings=warnings, seconds=seconds)
+        arrivals = barriers_before_arrivals(self.ptx)
+        found = dict(
+            spilled=stores + loads,
+            shared=shared,
+            registers=registers,
+            warnings=warnings,
+            seconds=seconds,
+            arrivals=arrivals,
+        )
         self.report(kernel=name, **found)
         return 0, 0, registers, 0, 1024  # module, function, registers, spills, largest block
 
@@ -192,7 +225,9 @@ def main():
                         def report(case=case, **found):
                             print(json.dumps(case | found), file=stdout, flush=True)
 
-                        triton.runtime.driver.set_active(Driver(args.chip, ptxas_log, report))
+                        driver = Driver(args.chip, ptxas_log, report)
+                        triton.runtime.driver.set_active(driver)
+                        triton.knobs.compilation.listener = driver.remember_ptx
                         with contextlib.redirect_stdout(ptxas_log):
                             launch_all(dtype, dim, mask == "causal", group, features, length)
 

@@ -52,6 +52,8 @@ SPILLED_WITH_FEATURES = {
     ("backward_kernel", 128): 316,
     ("backward_kernel", 256): 52,
 }
+# head dim -> barrier of the warps of backward_kernel that multiply (its number, threads), and their mbarrier.arrives
+ARRIVALS = {64: ("0, 128", 2), 128: ("0, 256", 2), 256: ("0, 256", 1)}
 
 
 def misfits(chip, kernels):
@@ -114,6 +116,8 @@ def test_grouped_kernels_fit_the_chip(chip, dims, ways):
 def test_hopper_kernels_fit_their_chip(dtype, bounds, features, masks, dims):
     """Also without the ptxas warnings C7510 to C7515: matmuls run one by one, or are waited for.
 
+    And with a barrier of all multiplying warps before each mbarrier.arrive of theirs, on which backward_kernel relies.
+
     HOPPER contains every pair of values of dtype, mask, bounds of sequences (none, lengths, packed) and features (none,
     or window, softcap and sink at once), and each head dim with and without features. Each combination is compiled for
     lengths that tiles divide and lengths that they do not, and with a group of two in one program and in parts.
@@ -135,6 +139,10 @@ def test_hopper_kernels_fit_their_chip(dtype, bounds, features, masks, dims):
     serialized = {f"C75{i}" for i in range(10, 16)}
     bad = [k for k in kernels if k["spilled"] > spilled.get((k["kernel"], k["dim"]), 0)]
     bad += too_large(90, kernels) + [k for k in kernels if serialized & set(k["warnings"])]
+    for k in kernels:
+        barrier, arrivals = ARRIVALS[k["dim"]] if k["kernel"] == "backward_kernel" else ("none", 0)
+        if k["arrivals"].get("none") or k["arrivals"].get(barrier, 0) < arrivals:
+            bad.append(k)
     assert not bad, "\n".join(map(str, bad))
 
 
