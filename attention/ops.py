@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from torch._functorch.utils import enable_single_level_autograd_function
 from torch.autograd import forward_ad
+from torch.utils.flop_counter import _offsets_to_lengths, register_flop_formula
 
 
 class Options(NamedTuple):
@@ -253,3 +254,27 @@ def _forward_with_gradient(q, k, v, *options):
 
 LIBRARY.impl("forward", torch.compiler.disable(_forward_with_gradient), "Autograd")
 LIBRARY.impl("backward", torch.compiler.disable(backward_with_error), "Autograd")
+
+
+def _pairs(q, k, options):
+    """Pairs of a query and a key, over all query heads, counted as PyTorch counts SDPA's: masked ones too.
+
+    Packed sequences count one by one, which waits for the device; if their lengths are not known, with the longest.
+    """
+    if options.q_starts is None:
+        pairs = q.shape[0] * q.shape[1] * k.shape[1]
+    else:
+        starts = (options.q_starts, options.max_q_len), (options.k_starts, options.max_k_len)
+        pairs = sum(math.prod(x) for x in zip(*(_offsets_to_lengths(*x) for x in starts), strict=True))
+    return pairs * q.shape[2]
+
+
+@register_flop_formula(torch.ops.attention.forward, get_raw=True)
+def _(q, k, v, *options, out_val=None):
+    return 2 * _pairs(q, k, Options(*options)) * (q.shape[-1] + v.shape[-1])
+
+
+@register_flop_formula(torch.ops.attention.backward, get_raw=True)
+def _(q, k, v, out, lse2, dout, dlse, bias_grad, *options, out_val=None):
+    """Scores, dq and dk, and dweights and dv: the work of any implementation, not that of these kernels."""
+    return 2 * _pairs(q, k, Options(*options)) * (3 * q.shape[-1] + 2 * v.shape[-1])

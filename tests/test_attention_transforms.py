@@ -1,4 +1,4 @@
-"""attention() under torch.vmap and the transforms of torch.func, with each implementation."""
+"""attention() under torch.vmap, the transforms of torch.func and FlopCounterMode, with each implementation."""
 
 from functools import partial
 
@@ -6,6 +6,7 @@ import pytest
 import torch
 from problems import ON_GPU
 from test_attention_composes import BACKEND, named
+from torch.utils.flop_counter import FlopCounterMode, sdpa_backward_flop_count, sdpa_flop_count
 
 from attention import attention
 
@@ -93,3 +94,17 @@ def test_no_second_derivative(impl, device):
     ):
         with pytest.raises(RuntimeError, match=r"no (second derivative|forward-mode derivative).*impl='reference'"):
             call()
+
+
+@pytest.mark.parametrize("impl", named(IMPLS[:2]))
+def test_flops_count_as_those_of_sdpa(impl, device):
+    """The causal mask counts in full, packed sequences one by one, and each query head of a group."""
+    q, k, v = inputs(impl, device)
+    heads, dim = q.shape[-2:]
+    starts = torch.tensor([0, 3, 9], dtype=torch.int32, device=device)
+    for ragged, lengths in (({}, [9]), (dict(cu_seqlens=starts), [3, 6])):
+        with FlopCounterMode(display=False) as counter:
+            loss(q[0], k, v, impl, **ragged).backward()
+        shapes = [(1, heads, n, dim) for n in lengths]
+        expected = sum(sdpa_flop_count(x, x, x) + sdpa_backward_flop_count(x, x, x, x) for x in shapes)
+        assert counter.get_total_flops() == expected
