@@ -60,7 +60,7 @@ def small(words):
     elif "configs/gpt2.py" in words:
         added["train.py"] = f"{TRAIN} {NETWORK}"
     else:
-        added["train.py"] = f"{TRAIN} {NETWORK} --logit_softcap None {'' if '--data' in words else TEXT}"
+        added["train.py"] = f"{TRAIN} {NETWORK} {'' if '--data' in words else TEXT}"
     return words + shlex.split(added.get(words[0], ""))
 
 

@@ -152,6 +152,7 @@ def test_transformers_makes_the_same_tokens(folder, spec):
         (dict(n_kv_head=2), "n_kv_head=2"),
         (dict(qk_norm=True), "qk_norm=True"),
         (dict(mlp="relu2"), "mlp=relu2"),
+        (dict(mask_documents=True), "mask_documents=True"),
         (MODERN | dict(logit_softcap=15.0, mlp="relu2"), "logit_softcap=15.0"),
         (MODERN | dict(bias=True), "bias=True"),
         (dict(position="rope"), "norm=layernorm"),
@@ -217,6 +218,10 @@ def test_mistakes(folder, run):
     (folder / "wide/config.json").write_text(json.dumps(config | {"n_embd": 96}))
     shutil.copytree("tiny", "deep")
     (folder / "deep/config.json").write_text(json.dumps(config | {"n_layer": 4}))
+    shutil.copytree("tiny", "shallow")
+    (folder / "shallow/config.json").write_text(json.dumps(config | {"n_layer": 2}))
+    shutil.copytree("out", "newer")
+    (folder / "newer/kestrel.json").write_text(json.dumps({"network": {"new": 1}, "tokenizer": {}}))
     shutil.copytree("tiny", "swish")
     (folder / "swish/config.json").write_text(json.dumps(config | {"activation_function": "silu"}))
     (folder / "bare").mkdir()
@@ -229,6 +234,8 @@ def test_mistakes(folder, run):
         ("cut", "model.safetensors is damaged"),
         ("wide", "transformer.wte.weight", "[97, 48]", "[97, 96]"),
         ("deep", "lacks transformer.h.3.ln_1.weight"),
+        ("shallow", "more layers than the 2"),
+        ("newer", "kestrel.json is from another version"),
         ("swish", "activation_function=silu"),
         ("nowhere", "nowhere does not exist", "gpt2-xl"),
     ):

@@ -161,10 +161,11 @@ def load_config(argv):
     early = argparse.ArgumentParser(add_help=False, allow_abbrev=False)  # these flags decide what the others mean
     early.add_argument("--resume", nargs="?", const="newest")
     early.add_argument("--device", default=settings.get("device"))
-    early.add_argument("--init_from")
+    early.add_argument("--init_from", "--init-from")
     known, flags = early.parse_known_args(argv)
     flags += [] if known.device is None else [f"--device={known.device}"]
     if known.resume is not None:
+        require(known.init_from is None, "--resume goes on with the weights of the run; leave out --init_from")
         require(not settings, "--resume takes the options of the run; leave out the config file")
         return resumed_config(newest_run("config.json") if known.resume == "newest" else Path(known.resume), flags)
     if cpu and resolve_device(known.device or "auto") == "cpu":

@@ -66,8 +66,8 @@ LLAMA_NAMES = {
 }
 # What a network must have to be written, by its kind of positions.
 WRITABLE = {
-    "learned": dict(norm=["layernorm"], mlp=["gelu", "gelu_tanh"], qk_norm=[False], logit_softcap=[None]),
-    "rope": dict(norm=["rmsnorm"], mlp=["swiglu", "relu2"], bias=[False], logit_softcap=[None]),
+    "learned": dict(norm=["layernorm"], mlp=["gelu", "gelu_tanh"], qk_norm=[False]),
+    "rope": dict(norm=["rmsnorm"], mlp=["swiglu", "relu2"], bias=[False]),
 }
 
 
@@ -104,8 +104,16 @@ def read(name, weights=True):
     needs = "has no checkpoint and no model.safetensors; name a run that has saved one, or train it first"
     require(found or not path.is_dir(), f"{path} {needs}")
     contents = load_first(found or [path])
-    config, tokenizer = GPTConfig(**contents["model_config"]), from_state(contents["tokenizer"])
+    config, tokenizer = _restore(contents["path"], contents.get("model_config"), contents.get("tokenizer"))
     return Pretrained(contents["path"], config, contents["model"], tokenizer, contents)
+
+
+def _restore(path, network, tokenizer):
+    """(GPTConfig, tokenizer) of stored dicts."""
+    try:
+        return GPTConfig(**network), from_state(tokenizer)
+    except (TypeError, KeyError) as error:
+        raise ValueError(f"{path} is from another version of this repository ({error}); use that version") from None
 
 
 def load_model(name):
@@ -154,7 +162,7 @@ def _read_hugging_face(path, weights):
     except (OSError, ValueError) as error:
         raise ValueError(f"{folder} has no readable config.json ({error}), which model.safetensors needs") from None
     if ours:
-        config, tokenizer = GPTConfig(**ours["network"]), from_state(ours["tokenizer"])
+        config, tokenizer = _restore(own, ours.get("network"), ours.get("tokenizer"))
     else:
         config = _config_of_gpt2(theirs, folder)
         tokenizer = make_tokenizer("gpt2") if weights and config.vocab_size == GPT2_VOCABULARY else None
@@ -164,7 +172,7 @@ def _read_hugging_face(path, weights):
 def _config_of_gpt2(theirs, folder):
     """GPTConfig for GPT-2's config.json; ValueError if it is another network."""
     kind = theirs.get("model_type", "unknown")
-    require(kind == "gpt2", f"{folder} holds a {kind} model; gpt2 is supported, and what training.weights wrote")
+    require(kind == "gpt2", f"{folder} holds a {kind} model; only gpt2 and folders of training.weights can be read")
     defaults = dict(vocab_size=GPT2_VOCABULARY, n_positions=1024, n_layer=12, n_head=12, n_embd=768, n_inner=None,
                     activation_function="gelu_new", layer_norm_epsilon=LAYERNORM_EPSILON, scale_attn_weights=True,
                     scale_attn_by_inverse_layer_idx=False, tie_word_embeddings=True)  # fmt: skip
@@ -204,6 +212,8 @@ def _read_weights(file, config):
         raise ValueError(f"{file} is damaged ({error}); get it again") from None
     if "wte.weight" in theirs:  # OpenAI's own file leaves the prefix out
         theirs = {f"transformer.{name}": value for name, value in theirs.items()}
+    deeper = [name for name in theirs if f".{config.n_layer}." in name]
+    require(not deeper, f"{file} has more layers than the {config.n_layer} of config.json, such as {deeper[:1]}")
     weights = {}
     for name, shape, their in _mapping(config):
         try:
@@ -243,7 +253,8 @@ def _their_weights(weights, config):
 
 def _their_config(config, end):
     """config.json for a network; ValueError if Hugging Face's Transformers has no such network."""
-    wanted = WRITABLE[config.position] | ({"n_kv_head": [None, config.n_head]} if config.position == "learned" else {})
+    wanted = WRITABLE[config.position] | dict(logit_softcap=[None], mask_documents=[False])
+    wanted |= {"n_kv_head": [None, config.n_head]} if config.position == "learned" else {}
     for name, values in wanted.items():
         found, only = getattr(config, name), " or ".join(map(str, values))
         rule = f"with position={config.position}, a Hugging Face folder can only have {only}"
@@ -331,6 +342,7 @@ def export(name, folder):
                 (temporary / file).write_text(json.dumps(value, indent=1, ensure_ascii=False), encoding="utf-8")
             (temporary / "README.md").write_text(_model_card(found, sum(t.numel() for t in tensors.values())))
             safetensors.save_file(tensors, temporary / "model.safetensors", metadata={"format": "pt"})
+            (temporary / "model.safetensors").chmod(0o644)  # safetensors makes it private
             temporary.rename(folder)
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
