@@ -196,7 +196,7 @@ def backward(q, k, v, out, lse2, dout, dlse, bias_grad, options, deterministic=N
     q_tiles = k_tiles = None
 
     # keys before every window are left out too (bounds() in hopper_ragged.py): only then is all filled with zeros
-    new = partial(output, problem) if options.window else empty
+    new = partial(output, problem) if problem.rule.window else empty
     dq, dk, dv = empty(q), new(k), new(v)
     delta = None if options.sink is None else output(problem, lse2)
     parts = [None, None]
@@ -228,7 +228,7 @@ def backward(q, k, v, out, lse2, dout, dlse, bias_grad, options, deterministic=N
                 portable.launch_group_sum(problem, part[..., :dim], total)
         if problem.bounded:
             blank(problem, dq)
-        if problem.bounded and not options.window:
+        if problem.bounded and not problem.rule.window:
             blank(problem, dk, keys=True)
             blank(problem, dv, keys=True)
     dsink = None if options.sink is None else portable.sink_gradient(options.sink, lse2, delta)

@@ -176,7 +176,10 @@ def analyse(q, k, v, options):
     q_len, k_len = q.shape[1], k.shape[1]
     if packed:
         q_len, k_len = min(options.max_q_len, q_len), min(options.max_k_len, k_len)
-    rule = Rule(options.causal, options.window, options.softcap, options.dropout, options.sink is not None)
+    # a window over all keys is none, and no other kernel; queries may stand before the first key if there are more
+    farthest = k_len if options.causal else max(q_len, k_len)
+    window = options.window if options.window < farthest else 0
+    rule = Rule(options.causal, window, options.softcap, options.dropout, options.sink is not None)
     without = all(x is None for x in options.tensors)
     return Problem(
         made={},

@@ -11,7 +11,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from problems import ON_GPU, floats, integers, make_problem
+from problems import ON_GPU, floats, integers, make_problem, results
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from attention import attention, explain, ops, portable, problem
@@ -302,6 +302,39 @@ def test_calls_that_look_alike(impl, device):
             found.append([x.double() for x in (*outputs, *gradients)])
         for ours, truth in zip(*found, strict=True):
             assert (ours - truth).norm() < 0.02 * truth.norm(), call
+
+
+@pytest.mark.parametrize(
+    "farthest, options",  # the smallest window that hides no key
+    [
+        (20, {}),
+        (20, dict(causal=False)),
+        (20, dict(q_len=30, k_len=20)),
+        (30, dict(q_len=30, k_len=20, causal=False)),
+        (20, dict(lengths=[20, 9])),
+        (13, dict(packed=[0, 7, 20])),
+        (20, dict(packed=[0, 7, 20], longest=False)),
+        (12, dict(packed=([0, 12, 20], [0, 9, 20]), causal=False)),
+    ],
+    ids=str,
+)
+def test_a_window_over_all_keys_is_none(farthest, options, impl, device):
+    """It is no other kernel; one key less is a window."""
+    if impl == "hopper" and "packed" in options:
+        pytest.skip("these kernels do not know the longest sequence")
+    dtype, dim = (torch.bfloat16, 64) if impl == "hopper" else (torch.float32, 16)
+    call = partial(attention, impl=impl)
+    draw = partial(make_problem, device, dtype, dim=dim, **dict(q_len=20) | options)
+    arguments, dout, dlse = draw()
+    found = [results(call, (arguments | dict(window=w), dout, dlse), dtype) for w in (None, farthest, farthest - 1)]
+    assert [x.rule.window for x in problem.PROBLEMS.values()] == [0, 0, 0, 0, farthest - 1, farthest - 1]
+    for name, truth in found[0].items():
+        if (impl, name) == ("hopper", "dq"):  # summed in any order
+            torch.testing.assert_close(found[1][name], truth)
+        else:
+            assert torch.equal(found[1][name], truth), name
+    if options.get("longest", True):
+        assert not torch.equal(found[2]["out"], found[0]["out"])
 
 
 def test_precisions_are_cached_separately(device, monkeypatch):
