@@ -1,6 +1,7 @@
 """Time generation and decode(): one process, random weights of GPT-2 124M's shape, medians.
 
-    python benchmarks/sampling.py                        all parts, with transformers if it is installed
+    python benchmarks/sampling.py                        all parts
+    python benchmarks/sampling.py --transformers         also generate() of Hugging Face's GPT-2
     python benchmarks/sampling.py --nanogpt PATH         also generate() of a checkout of nanoGPT
     python benchmarks/sampling.py --parts attention      decode() against SDPA, in GB/s, beside the bandwidth of a copy
     python benchmarks/sampling.py --parts profile        GPU time of a token by kernel
@@ -116,8 +117,7 @@ def time_generate(make, sizes, batch, device):
     generate = make(sizes, device)
     given = prompts(batch, sizes.prompt, sizes.model["vocab_size"]).to(device)
     generate(given, 8)  # to warm up
-    spent = [seconds(lambda: generate(given, sizes.new), device) for _ in range(max(2, sizes.repeats - 2))]
-    return batch * sizes.new / statistics.median(spent)
+    return batch * sizes.new / seconds(lambda: generate(given, sizes.new), device)  # once: it takes seconds
 
 
 def transformers_generate(sizes, device):
@@ -158,10 +158,7 @@ def nanogpt_generate(path):
     return make
 
 
-def text_part(sizes, device, nanogpt):
-    others = {"transformers": transformers_generate} if importlib.util.find_spec("transformers") else {}
-    if nanogpt:
-        others["nanoGPT"] = nanogpt_generate(nanogpt)
+def text_part(sizes, device, others):
     names = ["batch", "Kestrel tokens/s", *others, "Kestrel without the prompt", "first token, ms"]
     yield f"prompt {sizes.prompt}, {sizes.new} new tokens; first token of a prompt of {sizes.long_prompt:,}"
     yield row(names)
@@ -288,6 +285,7 @@ PARTS = {"text": text_part, "attention": attention_part, "profile": profile_part
 def main(argv):
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--parts", nargs="+", default=list(PARTS), choices=PARTS)
+    parser.add_argument("--transformers", action="store_true", help="also time Hugging Face's GPT-2")
     parser.add_argument("--nanogpt", help="a checkout of nanoGPT, timed in the same process")
     parser.add_argument("--small", action="store_true", help="sizes for a CPU")
     args = parser.parse_args(argv)
@@ -295,10 +293,13 @@ def main(argv):
     chip = torch.cuda.get_device_name() if device == "cuda" else "CPU"
     commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, capture_output=True, text=True).stdout
     tables = [f"{chip}, torch {torch.__version__}, commit {commit.strip()}, {Sampling()}"]
+    others = {"transformers": transformers_generate} if args.transformers else {}
+    if args.nanogpt:
+        others["nanoGPT"] = nanogpt_generate(args.nanogpt)
     start = time.perf_counter()
     for name in args.parts:
         tables.append("")
-        part = PARTS[name](sizes, device, *[args.nanogpt] * (name == "text"))
+        part = PARTS[name](sizes, device, *[others] * (name == "text"))
         try:
             for line in part:
                 tables.append(line)

@@ -73,8 +73,8 @@ def jobs(ranks, small):
         "gpt2": gpt2_job,
         "documents": gpt2_job._replace(ours=[*gpt2_job.ours, "--mask_documents=True"], nanogpt=None),
         "books": gpt2_job._replace(
-            ours=[*ours, f"--steps={long}", f"--eval_every={long // 12}", "--warmup_steps=200"],
-            nanogpt=[*theirs, f"--max_iters={long}", f"--lr_decay_iters={long}", f"--eval_interval={long // 12}",
+            ours=[*ours, f"--steps={long}", f"--eval_every={long // 8}", "--warmup_steps=200"],
+            nanogpt=[*theirs, f"--max_iters={long}", f"--lr_decay_iters={long}", f"--eval_interval={long // 8}",
                      "--eval_iters=50", "--log_interval=10", "--warmup_iters=200"],
         ),
         "char": Job(

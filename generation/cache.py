@@ -47,6 +47,10 @@ class DecodeLayer(NamedTuple):
         """Store k, v [B, 1, G, D]; returns the attention [B, 1, H, D] of q over the keys of its row."""
         self.k[self.rows, self.slots] = k[:, 0]
         self.v[self.rows, self.slots] = v[:, 0]
+        return self.decode(q)
+
+    def decode(self, q):
+        """The attention [B, 1, H, D] of q over the keys of its row, when those of the new tokens are stored."""
         return decode(q, self.k, self.v, self.lengths)
 
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import torch
 
-from model import require
+from model import HAS_TRITON, require
 
 # Odd 64-bit constants of SplitMix64, as signed numbers: torch has no unsigned arithmetic.
 GOLDEN, FIRST, SECOND = (x - 2**64 for x in (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB))
@@ -63,16 +63,20 @@ def choose(logits, sampling, keys, positions, seen=None):
         least = values.gather(-1, count - 1)
     elif top_k:
         least = logits.topk(top_k, sorted=False).values.amin(-1, keepdim=True)
+    log_min_p = math.log(sampling.min_p) if sampling.min_p else float("-inf")
+    # Gumbel-max: the token with the least quotient of an exponential variable and its probability
+    if logits.is_cuda and HAS_TRITON:
+        from kernels.gumbel import gumbel_scores  # imports Triton, which not every machine has
+
+        return gumbel_scores(logits, best, least, keys, positions, sampling.temperature, log_min_p).argmax(-1)
     tokens = torch.arange(vocabulary, device=logits.device)
-    if least is not None and logits.device.type == "cpu" and not torch.compiler.is_compiling():
-        tokens = (logits >= least).any(0).nonzero().squeeze(1)  # a GPU draws for all tokens, so that it need not wait
+    if least is not None and logits.device.type == "cpu":  # elsewhere the host would have to wait
+        tokens = (logits >= least).any(0).nonzero().squeeze(1)
         logits = logits[:, tokens]
     scores = (logits - best) / sampling.temperature  # at most 0, so a tiny temperature cannot overflow
-    if sampling.min_p > 0:
-        scores = scores.masked_fill(scores < math.log(sampling.min_p), float("-inf"))
+    scores = scores.masked_fill(scores < log_min_p, float("-inf"))
     if least is not None:
         scores = scores.masked_fill(logits < least, float("-inf"))
-    # Gumbel-max: the token with the least quotient of an exponential variable and its probability
     chosen = (scores - exponential(mix(keys + positions)[:, None], tokens).log()).argmax(-1)
     return chosen if len(tokens) == vocabulary else tokens[chosen]
 
@@ -101,7 +105,6 @@ def sample_keys(seed, numbers):
 
 def exponential(keys, tokens):
     """Exponential variables in float32, a function of key and token; the two broadcast."""
-    # not tokens * GOLDEN: Inductor takes that for an index, which may be 32-bit and must not overflow
     bits = shifted(high_mix(keys + tokens), 33)
     uniform = ((bits.float() + 0.5) * -(2.0**-31)).clamp(min=2.0**-24 - 1)  # negative; never 0 or -1, and fine near 0
     return -torch.log1p(uniform)

@@ -5,7 +5,6 @@ later, so that neither waits for the other. On a CPU the same code runs without 
 batches and past the context, but hardly any for one sample inside the context.
 """
 
-import gc
 import sys
 import time
 import weakref
@@ -24,7 +23,6 @@ from model import HAS_TRITON, RMSNorm, require
 from training.step import WARM_UPS, CUDAGraph
 
 DELAY = 3  # steps after which the host reads the tokens of a GPU
-BATCH_SIZES = 64  # that a process may compile code for; PyTorch's limit is 8, and more would run eagerly
 PREFILL = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]  # cuDNN is slow at first calls
 THREAD_WORK = 2**25  # multiplications that are worth a thread of a CPU: with less, threads mostly wait for each other
 
@@ -82,8 +80,8 @@ class Generator:
 
     Args:
         model: GPT in evaluation mode. tokenizer: its tokenizer. batch: int, number of samples. sampling: Sampling.
-        seed: int, from 0 to 2^62 - 1. graph: replay each step as a CUDA graph, of compiled blocks; None does so
-            on a GPU with Triton. It is recorded when the first prompts are given, or by warm_up().
+        seed: int, from 0 to 2^62 - 1. graph: replay each step as a CUDA graph of fused kernels; None does so on a
+            GPU with Triton, except in float64. It is recorded when the first prompts are given, or by warm_up().
 
     Attributes:
         logits: [batch, n_vocab] float32, of the newest step.
@@ -104,7 +102,8 @@ class Generator:
         self.device, dtype = weight.device, weight.dtype
         self.weights = sum(parameter.numel() for parameter in model.parameters())
         on_gpu = self.device.type == "cuda"
-        self.graph, self.graphed = None, on_gpu and HAS_TRITON if graph is None else graph
+        fused = on_gpu and HAS_TRITON and dtype != torch.float64
+        self.graph, self.graphed = None, fused if graph is None else graph
         check_memory(batch, Cache.size(model.config, dtype), self.device)
         self.cache = Cache(model.config, batch, self.device, dtype)
 
@@ -121,7 +120,6 @@ class Generator:
         self.delay = DELAY if on_gpu else 0
         self.host_tokens = [torch.zeros(batch, dtype=torch.int64, pin_memory=on_gpu) for _ in range(self.delay + 1)]
         self.copied = [torch.cuda.Event() for _ in self.host_tokens] if on_gpu else None
-        self._choose = Generator._choose_tokens  # not a bound method: such a cycle would keep the cache after its use
 
     def reseed(self, seed):
         """Draw other random numbers from now on."""
@@ -129,11 +127,10 @@ class Generator:
         self.keys.copy_(sample_keys(seed, self.cache.rows))
 
     def warm_up(self):
-        """Compile, record the graph and let the libraries choose their kernels, unless this has been done."""
+        """Record the graph and let the libraries choose their kernels, unless this has been done."""
         if not self.graphed or self.graph:
             return
-        self._compile()
-        step = weakref.WeakMethod(self._step)
+        step = weakref.WeakMethod(self._step)  # a cycle would keep the cache after its use
         with torch.cuda.device_of(self.newest):  # the graph's stream is one of the current device
             self.graph = CUDAGraph(lambda: step()())
         self.texts = [[0] * self.config.block_size] * self.batch
@@ -141,14 +138,6 @@ class Generator:
         for _ in range(WARM_UPS + 1):
             self.cache.lengths.zero_()
             self._take_step(0)
-
-    def _compile(self, **options):
-        """Compile a step for this batch size, except the look-up of embeddings; options: of torch.compile."""
-        torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, BATCH_SIZES)
-        for module in (*self.model.blocks, self.model.norm):
-            if module._compiled_call_impl is None:  # another Generator of this model has compiled it
-                module.compile(dynamic=False, **options)
-        self._choose = torch.compile(Generator._choose_tokens, dynamic=False, **options)
 
     def stream(self, prompts, max_tokens=500, stop=(), ignore_eot=False):
         """Continue one prompt for each sample; yields (number of the sample, piece of text), some of them empty.
@@ -230,7 +219,6 @@ class Generator:
         return tuple(text[start if count is None else max(start, len(text) - count) :])
 
     @torch.inference_mode()
-    @torch.compiler.set_stance("force_eager")  # otherwise each length would be compiled
     def _fill(self, rows, count):
         """Fill rows of the cache with their newest `count` tokens, except the last one, which the next step adds."""
         contexts = [self._context(self.texts[row], count)[:-1] for row in rows]
@@ -255,7 +243,14 @@ class Generator:
     def _step(self):
         """Add the newest tokens to the cache and choose the next ones; returns the logits."""
         with self._threads(self.batch):
-            return self._choose(self, self.model.hidden(self.newest[:, None], self.cache.step()))
+            view = self.cache.step()
+            if self.graphed:
+                from generation.fused import fused_logits  # imports Triton, which not every machine has
+
+                logits = fused_logits(self.model, self.newest, view)
+            else:
+                logits = self.model.logits(self.model.hidden(self.newest[:, None], view))[:, 0]
+            return self._choose_tokens(logits[:, : self.tokenizer.n_vocab])
 
     @contextmanager
     def _threads(self, tokens):
@@ -268,8 +263,7 @@ class Generator:
         finally:
             torch.set_num_threads(before)
 
-    def _choose_tokens(self, hidden):
-        logits = self.model.logits(hidden)[:, 0, : self.tokenizer.n_vocab]
+    def _choose_tokens(self, logits):
         tokens = choose(logits, self.sampling, self.keys, self.positions, self.seen)
         if self.seen is not None:
             self.seen.scatter_(1, tokens[:, None], True)
@@ -325,9 +319,6 @@ class Generator:
 def check_memory(batch, row, device):
     """ValueError if the cache, of `row` bytes per sample, does not fit into the free memory of the device."""
     free = free_memory(device)
-    if free is not None and batch * row > free:
-        gc.collect()  # what the compiler has left may hold the cache of another Generator
-        free = free_memory(device)
     if free is not None and batch * row > free:
         raise ValueError(
             f"num_samples={batch} needs {batch * row / 2**30:.1f} GiB for keys and values, but {device} has "

@@ -190,7 +190,7 @@ def test_number_of_splits(monkeypatch):
     assert kernel.splits_for(1, 2**17, None) == 256  # more than there are multiprocessors
 
 
-def test_many_rows(monkeypatch):
+def test_many_rows(device, monkeypatch):
     """Rows are on the first axis of the grids; the others end at 65,535."""
     grids = {}
 
@@ -205,8 +205,8 @@ def test_many_rows(monkeypatch):
     for name in ("decode_kernel", "merge_kernel"):
         monkeypatch.setattr(kernel, name, Recorder(name))
     monkeypatch.setattr(kernel, "splits_for", lambda *args: 2)
-    q, k = torch.empty(70_000, 1, 2, 8), torch.empty(70_000, 2, 1, 8)
-    decode(q, k, k, torch.ones(70_000, dtype=torch.int32), impl="triton")
+    q, k = torch.empty(70_000, 1, 2, 8, device=device), torch.empty(70_000, 2, 1, 8, device=device)
+    decode(q, k, k, torch.ones(70_000, dtype=torch.int32, device=device), impl="triton")
     assert grids == {"decode_kernel": (70_000, 1, 2), "merge_kernel": (70_000, 2, 1)}
 
 

@@ -5,17 +5,19 @@ import copy
 import gc
 import itertools
 import weakref
+from functools import partial
 
 import pytest
 import torch
 from problems import ON_GPU
 
+from attention import decode
 from data import make_tokenizer
 from data.tokenizer import LINE_PATTERN, _encoding
 from generation import Generator, Sampling, generate, generate_batch
 from generation.cache import Cache
 from generation.generate import to_bfloat16
-from model import GPT, GPTConfig
+from model import GPT, HAS_TRITON, GPTConfig
 
 SMALL = dict(vocab_size=256, block_size=16, n_layer=2, n_head=2, n_embd=32)
 MODELS = {
@@ -38,14 +40,6 @@ def make_model(device, **changes):
     for parameter in model.parameters():
         parameter.data *= 3 if parameter.dim() == 2 else 1
     return model
-
-
-@pytest.fixture(autouse=True)
-def fresh_compiler():
-    """Tests compile the same code for many shapes."""
-    yield
-    if ON_GPU:
-        torch.compiler.reset()
 
 
 @pytest.fixture(params=MODELS.values(), ids=MODELS)
@@ -96,6 +90,33 @@ def test_logits_and_greedy_text_equal_uncached_ones(model, graph):
         expected, exact = uncached(model, prompt, 45)
         torch.testing.assert_close(found, exact, rtol=1e-4, atol=1e-4)
         assert row == expected
+
+
+@pytest.mark.skipif(not HAS_TRITON, reason="Triton exists for Linux only")
+@pytest.mark.parametrize("name", [*MODELS, "biased"])
+def test_fused_logits_are_those_of_the_network(name, device, monkeypatch):
+    """Also the keys and values in the cache. On a CPU the kernels run in Triton's interpreter."""
+    from generation.fused import fused_logits
+
+    monkeypatch.setattr("generation.cache.decode", partial(decode, impl="triton"))
+    options = MODELS.get(name, dict(bias=True, mlp="gelu_tanh", n_embd=48))
+    model = make_model(device, **options)
+    for parameter in model.parameters():
+        if parameter.dim() == 1:  # norms and biases
+            parameter.data += torch.randn_like(parameter) / 3
+    generator = Generator(model, BYTES, len(PROMPTS), GREEDY, graph=False)
+    generator.delay = 0
+    cache = generator.cache
+    for _ in generator.tokens(PROMPTS, 4):
+        newest = torch.tensor([text[-2] for text in generator.texts], device=device)
+        stored = [x[:, cache.rows, cache.slots].clone() for x in (cache.k, cache.v)]
+        for x in (cache.k, cache.v):
+            x[:, cache.rows, cache.slots] = float("nan")
+        with torch.inference_mode():
+            logits = fused_logits(model, newest, cache.next)
+        torch.testing.assert_close(logits[:, : BYTES.n_vocab], generator.logits, rtol=1e-4, atol=1e-4)
+        for x, expected in zip((cache.k, cache.v), stored, strict=True):
+            torch.testing.assert_close(x[:, cache.rows, cache.slots], expected, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("graph", GRAPH)
@@ -269,43 +290,9 @@ def test_mistakes(device):
         assert words in str(error.value) and "\n" not in str(error.value)
 
 
-@torch.no_grad()
-def test_blocks_compile_once_for_all_layers_and_lengths(device):
-    """A step has no graph break, and neither growing rows nor another Generator compile it again."""
-    from torch._dynamo.testing import CompileCounterWithBackend
-
-    torch.compiler.reset()
-    counter, model = CompileCounterWithBackend("aot_eager"), make_model(device, n_layer=3, **MODELS["modern"])
-    generator = Generator(model, BYTES, 2, GREEDY, graph=False)
-    expected = list(generator.tokens([[1, 2], [3]], 40))
-    for _ in range(2):
-        generator._compile(backend=counter, fullgraph=True)
-        assert list(generator.tokens([[1, 2], [3]], 40)) == expected
-        generator = Generator(model, BYTES, 2, GREEDY, graph=False)
-    assert counter.frame_count == 3  # a block, the last norm, and the choice
-
-
-@pytest.mark.slow
-@torch.no_grad()
-def test_many_batch_sizes_are_compiled(device):
-    """PyTorch runs code eagerly that it has compiled recompile_limit times, or fails with fullgraph."""
-    from torch._dynamo.testing import CompileCounterWithBackend
-
-    torch.compiler.reset()
-    counter, model = CompileCounterWithBackend("eager"), make_model(device, **MODELS["modern"])
-    for batch in range(1, 11):
-        generator = Generator(model, BYTES, batch, GREEDY, graph=False)
-        generator._compile(backend=counter, fullgraph=True)
-        list(generator.tokens([[1, 2]] * batch, 2))
-    assert counter.frame_count == 3 * 10
-
-
-@pytest.mark.parametrize("compiled", [False, True])
-def test_memory_is_free_when_a_generator_goes_out_of_use(device, compiled):
-    """At once: the garbage collector, which may run much later, is needed only for what the compiler leaves."""
+def test_memory_is_free_when_a_generator_goes_out_of_use(device):
+    """At once, not when the garbage collector runs."""
     generator = Generator(make_model(device), BYTES)
-    if compiled and not ON_GPU:
-        generator._compile(backend="eager")
     list(generator.stream(["abc"], 30))
     cache = weakref.ref(generator.cache)
     gc.collect()

@@ -1,0 +1,159 @@
+"""A linear layer for a few rows, with the operations around it, in one kernel:
+
+    y = activation(norm(x) W^T + b) + residual
+
+When a network generates text, a token's time is the time to read the weights and to start the kernels. One kernel per
+linear layer starts fewer of them: no others normalise, apply the activation or add the residual.
+
+Letters: B rows, K input width, N output width.
+"""
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import nn
+
+from attention.launch import float32_precision, has_large_shared_memory
+from attention.score import tanh
+from attention.tiles import INTERPRETED
+
+
+class Tiles(NamedTuple):
+    """What a program computes and how: `outputs` of `rows`, from `inputs` at a time."""
+
+    rows: int
+    outputs: int
+    inputs: int
+    warps: int
+    stages: int
+
+
+def choose_tiles(rows, outputs, size):
+    """Tiles for 16-bit (size 2) or float32 (size 4) elements; timings are in benchmarks/LOG.md."""
+    if rows == 1:
+        return Tiles(1, 1, 512, 1, 1)
+    most = 64 if size == 2 else 16  # float32 takes more registers
+    width = min(most, max(8, triton.next_power_of_2(rows)))
+    if outputs >= 2**14:  # an output head
+        tiles = Tiles(width, 64, 128, 4, 4)
+    elif width == 64 and outputs >= 2048:
+        tiles = Tiles(width, 32, 128, 4, 4)
+    else:
+        tiles = Tiles(width, 16, 256, 4, 3)
+    return tiles if size == 2 else tiles._replace(inputs=tiles.inputs // 4)
+
+
+def linear(x, layer, *, norm=None, activation=None, gate=None, residual=None, softcap=None, dtype=None):
+    """activation(norm(x) W^T + b) + residual for few rows: each program computes the norm of all its rows anew.
+
+    Args:
+        x: [B, K] on a GPU. layer: nn.Linear from K to N, in the dtype of x: float16, bfloat16 or float32.
+        norm: nn.LayerNorm or nn.RMSNorm over K, or None. residual: [B, N] or None.
+        activation: "gelu", "gelu_tanh", "relu2", or "swiglu" = silu(norm(x) gate^T) * (norm(x) W^T), which has a second
+            nn.Linear, `gate`; None without one.
+        softcap: positive float, for y = softcap * tanh(y / softcap); None for no cap. dtype: of the result; None is
+            that of x.
+
+    Returns:
+        [B, N]. Sums are in float32, in an order that does not depend on the other rows of a program.
+    """
+    x = x.contiguous()
+    rows, inputs, outputs = len(x), x.shape[1], layer.weight.shape[0]
+    y = x.new_empty(rows, outputs, dtype=dtype or x.dtype)
+    tiles = choose_tiles(rows, outputs, x.element_size())
+    depth = min(tiles.inputs, max(16, triton.next_power_of_2(inputs)))
+    stages = min(tiles.stages, 4 if has_large_shared_memory(x.device) else 2)
+    eps = 0.0
+    if norm is not None:
+        eps = torch.finfo(torch.float32).eps if norm.eps is None else norm.eps
+    with torch.cuda.device_of(x):
+        linear_kernel[triton.cdiv(outputs, tiles.outputs), triton.cdiv(rows, tiles.rows)](
+            x, layer.weight, layer.bias, None if gate is None else gate.weight, None if gate is None else gate.bias,
+            None if norm is None else norm.weight, getattr(norm, "bias", None), residual, y,
+            rows, outputs, eps, softcap or 0.0, inputs, isinstance(norm, nn.LayerNorm), activation, softcap is not None,
+            tiles.rows, tiles.outputs, depth, stages, float32_precision(x.dtype), num_warps=tiles.warps,
+        )  # fmt: skip
+    return y
+
+
+@triton.jit
+def product(w, x, acc, SINGLE_ROW: tl.constexpr, PRECISION: tl.constexpr):
+    """acc + w x^T of tiles [outputs, inputs] and [rows, inputs]; with one row, the sum over inputs comes later."""
+    if SINGLE_ROW:
+        return acc + w.to(tl.float32) * x.to(tl.float32)
+    elif INTERPRETED:  # NumPy has no bfloat16
+        return tl.dot(w.to(tl.float32), tl.trans(x.to(tl.float32)), acc)
+    else:
+        return tl.dot(w, tl.trans(x), acc, input_precision=PRECISION)
+
+
+@triton.jit(do_not_specialize=["rows"])
+def linear_kernel(
+    x, weight, bias, gate, gate_bias, gain, shift, residual, y, rows, outputs, eps, softcap, K: tl.constexpr,
+    CENTERED: tl.constexpr, ACTIVATION: tl.constexpr, CAPPED: tl.constexpr,
+    ROWS: tl.constexpr, BLOCK: tl.constexpr, DEPTH: tl.constexpr, STAGES: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """One program per BLOCK outputs of ROWS rows; it takes DEPTH inputs at a time.
+
+    gain is None without a norm, which is LayerNorm if CENTERED and else RMSNorm. The variance is E[x^2] - E[x]^2 in
+    float32, which is exact enough unless the mean is a hundred times the deviation.
+    """
+    output = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    row = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
+    lane = tl.arange(0, DEPTH)
+    real_row, real_output = row < rows, output < outputs
+    x += row[:, None] * K + lane[None, :]
+    at = output.to(tl.int64)[:, None] * K + lane[None, :]
+    mean = tl.zeros([ROWS], tl.float32)
+    scale = tl.full([ROWS], 1.0, tl.float32)
+    if gain is not None:
+        squares = tl.zeros([ROWS], tl.float32)
+        for start in tl.range(0, K, DEPTH, num_stages=STAGES):
+            tile = tl.load(x + start, real_row[:, None] & (start + lane < K)[None, :], 0.0).to(tl.float32)
+            mean += tl.sum(tile, 1) / K
+            squares += tl.sum(tile * tile, 1) / K
+        if not CENTERED:
+            mean = tl.zeros([ROWS], tl.float32)
+        scale = tl.rsqrt(squares - mean * mean + eps)
+    SINGLE_ROW: tl.constexpr = ROWS == 1
+    acc = tl.zeros([BLOCK, DEPTH if SINGLE_ROW else ROWS], tl.float32)
+    gates = acc
+    for start in tl.range(0, K, DEPTH, num_stages=STAGES):
+        inside = start + lane < K
+        tile = tl.load(x + start, real_row[:, None] & inside[None, :], 0.0)
+        if gain is not None:
+            normal = (tile.to(tl.float32) - mean[:, None]) * scale[:, None]
+            normal *= tl.load(gain + start + lane, inside, 0.0).to(tl.float32)[None, :]
+            if shift is not None:
+                normal += tl.load(shift + start + lane, inside, 0.0).to(tl.float32)[None, :]
+            tile = normal.to(tile.dtype)
+        w = tl.load(weight + at + start, real_output[:, None] & inside[None, :], 0.0)
+        acc = product(w, tile, acc, SINGLE_ROW, PRECISION)
+        if gate is not None:
+            w = tl.load(gate + at + start, real_output[:, None] & inside[None, :], 0.0)
+            gates = product(w, tile, gates, SINGLE_ROW, PRECISION)
+    if SINGLE_ROW:
+        acc = tl.sum(acc, 1)[:, None]
+        gates = tl.sum(gates, 1)[:, None]
+    if bias is not None:
+        acc += tl.load(bias + output, real_output, 0.0).to(tl.float32)[:, None]
+    if ACTIVATION == "gelu":
+        acc = 0.5 * acc * (1 + tl.erf(acc * 0.7071067811865476))
+    elif ACTIVATION == "gelu_tanh":
+        acc = 0.5 * acc * (1 + tanh(0.7978845608028654 * (acc + 0.044715 * acc * acc * acc)))
+    elif ACTIVATION == "relu2":
+        acc = tl.maximum(acc, 0.0)
+        acc *= acc
+    elif ACTIVATION == "swiglu":
+        if gate_bias is not None:
+            gates += tl.load(gate_bias + output, real_output, 0.0).to(tl.float32)[:, None]
+        acc *= gates * tl.sigmoid(gates)
+    if CAPPED:
+        acc = softcap * tanh(acc / softcap)
+    place = row[None, :] * outputs + output[:, None]
+    real = real_row[None, :] & real_output[:, None]
+    if residual is not None:
+        acc += tl.load(residual + place, real, 0.0).to(tl.float32)
+    tl.store(y + place, acc.to(y.dtype.element_ty), real)

@@ -1,0 +1,74 @@
+"""linear() against the same formula in float64."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from problems import ON_GPU
+from torch import nn
+
+linear = pytest.importorskip("kernels.linear", reason="Triton exists for Linux only").linear
+
+ACTIVATIONS = {
+    None: lambda y: y,
+    "gelu": F.gelu,
+    "gelu_tanh": lambda y: F.gelu(y, approximate="tanh"),
+    "relu2": lambda y: F.relu(y).square(),
+}
+
+
+def plain(x, layer, norm=None, activation=None, gate=None, residual=None, softcap=None):
+    x = x if norm is None else norm(x)
+    y = layer(x)
+    y = F.silu(gate(x)) * y if activation == "swiglu" else ACTIVATIONS[activation](y)
+    y = y if softcap is None else softcap * torch.tanh(y / softcap)
+    return y if residual is None else y + residual
+
+
+def make_norm(kind, width):
+    norm = {"none": None, "layernorm": nn.LayerNorm(width), "rmsnorm": nn.RMSNorm(width)}[kind]
+    for parameter in norm.parameters() if norm else ():
+        nn.init.normal_(parameter)
+    return norm
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16] if ON_GPU else [torch.float32])
+@pytest.mark.parametrize("rows", [1, 3, 70])
+@pytest.mark.parametrize(
+    "inputs, outputs, norm, activation, bias, softcap",
+    [
+        (768 if ON_GPU else 600, 33, "layernorm", None, True, None),
+        (40, 2050, "layernorm", "gelu", False, None),
+        (24, 16_400, "rmsnorm", None, False, 3.0),
+        (1030, 8, "none", "gelu_tanh", True, None),
+        (96, 40, "rmsnorm", "relu2", False, None),
+        (136, 72, "layernorm", "swiglu", True, None),
+    ],
+)
+def test_at_most_twice_the_error_of_pytorch(dtype, rows, inputs, outputs, norm, activation, bias, softcap, device):
+    if rows == 1 and not ON_GPU:
+        outputs = min(outputs, 60)  # one program each: the interpreter would take minutes
+    squares = torch.zeros(2, rows)
+    for _ in range(3 if ON_GPU else 1):
+        layer, gate = (nn.Linear(inputs, outputs, bias=bias).to(device, dtype) for _ in range(2))
+        arguments = dict(norm=make_norm(norm, inputs), activation=activation, softcap=softcap)
+        arguments["norm"] = arguments["norm"] and arguments["norm"].to(device, dtype)
+        arguments["gate"] = gate if activation == "swiglu" else None
+        x = torch.randn(rows, inputs, device=device).to(dtype)
+        arguments["residual"] = torch.randn(rows, outputs, device=device).to(dtype) if activation is None else None
+        with torch.no_grad():
+            found, eager = linear(x, layer, **arguments), plain(x, layer, **arguments)
+            modules = (layer, gate, arguments["norm"])
+            for module in filter(None, modules):
+                module.double()
+            exact = plain(x.double(), layer, **arguments)
+        squares += torch.stack([(y.double() - exact).square().sum(1) for y in (found, eager)]).cpu()
+    ours, eager = squares.sqrt()
+    assert ours.norm() <= 2 * eager.norm(), f"error {ours.norm():.2e}, PyTorch's {eager.norm():.2e}"
+    assert ours.max() <= 2 * eager.max(), f"worst row {ours.max():.2e}, PyTorch's {eager.max():.2e}"
+
+
+def test_result_dtype_and_strided_rows(device):
+    layer, x = nn.Linear(32, 20, device=device), torch.randn(4, 64, device=device)[:, ::2]
+    with torch.no_grad():
+        found = linear(x, layer, dtype=torch.float64)
+    torch.testing.assert_close(found, layer(x).double(), rtol=1e-5, atol=1e-5)
