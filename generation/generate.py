@@ -80,8 +80,8 @@ class Generator:
 
     Args:
         model: GPT in evaluation mode. tokenizer: its tokenizer. batch: int, number of samples. sampling: Sampling.
-        seed: int, from 0 to 2^62 - 1. graph: replay each step as a CUDA graph of fused kernels; None does so on a
-            GPU with Triton, except in float64. It is recorded when the first prompts are given, or by warm_up().
+        seed: int, from 0 to 2^62 - 1. graph: replay each step as a CUDA graph, of fused kernels if the weights have
+            16 bits; None does so on a GPU. It is recorded when the first prompts are given, or by warm_up().
 
     Attributes:
         logits: [batch, n_vocab] float32, of the newest step.
@@ -102,8 +102,8 @@ class Generator:
         self.device, dtype = weight.device, weight.dtype
         self.weights = sum(parameter.numel() for parameter in model.parameters())
         on_gpu = self.device.type == "cuda"
-        fused = on_gpu and HAS_TRITON and dtype != torch.float64
-        self.graph, self.graphed = None, fused if graph is None else graph
+        self.graph, self.graphed = None, on_gpu if graph is None else graph
+        self.fused = self.graphed and HAS_TRITON and dtype in (torch.float16, torch.bfloat16)
         check_memory(batch, Cache.size(model.config, dtype), self.device)
         self.cache = Cache(model.config, batch, self.device, dtype)
 
@@ -244,7 +244,7 @@ class Generator:
         """Add the newest tokens to the cache and choose the next ones; returns the logits."""
         with self._threads(self.batch):
             view = self.cache.step()
-            if self.graphed:
+            if self.fused:
                 from generation.fused import fused_logits  # imports Triton, which not every machine has
 
                 logits = fused_logits(self.model, self.newest, view)

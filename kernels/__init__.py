@@ -1,1 +1,1 @@
-"""The model's kernels beside attention: in each module the formula, the Triton kernel and the torch.library op."""
+"""The model's kernels beside attention: in each module the formula and the Triton kernel."""

@@ -25,7 +25,7 @@ def gumbel_scores(logits, best, least, keys, positions, temperature, log_min_p):
     with torch.cuda.device_of(logits):
         gumbel_kernel[rows, triton.cdiv(vocabulary, BLOCK)](
             logits, best.contiguous(), None if least is None else least.contiguous(), keys, positions, scores,
-            logits.stride(0), vocabulary, 1 / temperature, log_min_p, BLOCK, num_warps=4,
+            logits.stride(0), vocabulary, 1 / temperature, log_min_p, BLOCK, num_warps=4, enable_fp_fusion=True,
         )  # fmt: skip
     return scores
 

@@ -30,7 +30,7 @@ def store_heads(qkv, k, v, slots, rotary=None, qk_norm=False):
     with torch.cuda.device_of(qkv):
         heads_kernel[batch, heads + 2 * kv_heads](
             qkv, q, k, v, slots, cos, sin, k.stride(0), k.stride(1), heads, kv_heads, qk_norm, dim // 2,
-            triton.next_power_of_2(dim // 2), num_warps=1,
+            triton.next_power_of_2(dim // 2), num_warps=1, enable_fp_fusion=True,
         )  # fmt: skip
     return q
 

@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 from torch import nn
 
-from attention.launch import float32_precision, has_large_shared_memory
+from attention.launch import has_large_shared_memory
 from attention.score import tanh
 from attention.tiles import INTERPRETED
 
@@ -30,26 +30,23 @@ class Tiles(NamedTuple):
     stages: int
 
 
-def choose_tiles(rows, outputs, size):
-    """Tiles for 16-bit (size 2) or float32 (size 4) elements; timings are in benchmarks/LOG.md."""
+def choose_tiles(rows, inputs, outputs):
+    """Tiles for 16-bit elements, the fastest of those tried on an H200 (benchmarks/LOG.md)."""
+    head, wide = outputs >= 2**14, outputs >= 2048
     if rows == 1:
-        return Tiles(1, 1, 512, 1, 1)
-    most = 64 if size == 2 else 16  # float32 takes more registers
-    width = min(most, max(8, triton.next_power_of_2(rows)))
-    if outputs >= 2**14:  # an output head
-        tiles = Tiles(width, 64, 128, 4, 4)
-    elif width == 64 and outputs >= 2048:
-        tiles = Tiles(width, 32, 128, 4, 4)
-    else:
-        tiles = Tiles(width, 16, 256, 4, 3)
-    return tiles if size == 2 else tiles._replace(inputs=tiles.inputs // 4)
+        return Tiles(1, 4, 1024, 4, 1) if head else Tiles(1, 1, 512, 1, 3 if inputs >= 2048 else 1)
+    width = min(64, max(8, triton.next_power_of_2(rows)))
+    if width == 64:
+        return Tiles(64, 128, 64, 8, 4) if head else Tiles(64, 32, 128, 8, 4) if wide else Tiles(32, 16, 256, 4, 3)
+    return Tiles(width, 64, 128, 4, 4) if head else Tiles(width, 32 if wide else 16, 256, 4, 3)
 
 
 def linear(x, layer, *, norm=None, activation=None, gate=None, residual=None, softcap=None, dtype=None):
     """activation(norm(x) W^T + b) + residual for few rows: each program computes the norm of all its rows anew.
 
     Args:
-        x: [B, K] on a GPU. layer: nn.Linear from K to N, in the dtype of x: float16, bfloat16 or float32.
+        x: [B, K] on a GPU, float16 or bfloat16; float32 in Triton's interpreter only, because the long sums of this
+            kernel are less exact than PyTorch's. layer: nn.Linear from K to N, in the dtype of x.
         norm: nn.LayerNorm or nn.RMSNorm over K, or None. residual: [B, N] or None.
         activation: "gelu", "gelu_tanh", "relu2", or "swiglu" = silu(norm(x) gate^T) * (norm(x) W^T), which has a second
             nn.Linear, `gate`; None without one.
@@ -57,12 +54,12 @@ def linear(x, layer, *, norm=None, activation=None, gate=None, residual=None, so
             that of x.
 
     Returns:
-        [B, N]. Sums are in float32, in an order that does not depend on the other rows of a program.
+        [B, N], from sums in float32.
     """
     x = x.contiguous()
     rows, inputs, outputs = len(x), x.shape[1], layer.weight.shape[0]
     y = x.new_empty(rows, outputs, dtype=dtype or x.dtype)
-    tiles = choose_tiles(rows, outputs, x.element_size())
+    tiles = choose_tiles(rows, inputs, outputs)
     depth = min(tiles.inputs, max(16, triton.next_power_of_2(inputs)))
     stages = min(tiles.stages, 4 if has_large_shared_memory(x.device) else 2)
     eps = 0.0
@@ -73,27 +70,27 @@ def linear(x, layer, *, norm=None, activation=None, gate=None, residual=None, so
             x, layer.weight, layer.bias, None if gate is None else gate.weight, None if gate is None else gate.bias,
             None if norm is None else norm.weight, getattr(norm, "bias", None), residual, y,
             rows, outputs, eps, softcap or 0.0, inputs, isinstance(norm, nn.LayerNorm), activation, softcap is not None,
-            tiles.rows, tiles.outputs, depth, stages, float32_precision(x.dtype), num_warps=tiles.warps,
+            tiles.rows, tiles.outputs, depth, stages, num_warps=tiles.warps, enable_fp_fusion=True,
         )  # fmt: skip
     return y
 
 
 @triton.jit
-def product(w, x, acc, SINGLE_ROW: tl.constexpr, PRECISION: tl.constexpr):
+def product(w, x, acc, SINGLE_ROW: tl.constexpr):
     """acc + w x^T of tiles [outputs, inputs] and [rows, inputs]; with one row, the sum over inputs comes later."""
     if SINGLE_ROW:
         return acc + w.to(tl.float32) * x.to(tl.float32)
     elif INTERPRETED:  # NumPy has no bfloat16
         return tl.dot(w.to(tl.float32), tl.trans(x.to(tl.float32)), acc)
     else:
-        return tl.dot(w, tl.trans(x), acc, input_precision=PRECISION)
+        return tl.dot(w, tl.trans(x), acc)
 
 
 @triton.jit(do_not_specialize=["rows"])
 def linear_kernel(
     x, weight, bias, gate, gate_bias, gain, shift, residual, y, rows, outputs, eps, softcap, K: tl.constexpr,
     CENTERED: tl.constexpr, ACTIVATION: tl.constexpr, CAPPED: tl.constexpr,
-    ROWS: tl.constexpr, BLOCK: tl.constexpr, DEPTH: tl.constexpr, STAGES: tl.constexpr, PRECISION: tl.constexpr,
+    ROWS: tl.constexpr, BLOCK: tl.constexpr, DEPTH: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """One program per BLOCK outputs of ROWS rows; it takes DEPTH inputs at a time.
 
@@ -130,10 +127,10 @@ def linear_kernel(
                 normal += tl.load(shift + start + lane, inside, 0.0).to(tl.float32)[None, :]
             tile = normal.to(tile.dtype)
         w = tl.load(weight + at + start, real_output[:, None] & inside[None, :], 0.0)
-        acc = product(w, tile, acc, SINGLE_ROW, PRECISION)
+        acc = product(w, tile, acc, SINGLE_ROW)
         if gate is not None:
             w = tl.load(gate + at + start, real_output[:, None] & inside[None, :], 0.0)
-            gates = product(w, tile, gates, SINGLE_ROW, PRECISION)
+            gates = product(w, tile, gates, SINGLE_ROW)
     if SINGLE_ROW:
         acc = tl.sum(acc, 1)[:, None]
         gates = tl.sum(gates, 1)[:, None]
