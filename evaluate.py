@@ -84,8 +84,10 @@ def evaluate_split(model, contents, split, stride, batch_size):
     """evaluate_text() of a part, val or train, of the corpus that a checkpoint was trained on."""
     options = contents.get("config")
     require(options, f"{contents['path']} names no corpus of its own; give --text FILE or --tasks")
-    expected = contents["tokens_sha256"]
-    corpus = open_corpus(options["data"], options["tokenizer"], options["input"] or None, sha256=expected)
+    expected, tokenizer = contents["tokens_sha256"], options["tokenizer"]
+    if tokenizer.startswith("run:"):
+        tokenizer = f"run:{contents['path']}"  # has the same one; the other run may be gone
+    corpus = open_corpus(options["data"], tokenizer, options["input"] or None, sha256=expected)
     require(
         corpus.sha256 == expected,
         f"the tokens in {corpus.folder} (sha256 {corpus.sha256[:12]}) are not those that {contents['path']} was "

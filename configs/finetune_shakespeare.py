@@ -2,7 +2,6 @@
 #     python train.py configs/finetune_shakespeare.py --init_from gpt2      a smaller one, or a run of yours: runs/NAME
 init_from = "gpt2-xl"
 data = "shakespeare"
-tokenizer = "gpt2"
 dropout = 0.0
 
 batch_size = 32  # x 1024 tokens

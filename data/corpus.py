@@ -17,7 +17,7 @@ from data.files import data_folder, writing
 from data.hub import DATASETS
 from data.shards import HEADER_BYTES, PARTS, Tokens, file_sha256, map_shard
 from data.sources import PLAY, SHAKESPEARE, SHAKESPEARE_URL, find_source
-from data.tokenizer import CharTokenizer, from_state, tokenizer_name
+from data.tokenizer import CharTokenizer, from_state, make_tokenizer, to_state, tokenizer_name
 
 
 @dataclass(frozen=True)
@@ -169,7 +169,12 @@ def corpus_folder(name, tokenizer_spec, input):
     parts = [name, tokenizer_name(tokenizer_spec).replace(":", "-")]
     if input and name != "shakespeare":  # so that two files with the same name have two folders
         parts.append(hashlib.sha256(os.fsencode(Path(input).resolve())).hexdigest()[:8])
-    return data_folder("prepared") / "-".join(parts)
+    folder = data_folder("prepared") / "-".join(parts)
+    if tokenizer_spec.startswith("run:"):  # whose tokenizer may have been trained on another text
+        state = to_state(make_tokenizer(tokenizer_spec))
+        if (read_record(folder / "manifest.json") or {}).get("tokenizer") != state:
+            folder = folder.with_name(f"{folder.name}-{hashlib.sha256(repr(state).encode()).hexdigest()[:8]}")
+    return folder
 
 
 def load_corpus(folder, record, verify=False):

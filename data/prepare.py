@@ -23,7 +23,8 @@ class Command(Options):
     """File or folder: .txt, .md, .jsonl, .jsonl.gz, .jsonl.zst, .parquet. For shakespeare, a local copy. For tokens,
     the folder with train.bin and val.bin, or with *_train_*.bin and *_val_*.bin."""
     tokenizer: str = "bpe:512"
-    """bytes, char, bpe:N, gpt2 or gpt2:RANK_FILE. bytes+eot and char+eot have an end-of-text token."""
+    """bytes, char, bpe:N, gpt2, gpt2:RANK_FILE or run:PATH (the tokenizer of a run). bytes+eot and char+eot have an
+    end-of-text token."""
     threads: int | None = None
     """Threads that tokenize; None takes one for each core."""
 

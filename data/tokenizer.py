@@ -33,6 +33,7 @@ GPT2_URL = "https://openaipublic.blob.core.windows.net/encodings/r50k_base.tikto
 GPT2_SHA256 = "306cd27f03c1a714eca7108e03d66b7dc042abe8c258b44c199a7ed9838dd930"
 
 END_OF_TEXT = "<|endoftext|>"
+UNTRAINED = ("gpt2", "bytes", "bytes+eot")  # the same for any text
 CHUNK = 1 << 20  # characters that are encoded at once
 # Places where no pattern above matches across: "word| word", "word|\n" and, between lines, "\n|word".
 CUT = re.compile(r"(?<=[^\W\d_])(?= [^\W\d_])|(?<=[^\W_])(?=\n)|(?<=\S\n)(?=[^\W_])")
@@ -83,13 +84,15 @@ def end_of_text(tokenizer):
 def tokenizer_name(spec):
     """The name of the tokenizer `spec`, without a file; ValueError if there is no such tokenizer."""
     kind, _, argument = spec.partition(":")
+    if kind == "run":
+        return make_tokenizer(spec).name
     if spec in ("bytes", "char", "bytes+eot", "char+eot") or kind == "gpt2":
         return kind
     if kind == "bpe" and argument.isdecimal() and int(argument) > 257:
         return f"bpe:{int(argument)}"
     raise ValueError(
-        f"tokenizer {spec!r} must be bytes, char, gpt2, gpt2:RANK_FILE or bpe:N with N > 257; bytes+eot and char+eot "
-        "have an end-of-text token"
+        f"tokenizer {spec!r} must be bytes, char, gpt2, gpt2:RANK_FILE, run:PATH or bpe:N with N > 257; bytes+eot and "
+        "char+eot have an end-of-text token"
     )
 
 
@@ -98,14 +101,18 @@ def make_tokenizer(spec, texts=(), many_documents=False):
 
     Args:
         spec: bytes or char (+eot adds an end-of-text token), bpe:N (N tokens, of which 256 are bytes), gpt2 or
-            gpt2:RANK_FILE.
+            gpt2:RANK_FILE, run:PATH (the tokenizer of a run, or of another model that training.weights reads).
         texts: iterable of str; `char` takes its characters from them and `bpe` is trained on them.
         many_documents: whether the last of the N tokens of `bpe` is end-of-text. A single document needs none.
 
     Raises:
-        ValueError: the specification or the rank file is wrong.
+        ValueError: the specification, the rank file or the run is wrong.
         OSError: the rank file of gpt2 cannot be read or downloaded.
     """
+    if spec.startswith("run:"):
+        from training.weights import read_tokenizer  # not at the top, because it imports this module
+
+        return read_tokenizer(spec.removeprefix("run:"))
     name = tokenizer_name(spec)
     kind, _, ends = name.partition("+")
     if kind == "bytes":

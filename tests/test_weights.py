@@ -6,12 +6,13 @@ from dataclasses import asdict
 
 import pytest
 import torch
-from helpers import in_process, losses, one_sentence
+from helpers import contents, in_process, losses, one_sentence
 from hub_server import running
 from huggingface_hub import constants
 
 from data import end_of_text, make_tokenizer, to_state
 from data.tokenizer import GPT2_PATTERN, CharTokenizer, _encoding
+from evaluate import evaluate_split
 from model import GPT, GPTConfig
 from sample import generate, load
 from training import weights
@@ -93,9 +94,7 @@ def test_logits_of_gpt2(tmp_path, options):
 def test_shapes_of_all_sizes(name, tmp_path):
     layers, heads, width = SIZES[name]
     config = transformers.GPT2Config(n_layer=layers, n_head=heads, n_embd=width)
-    config.save_pretrained(tmp_path)
-    (tmp_path / "model.safetensors").touch()
-    found = weights.read(str(tmp_path), weights=False).config
+    found = weights._config_of_gpt2(config.to_dict(), tmp_path)
     with torch.device("meta"):
         shapes = {n: tuple(p.shape) for n, p in transformers.GPT2LMHeadModel(config).named_parameters()}
     ours = {
@@ -188,6 +187,37 @@ def test_training_from_weights(folder, run, capsys):
         name = source.replace("/", "-")
         assert in_process(capsys, **options, init_from=source, name=name, block_size=16).returncode == 0
         assert losses(folder, name)[0] < losses(folder, "first")[0] / 2
+
+
+@pytest.mark.parametrize("spec", ["char", "bpe:300"])
+def test_training_on_another_text_with_the_tokenizer_of_a_run(folder, run, capsys, spec):
+    assert run(name="first", tokenizer=spec)[0] == 0
+    (folder / "other.txt").write_text("what has taken the sea. " * 300)
+    options = dict(data="text", device="cpu", batch_size=8, log_every=1, eval_every=2, steps=2, init_from="runs/first")
+
+    def tune(*argv, **changes):
+        return in_process(capsys, *argv, **options | changes)
+
+    result = tune(name="second", input="other.txt")
+    assert result.returncode == 0, result.stderr
+    first, second = (contents(folder / f"runs/{name}/checkpoint.pt") for name in ("first", "second"))
+    assert second["tokenizer"] == first["tokenizer"]
+    assert tune(name="same", input="corpus.txt").returncode == 0
+    same = contents(folder / "runs/same/checkpoint.pt")
+    assert same["tokens_sha256"] == first["tokens_sha256"]
+    assert len(list((folder / "prepared/prepared").glob("text-*/manifest.json"))) == 2  # one for each text
+    for tokenizer in ("bytes", "bpe:400"):
+        result = tune(name="third", input="other.txt", tokenizer=tokenizer)
+        assert result.returncode == 1
+        one_sentence(result.stderr, "give --tokenizer run:runs/first")
+
+    (folder / "runs/first").rename(folder / "gone")
+    assert tune("--resume", "runs/second", "--steps", "4", "--allow_changes").returncode == 0
+    again = contents(folder / "runs/second/checkpoint.pt")
+    assert again["step"] == 4 and again["tokenizer"] == first["tokenizer"]
+    model, _, found = load("runs/second", "cpu")
+    found["config"]["tokenizer"] = "run:runs/first"  # as it was until the run was resumed
+    assert evaluate_split(model, found, "val", 32, 8)["tokens"] > 0
 
 
 def test_weights_of_the_hub(folder, monkeypatch, data_root):

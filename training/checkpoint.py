@@ -170,14 +170,14 @@ def checkpoints(folder):
     return [path for name in names if (path := folder / name).exists()]
 
 
-def load_first(paths):
+def load_first(paths, weights=True):
     """Contents of the first checkpoint that is not damaged, with a warning for those before it; {} without paths."""
     for path in paths[:-1]:
         try:
-            return load_checkpoint(path)
+            return load_checkpoint(path, weights)
         except ValueError as error:
             print(f"warning: {error}", file=sys.stderr)
-    return load_checkpoint(paths[-1]) if paths else {}
+    return load_checkpoint(paths[-1], weights) if paths else {}
 
 
 def save_checkpoint(path, contents):
@@ -186,18 +186,20 @@ def save_checkpoint(path, contents):
         torch.save(contents, file)
 
 
-def load_checkpoint(path):
+def load_checkpoint(path, weights=True):
     """The contents of a checkpoint, on the CPU, and its "path". Nothing in the file is executed (weights_only).
+
+    Without `weights` its tensors are not read, and damage to them is not noticed.
 
     Raises:
         ValueError: it is damaged, or not a checkpoint of this project. OSError: it cannot be read.
     """
     try:
         with zipfile.ZipFile(path) as file:  # torch.load does not check the checksums
-            broken = file.testzip()
+            broken = weights and file.testzip()
         if broken:
             raise ValueError(f"wrong checksum of {broken}")
-        contents = torch.load(path, map_location="cpu", weights_only=True)
+        contents = torch.load(path, map_location="cpu", weights_only=True, mmap=not weights)
     except (OSError, MemoryError):  # the file may be good
         raise
     except Exception as error:  # zipfile and torch.load raise a dozen types for a damaged file

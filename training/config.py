@@ -12,7 +12,7 @@ import tyro
 
 from data import end_of_text
 from model import GPTConfig, require
-from training.checkpoint import newest_run
+from training.checkpoint import checkpoints, newest_run
 
 # Options that may change when a run is resumed. For `data` and `input` the run's tokens are compared instead.
 FREE_ON_RESUME = {
@@ -31,13 +31,13 @@ class Config(GPTConfig):
     input: str = ""
     """File or folder for --data text (or a local copy of tiny Shakespeare); folder for --data tokens."""
     tokenizer: str = "char"
-    """bytes, char, bpe:N (trained on the corpus), gpt2, or gpt2:RANK_FILE."""
+    """bytes, char, bpe:N (trained on the corpus), gpt2, gpt2:RANK_FILE, or run:PATH (the tokenizer of a run)."""
     verify: bool = False
     """Read all tokens before training and compare their sha256 with the corpus's manifest."""
 
     init_from: str = ""
     """Weights to begin with: gpt2, gpt2-medium, gpt2-large, gpt2-xl, a Hugging Face folder, or a run folder. The
-    network is theirs; block_size may be smaller."""
+    network and the tokenizer are theirs; block_size may be smaller."""
 
     # batches
     batch_size: int = 64
@@ -137,7 +137,8 @@ class Config(GPTConfig):
         """GPTConfig of the network, for a tokenizer."""
         count, end = tokenizer.n_vocab, end_of_text(tokenizer) if self.end_of_text is None else self.end_of_text
         enough = self.vocab_size == 0 or self.vocab_size >= count
-        require(enough, f"vocab_size={self.vocab_size} is smaller than the tokenizer's {count}; 0 takes that")
+        remedy = f"leave it out and give --tokenizer run:{self.init_from}" if self.init_from else "0 takes that"
+        require(enough, f"vocab_size={self.vocab_size} is smaller than the tokenizer's {count}; {remedy}")
         hint = f"mask_documents needs an end-of-text token, which the tokenizer {tokenizer.name} of this corpus lacks"
         require(end is not None or not self.mask_documents, f"{hint}; see --tokenizer, or leave mask_documents out")
         values = {field.name: getattr(self, field.name) for field in fields(GPTConfig)}
@@ -184,6 +185,8 @@ def resumed_config(folder, flags):
     require(folder.is_dir(), f"{folder} does not exist; --resume needs a run's folder")
     record = json.loads((folder / "config.json").read_text())
     record |= {"resume": str(folder), "allow_changes": False}  # changes are allowed for one resumption only
+    if record.get("tokenizer", "").startswith("run:") and checkpoints(folder):
+        record["tokenizer"] = f"run:{folder}"  # has the same one; the other run may be gone
     before, config = parse_flags(Config, to_flags(record)), parse_flags(Config, [*to_flags(record), *flags])
     for name, value in asdict(config).items():
         require(

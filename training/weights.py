@@ -24,7 +24,7 @@ import tyro
 from data import end_of_text, from_state, make_tokenizer, to_state
 from data.files import optional, writing
 from data.hub import download_files
-from data.tokenizer import END_OF_TEXT
+from data.tokenizer import END_OF_TEXT, UNTRAINED
 from data.tokenizer_json import tokenizer_json
 from generation import Sampling
 from model import GPT, GPTConfig, require
@@ -103,9 +103,9 @@ def read(name, weights=True):
     found = [best] * best.is_file() + checkpoints(path)
     needs = "has no checkpoint and no model.safetensors; name a run that has saved one, or train it first"
     require(found or not path.is_dir(), f"{path} {needs}")
-    contents = load_first(found or [path])
+    contents = load_first(found or [path], weights)
     config, tokenizer = _restore(contents["path"], contents.get("model_config"), contents.get("tokenizer"))
-    return Pretrained(contents["path"], config, contents["model"], tokenizer, contents)
+    return Pretrained(contents["path"], config, contents["model"] if weights else {}, tokenizer, contents)
 
 
 def _restore(path, network, tokenizer):
@@ -119,20 +119,30 @@ def _restore(path, network, tokenizer):
 def load_model(name):
     """(GPT on the CPU, its tokenizer, contents of its checkpoint or {"path"}); arguments and errors as of read()."""
     found = read(name)
-    known = f"{found.path} has no tokenizer that this repository knows: GPT-2's of 50,257 tokens, or one of its own"
-    require(found.tokenizer, known)
+    _require_tokenizer(found)
     model = GPT(replace(found.config, attention="auto"))  # this machine may have other kernels
     model.load_state_dict(found.weights)
     return model, found.tokenizer, found.contents
 
 
+def read_tokenizer(name):
+    """The tokenizer of a model; arguments and errors as of read()."""
+    return _require_tokenizer(read(name, weights=False))
+
+
+def _require_tokenizer(found):
+    """The tokenizer of a Pretrained; ValueError if it is unknown."""
+    known = f"{found.path} has no tokenizer that this repository knows: GPT-2's of 50,257 tokens, or one of its own"
+    require(found.tokenizer, known)
+    return found.tokenizer
+
+
 def network_options(name):
-    """The options that --init_from sets, unless a config file or flags do: the network's, and a tokenizer that needs no
-    training."""
+    """The options that --init_from sets, unless a config file or flags do: the network's and the tokenizer."""
     found = read(name, weights=False)
-    options = {name: value for name, value in asdict(found.config).items() if name not in HERE_ONLY}
-    tokenizer = found.tokenizer.name if found.tokenizer else "gpt2"
-    return options | ({"tokenizer": tokenizer} if tokenizer in ("gpt2", "bytes", "bytes+eot") else {})
+    tokenizer = _require_tokenizer(found).name
+    options = {option: value for option, value in asdict(found.config).items() if option not in HERE_ONLY}
+    return options | {"tokenizer": tokenizer if tokenizer in UNTRAINED else f"run:{name}"}
 
 
 def load_pretrained(model, name, tokenizer):
@@ -146,8 +156,8 @@ def load_pretrained(model, name, tokenizer):
         asked = getattr(config, option)
         fits = asked == value or option in HERE_ONLY or (option == "block_size" and asked < value)
         require(fits, f"{option}={asked} does not fit the weights of {name}, which have {value}; leave {option} out")
-    same = found.tokenizer is None or to_state(found.tokenizer) == to_state(tokenizer)
-    require(same, f"the corpus has another tokenizer ({tokenizer.name}) than {name}; prepare it with that one")
+    same = to_state(_require_tokenizer(found)) == to_state(tokenizer)
+    require(same, f"the corpus has another tokenizer ({tokenizer.name}) than {name}; give --tokenizer run:{name}")
     weights = dict(found.weights)
     if config.position == "learned":
         weights["embed_position.weight"] = weights["embed_position.weight"][: config.block_size]
@@ -165,7 +175,7 @@ def _read_hugging_face(path, weights):
         config, tokenizer = _restore(own, ours.get("network"), ours.get("tokenizer"))
     else:
         config = _config_of_gpt2(theirs, folder)
-        tokenizer = make_tokenizer("gpt2") if weights and config.vocab_size == GPT2_VOCABULARY else None
+        tokenizer = make_tokenizer("gpt2") if config.vocab_size == GPT2_VOCABULARY else None
     return Pretrained(file, config, _read_weights(file, config) if weights else {}, tokenizer, {"path": file})
 
 
