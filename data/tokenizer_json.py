@@ -1,5 +1,7 @@
 """A tokenizer in the file format of Hugging Face's tokenizers package, tokenizer.json."""
 
+from functools import cache
+
 from data.tokenizer import END_OF_TEXT, CharTokenizer, end_of_text
 
 EACH_CHARACTER = r"[\s\S]"
@@ -7,22 +9,17 @@ EACH_CHARACTER = r"[\s\S]"
 
 def tokenizer_json(tokenizer):
     """The contents of tokenizer.json, dicts and lists, for a tiktoken.Encoding or a CharTokenizer."""
+    vocabulary = vocabulary_of(tokenizer)
     if isinstance(tokenizer, CharTokenizer):
-        vocabulary = {character: index for index, character in enumerate(tokenizer.characters)}
         model = {"type": "WordLevel", "vocab": vocabulary, "unk_token": ""}  # there is none: other text is an error
         pattern, steps, decoder = EACH_CHARACTER, [], {"type": "Fuse"}
     else:
-        ranks = tokenizer._mergeable_ranks
-        letters = byte_letters()
-        names = {token: "".join(letters[byte] for byte in token) for token in ranks}
-        vocabulary = {names[token]: rank for token, rank in ranks.items()}
-        merges = [[names[part] for part in pair] for pair in merged_pairs(ranks)]
+        merges = [[letters_of(part) for part in pair] for pair in merged_pairs(tokenizer._mergeable_ranks)]
         model = {"type": "BPE", "vocab": vocabulary, "merges": merges, "ignore_merges": True}
         decoder = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": False, "use_regex": False}
         pattern, steps = tokenizer._pat_str, [decoder]
     end, added = end_of_text(tokenizer), []
     if end is not None:
-        vocabulary[END_OF_TEXT] = end
         options = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
         added = [{"id": end, "content": END_OF_TEXT, "special": True, **options}]
     split = {"type": "Split", "pattern": {"Regex": pattern}, "behavior": "Isolated", "invert": False}
@@ -40,6 +37,19 @@ def merged_pairs(ranks):
                 yield token[:cut], token[cut:]
 
 
+def vocabulary_of(tokenizer):
+    """{text: id} of all tokens; letters_of() writes the bytes of a tiktoken.Encoding."""
+    if isinstance(tokenizer, CharTokenizer):
+        return {text: index for index, text in enumerate(tokenizer._texts)}
+    return {letters_of(token): rank for token, rank in tokenizer._mergeable_ranks.items()} | tokenizer._special_tokens
+
+
+def letters_of(token):
+    """Bytes as text, as in GPT-2's vocabulary."""
+    return "".join(byte_letters()[byte] for byte in token)
+
+
+@cache
 def byte_letters():
     """The visible character that stands for each byte in GPT-2's vocabulary: itself, or one from U+0100 on."""
     visible = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}

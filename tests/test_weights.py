@@ -10,8 +10,9 @@ from helpers import contents, in_process, losses, one_sentence
 from hub_server import running
 from huggingface_hub import constants
 
-from data import end_of_text, make_tokenizer, to_state
+from data import end_of_text, make_tokenizer, to_state, tokenizer
 from data.tokenizer import GPT2_PATTERN, CharTokenizer, _encoding
+from data.tokenizer_json import vocabulary_of
 from evaluate import evaluate_split
 from model import GPT, GPTConfig
 from sample import generate, load
@@ -206,8 +207,8 @@ def test_training_on_another_text_with_the_tokenizer_of_a_run(folder, run, capsy
     same = contents(folder / "runs/same/checkpoint.pt")
     assert same["tokens_sha256"] == first["tokens_sha256"]
     assert len(list((folder / "prepared/prepared").glob("text-*/manifest.json"))) == 2  # one for each text
-    for tokenizer in ("bytes", "bpe:400"):
-        result = tune(name="third", input="other.txt", tokenizer=tokenizer)
+    for another in ("bytes", "bpe:400"):
+        result = tune(name="third", input="other.txt", tokenizer=another)
         assert result.returncode == 1
         one_sentence(result.stderr, "give --tokenizer run:runs/first")
 
@@ -232,6 +233,34 @@ def test_weights_of_the_hub(folder, monkeypatch, data_root):
         server.mode = "error"
         with pytest.raises(OSError, match="cannot download openai-community/gpt2-medium"):
             weights.read("gpt2-medium")
+
+
+def test_only_gpt2s_vocabulary_gets_its_tokenizer(folder, monkeypatch):
+    monkeypatch.setattr(tokenizer, "_gpt2_ranks", lambda path: [bytes([value]) for value in range(256)])
+    monkeypatch.setattr(weights, "GPT2_VOCABULARY", 257)
+    vocabulary = vocabulary_of(make_tokenizer("gpt2"))
+    other = vocabulary | {"!": vocabulary['"'], '"': vocabulary["!"]}
+    assert vocabulary["Ġ"] == ord(" ") and vocabulary["<|endoftext|>"] == 256
+    for count, files, known in (
+        (257, {}, True),
+        (257, {"vocab.json": vocabulary}, True),
+        (300, {"tokenizer.json": {"model": {"vocab": vocabulary}}}, True),
+        (300, {}, False),
+        (257, {"vocab.json": other}, False),
+        (257, {"tokenizer.json": {"model": {"vocab": other}}}, False),
+        (257, {"tokenizer.json": {"model": None}}, False),
+    ):
+        model = folder / f"{count}-{len(list(folder.iterdir()))}"
+        gpt2(model, vocab_size=count, n_layer=1)
+        for name, value in files.items():
+            (model / name).write_text(json.dumps(value), encoding="utf-8")
+        if known:
+            assert weights.read_tokenizer(str(model)).name == "gpt2"
+            assert load(str(model), "cpu")[0].config.vocab_size == count
+        else:
+            for function in (weights.read_tokenizer, weights.network_options, weights.load_model):
+                with pytest.raises(ValueError, match="unknown tokenizer"):
+                    function(str(model))
 
 
 def test_mistakes(folder, run):
@@ -259,7 +288,7 @@ def test_mistakes(folder, run):
     (folder / "empty").mkdir()
     for name, *parts in (
         ("empty", "empty has no checkpoint and no model.safetensors"),
-        ("bare", "bare has no readable config.json"),
+        ("bare", "bare/config.json cannot be read"),
         ("other", "other holds a mamba model", "gpt2"),
         ("cut", "model.safetensors is damaged"),
         ("wide", "transformer.wte.weight", "[97, 48]", "[97, 96]"),
@@ -272,7 +301,7 @@ def test_mistakes(folder, run):
         with pytest.raises((ValueError, OSError)) as error:
             weights.read(name)
         assert all(part in str(error.value) for part in parts), error.value
-    with pytest.raises(ValueError, match="has no tokenizer"):
+    with pytest.raises(ValueError, match="tiny has an unknown tokenizer"):
         load("tiny", "cpu")
     for source, target, reason in (("runs/x", "out", "out exists"), ("out", "new", "Hugging Face model already")):
         with pytest.raises(ValueError, match=reason):

@@ -25,7 +25,7 @@ from data import end_of_text, from_state, make_tokenizer, to_state
 from data.files import optional, writing
 from data.hub import download_files
 from data.tokenizer import END_OF_TEXT, UNTRAINED
-from data.tokenizer_json import tokenizer_json
+from data.tokenizer_json import tokenizer_json, vocabulary_of
 from generation import Sampling
 from model import GPT, GPTConfig, require
 from training.checkpoint import checkpoints, load_first, newest_run
@@ -132,8 +132,8 @@ def read_tokenizer(name):
 
 def _require_tokenizer(found):
     """The tokenizer of a Pretrained; ValueError if it is unknown."""
-    known = f"{found.path} has no tokenizer that this repository knows: GPT-2's of 50,257 tokens, or one of its own"
-    require(found.tokenizer, known)
+    rule = "only GPT-2's tokenizer, and those in folders of training.weights, can be read; take another model"
+    require(found.tokenizer, f"{found.path.parent} has an unknown tokenizer: {rule}")
     return found.tokenizer
 
 
@@ -166,17 +166,38 @@ def load_pretrained(model, name, tokenizer):
 
 def _read_hugging_face(path, weights):
     folder, file = (path.parent, path) if path.is_file() else (path, path / "model.safetensors")
-    own = folder / OWN
-    try:
-        theirs, ours = json.loads((folder / "config.json").read_text()), own.exists() and json.loads(own.read_text())
-    except (OSError, ValueError) as error:
-        raise ValueError(f"{folder} has no readable config.json ({error}), which model.safetensors needs") from None
-    if ours:
+    if (own := folder / OWN).exists():
+        ours = _read_json(own)
         config, tokenizer = _restore(own, ours.get("network"), ours.get("tokenizer"))
     else:
-        config = _config_of_gpt2(theirs, folder)
-        tokenizer = make_tokenizer("gpt2") if config.vocab_size == GPT2_VOCABULARY else None
+        config = _config_of_gpt2(_read_json(folder / "config.json"), folder)
+        tokenizer = _tokenizer_of_gpt2(folder, config.vocab_size)
     return Pretrained(file, config, _read_weights(file, config) if weights else {}, tokenizer, {"path": file})
+
+
+def _read_json(path):
+    """The dict in a JSON file; ValueError if there is none."""
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+        require(isinstance(value, dict), "it is no JSON object")
+    except (OSError, ValueError) as error:
+        raise ValueError(f"{path} cannot be read ({error}); get the file again") from None
+    return value
+
+
+def _tokenizer_of_gpt2(folder, count):
+    """GPT-2's tokenizer; None if the vocabulary in the folder is another, or none is there and count is another."""
+    if count < GPT2_VOCABULARY:
+        return None
+    if (path := folder / "vocab.json").exists():
+        vocabulary = _read_json(path)
+    elif (path := folder / "tokenizer.json").exists():
+        stored = _read_json(path).get("model")
+        vocabulary = isinstance(stored, dict) and stored.get("vocab")
+    else:
+        return make_tokenizer("gpt2") if count == GPT2_VOCABULARY else None
+    tokenizer = make_tokenizer("gpt2")
+    return tokenizer if vocabulary == vocabulary_of(tokenizer) else None
 
 
 def _config_of_gpt2(theirs, folder):
