@@ -21,6 +21,7 @@ from tqdm import tqdm
 
 from data import open_corpus
 from data.documents import read_text
+from data.files import require_file
 from data.tokenizer import encode
 from model import require
 from sample import load
@@ -45,7 +46,7 @@ class EvaluateConfig:
     """Tokens from one context to the next: each token is scored once, after at least block_size - stride others. Left
     out, block_size."""
     tasks: tuple[str, ...] = ()
-    """hellaswag, lambada, and files of JSON lines or Parquet."""
+    """hellaswag, lambada, and files of JSON lines or Parquet; OWNER/NAME:PATH is a file of a data set on the hub."""
     limit: int = 0
     """Items of each task, from its first on; 0 = all."""
     batch_size: int = 16
@@ -71,7 +72,7 @@ def evaluate_text(model, pieces, text_bytes, stride, batch_size):
 
 def evaluate_file(model, tokenizer, path, stride, batch_size):
     """evaluate_text() of a file, which need not fit into memory."""
-    require(path.is_file(), f"{path} does not exist; --text needs a UTF-8 file")
+    require_file(path, "--text needs a UTF-8 file")
     text_bytes = sum(len(piece.encode()) for piece in read_text(path))
     try:
         pieces = (encode(tokenizer, piece) for piece in read_text(path))

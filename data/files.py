@@ -25,6 +25,12 @@ def optional(module, purpose):
         raise ValueError(f"{purpose} needs the package {package}; install it: pip install -e '.[hub]'") from None
 
 
+def require_file(path, remedy):
+    """Raise ValueError unless the path is a file."""
+    if not path.is_file():
+        raise ValueError(f"{path} {'is a folder' if path.is_dir() else 'does not exist'}; {remedy}")
+
+
 @contextmanager
 def writing(path):
     """Turn an OSError of this block, which writes a file, into one that says what to do."""

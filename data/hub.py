@@ -69,7 +69,9 @@ def find_file(repository, name):
     for file in _files_below(repository, name.rpartition("/")[0]):
         if file.name == name:
             return file
-    raise ValueError(f"{repository} has no file {name} any more; download its new place and give the file itself")
+    raise ValueError(
+        f"{repository} has no file {name}; look there for its new place, and give that or the downloaded file"
+    )
 
 
 def _files_below(repository, folder):

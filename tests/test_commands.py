@@ -76,10 +76,12 @@ def hub(folder, monkeypatch, data_root):
     question = dict(
         activity_label="Sea", ctx_a="The sea", ctx_b="keeps", endings=["all", "it", "us", "them"], label="1"
     )
+    arc = dict(question="What takes?", choices=dict(text=["the sea", "it"], label=["A", "B"]), answerKey="A")
     repositories = {
         "openai-community/gpt2": files,
         FINEWEB: documents,
         "Rowan/hellaswag": {"data/validation-00000-of-00001.parquet": parquet_of([question] * 3)},
+        "allenai/ai2_arc": {"ARC-Easy/test-00000-of-00001.parquet": parquet_of([arc] * 3)},
         "EleutherAI/lambada_openai": {"data/lambada_test.jsonl": b'{"text": "what the sea has taken"}\n' * 3},
     }
     with running(monkeypatch, data_root / "downloads", repositories):

@@ -5,17 +5,14 @@ import json
 import math
 import runpy
 import sys
-import threading
 from dataclasses import asdict
-from http.server import ThreadingHTTPServer
 from pathlib import Path
 
-import huggingface_hub
 import numpy as np
 import pyarrow
 import pytest
 import torch
-from hub_server import Handler, use
+from hub_server import running
 from pyarrow import parquet
 
 from data import make_tokenizer, open_corpus, to_state, validation_batches
@@ -222,32 +219,42 @@ def test_hellaswag_is_prepared_as_in_lm_eval(tmp_path):
     assert item.choices == ["sails away", " sinks. End"]
 
 
-def test_tasks_from_the_hub(imported, monkeypatch, call):
-    """HellaSwag is a Parquet file, LAMBADA JSON lines that the hub keeps in git; both are downloaded once."""
+def test_tasks_from_the_hub(imported, folder, monkeypatch, call):
+    """HellaSwag is a Parquet file, LAMBADA JSON lines that the hub keeps in git; each file is downloaded once."""
     items = [{"activity_label": "a", "ctx_a": "b", "ctx_b": "", "endings": ["c", "d"], "label": "0"}] * 3
     file = io.BytesIO()
     parquet.write_table(pyarrow.Table.from_pylist(items), file)
     passages = "".join(json.dumps(passage) + "\n" for passage in PASSAGES).encode()
+    choices = "".join(json.dumps(choice) + "\n" for choice in CHOICES).encode()
+    repositories = {
+        "Rowan/hellaswag": {"data/validation-00000-of-00001.parquet": file.getvalue(), "data/test.parquet": b"x"},
+        "EleutherAI/lambada_openai": {"data/lambada_test.jsonl": passages, "data/lambada_test_de.jsonl": b"x"},
+        "sea/river-1": {"a/b/test.jsonl": choices},
+    }
     monkeypatch.setenv("no_proxy", "127.0.0.1")
-    huggingface_hub.close_session()
-    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
-        server.repositories = {
-            "Rowan/hellaswag": {"data/validation-00000-of-00001.parquet": file.getvalue(), "data/test.parquet": b"x"},
-            "EleutherAI/lambada_openai": {"data/lambada_test.jsonl": passages, "data/lambada_test_de.jsonl": b"x"},
-        }
-        server.mode, server.folder, server.requests, server.downloads, server.present = "error", imported, [], [], []
-        threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True).start()
-        use(monkeypatch, f"http://127.0.0.1:{server.server_port}")
+    with running(monkeypatch, folder, repositories) as server:
+        server.mode = "error"
         code = call("--tasks", "lambada")[0]
         assert code.startswith("error: cannot list data of EleutherAI/lambada_openai") and "\n" not in code
         server.mode = "good"
+        names = ["hellaswag", "lambada", "sea/river-1:a/b/test.jsonl"]
         for _ in range(2):
-            code, out, err = call("--tasks", "hellaswag", "lambada", "--limit", "2")
-            assert code == 0 and [line[:15] for line in out.splitlines()] == ["hellaswag: acc ", "lambada: acc 0."], err
-            assert out.count("(2 items)") == 2
-        assert len(server.downloads) == 2
-        server.shutdown()
-    huggingface_hub.close_session()
+            code, out, err = call("--tasks", *names, "--limit", "2")
+            assert code == 0 and [line.split(": acc ")[0] for line in out.splitlines()] == names, err
+            assert out.count("(2 items)") == 3
+        assert len(server.downloads) == 3
+        assert "sea/river-1 has no file a/none.jsonl" in call("--tasks", "sea/river-1:a/none.jsonl")[0]
+
+
+def test_arc_is_prepared_as_in_lm_eval(tmp_path):
+    choices = {"text": ["the sun", "the moon"], "label": ["1", "2"]}
+    record = {"id": "x", "question": "What moves the sea?", "choices": choices, "answerKey": "2"}
+    kind, [item] = read_task(write(tmp_path / "arc.jsonl", [record]))
+    assert kind == "choice" and (item.context, item.gold) == ("Question: What moves the sea?\nAnswer:", 1)
+    assert item.choices == ["the sun", "the moon"]
+    for change in ({"answerKey": "3"}, {"choices": ["the sun", "the moon"]}):
+        with pytest.raises(ValueError, match="line 1 is wrong"):
+            read_task(write(tmp_path / "arc.jsonl", [record | change]))
 
 
 def test_damaged_items(tmp_path):
@@ -290,6 +297,8 @@ def test_damaged_items(tmp_path):
         (["--text", "corpus.txt", "--stride", "17"], ["stride=17"]),
         (["--text", "corpus.txt", "--batch_size", "0"], ["batch_size=0"]),
         (["--tasks", "none.jsonl"], ["none.jsonl does not exist", "hellaswag"]),
+        (["--tasks", "folder.jsonl"], ["folder.jsonl is a folder"]),
+        (["--text", "folder.jsonl"], ["folder.jsonl is a folder"]),
         (["--tasks", "helaswag"], ["'helaswag'", "hellaswag"]),
         (["--tasks", "empty.jsonl"], ["empty.jsonl has no items"]),
         (["--tasks", "other.jsonl"], ["other.jsonl, line 1", "question", "choices"]),
@@ -297,6 +306,7 @@ def test_damaged_items(tmp_path):
     ],
 )
 def test_mistakes(imported, folder, call, flags, words):
+    (folder / "folder.jsonl").mkdir()
     (folder / "short.txt").write_text("a")
     (folder / "latin.txt").write_bytes(b"na\xefve")
     (folder / "empty.jsonl").write_text("\n")

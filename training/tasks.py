@@ -5,9 +5,10 @@ tasks hellaswag and lambada_openai).
 
 The fields of the first line, or row, tell which kind of task a file has:
 
-    {"context" or "query": text, "choices": [text, ...], "label" or "gold": index}     multiple choice
-    {"activity_label", "ctx_a", "ctx_b": text, "endings": [text, ...], "label": index}   HellaSwag, multiple choice too
-    {"text": text}                                                           LAMBADA: the last word is to be predicted
+    {"context" or "query": text, "choices": [text, ...], "label" or "gold": index}      multiple choice
+    {"activity_label", "ctx_a", "ctx_b": text, "endings": [text, ...], "label": index}  HellaSwag, multiple choice too
+    {"question": text, "choices": {"text", "label": [text, ...]}, "answerKey": label}   ARC, multiple choice too
+    {"text": text}                                                        LAMBADA: the last word is to be predicted
 """
 
 import json
@@ -22,15 +23,14 @@ from tqdm import tqdm
 
 from data import end_of_text
 from data.documents import JSON_LINES, PARQUET, read_blocks
-from data.files import data_folder, optional
+from data.files import data_folder, optional, require_file
 from data.hub import find_file
 from model import require
 from training.score import score
 
-# name: (data set on the hub, file in it, name of the downloaded file)
-ON_THE_HUB = {
-    "hellaswag": ("Rowan/hellaswag", "data/validation-00000-of-00001.parquet", "hellaswag.parquet"),
-    "lambada": ("EleutherAI/lambada_openai", "data/lambada_test.jsonl", "lambada.jsonl"),
+ON_THE_HUB = {  # OWNER/NAME:PATH, a file of a data set, by the name of the task
+    "hellaswag": "Rowan/hellaswag:data/validation-00000-of-00001.parquet",
+    "lambada": "EleutherAI/lambada_openai:data/lambada_test.jsonl",
 }
 
 
@@ -99,12 +99,15 @@ def read_task(name, limit=0):
     """(kind, list of Items) of a task; the kind is "choice" or "last word".
 
     Args:
-        name: hellaswag, lambada, or a file. limit: read only so many items; 0 reads all.
+        name: hellaswag, lambada, a file, or OWNER/NAME:PATH of one on the hub. limit: read only so many items; 0 reads
+            all.
 
     Raises:
         ValueError: there is no such file, it has no items, or a line is wrong. OSError: the hub cannot be reached.
     """
-    path = download_task(name) if name in ON_THE_HUB else Path(name)
+    path, address = Path(name), ON_THE_HUB.get(str(name), str(name))
+    if not path.exists() and re.fullmatch(r"[\w.-]+/[\w.-]+:.+", address):
+        path = download_task(address)
     records = islice(read_records(path), limit or None)
     first = next(records, None)
     require(first, f"{path} has no items; each line must be one")
@@ -115,11 +118,11 @@ def read_task(name, limit=0):
     return ("last word" if found[0] == "text" else "choice"), items
 
 
-def download_task(name):
-    """Path of a task of ON_THE_HUB in downloads/, to which it is downloaded the first time."""
-    repository, file_name, kept_name = ON_THE_HUB[name]
-    kept = data_folder("downloads") / kept_name
+def download_task(address):
+    """Path of OWNER/NAME:PATH in downloads/, to which it is downloaded the first time."""
+    kept = data_folder("downloads") / re.sub("[/:]", "--", address)
     if not kept.exists():
+        repository, _, file_name = address.partition(":")
         find_file(repository, file_name).download().rename(kept)
     return kept
 
@@ -129,9 +132,10 @@ def read_records(path):
     lower = path.name.lower()
     require(
         lower.endswith(JSON_LINES + PARQUET),
-        f"task {str(path)!r} must be {', '.join(ON_THE_HUB)}, or a file whose name ends in .jsonl or .parquet",
+        f"task {str(path)!r} must be {', '.join(ON_THE_HUB)}, or a file whose name ends in .jsonl or .parquet; "
+        "OWNER/NAME:PATH is one on the hub",
     )
-    require(path.is_file(), f"{path} does not exist; --tasks needs a file, or one of {', '.join(ON_THE_HUB)}")
+    require_file(path, f"--tasks needs a file, or one of {', '.join(ON_THE_HUB)}")
     if lower.endswith(PARQUET):
         pyarrow, parquet = optional("pyarrow", path), optional("pyarrow.parquet", path)
         try:
@@ -186,9 +190,15 @@ def _clean(text):
     return text.replace("  ", " ")
 
 
+def _arc(record):
+    """As lm-evaluation-harness prepares it."""
+    choices = record["choices"]
+    return f"Question: {record['question']}\nAnswer:", choices["text"], choices["label"].index(record["answerKey"])
+
+
 def _last_word(record):
     context, _, word = record["text"].rpartition(" ")
     return context, [word], 0
 
 
-READERS = {"choices": _choices, "endings": _hellaswag, "text": _last_word}  # by a field of the first line
+READERS = {"answerKey": _arc, "choices": _choices, "endings": _hellaswag, "text": _last_word}  # by a field
