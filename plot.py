@@ -15,6 +15,7 @@ from typing import Annotated, Literal
 
 import tyro
 
+from data.files import read_json
 from model import require
 from training.config import FREE_ON_RESUME, parse_flags
 from training.report import draw_losses, read_metrics
@@ -45,16 +46,21 @@ def read_run(folder, x):
     require(path.is_file(), f"{folder} is no run: it has no config.json; name folders such as runs/NAME")
     records = read_metrics(folder)
     drawn = [record for record in records if any(record.get(name) is not None for name in ("loss", "val_loss"))]
+    options = read_json(path)
+    lacks = [name for name in ("tokenizer", "batch_size", "block_size") if name not in options]
+    require(not lacks, f"{path} lacks {' and '.join(lacks)}, so it is not of a run; leave {folder} out")
     require(drawn, f"{folder} has no losses in metrics.jsonl yet; leave it out, or train it for longer")
     if x == "seconds":
-        timed = all("seconds" in record for record in drawn)
+        timed = all(record.get("seconds") is not None for record in drawn)
         require(timed, f"{folder} was trained by a version that recorded no seconds; take --x step or tokens")
-    return json.loads(path.read_text()), drawn
+    return options, drawn
 
 
 def bits_per_nat(folder, records):
     """Factor from nats per token to bits per byte of a run, from its records."""
-    factors = [record["val_bpb"] / record["val_loss"] for record in records if record.get("val_loss")]
+    factors = [
+        record["val_bpb"] / record["val_loss"] for record in records if record.get("val_loss") and record.get("val_bpb")
+    ]
     require(factors, f"{folder} has no evaluation yet, from which bits per byte follow; take --y loss")
     return factors[0]
 
@@ -73,6 +79,7 @@ def labels_of(folders, options):
 def main(config):
     from matplotlib.figure import Figure  # only here: --help need not wait for it
 
+    require(config.out.suffix, f"--out {config.out} has no suffix; end it in .png, .svg or .pdf")
     require(config.runs, "plot.py needs at least one run folder, such as runs/NAME")
     options, records = zip(*(read_run(folder, config.x) for folder in config.runs), strict=True)
     if config.y == "loss" and len({run["tokenizer"] for run in options}) > 1:
@@ -83,13 +90,11 @@ def main(config):
     axis = figure.subplots()
     for number, (folder, run, of_run, label) in enumerate(zip(config.runs, options, records, labels, strict=True)):
         color = COLORS[number % len(COLORS)]
-        x = dict(x=config.x)
-        if config.x == "tokens":
-            x = dict(x="step", x_scale=run["batch_size"] * run["block_size"])
-        y_scale = bits_per_nat(folder, of_run) if config.y == "bpb" else 1
+        x, per_x = (config.x, 1) if config.x != "tokens" else ("step", run["batch_size"] * run["block_size"])
+        per_nat = bits_per_nat(folder, of_run) if config.y == "bpb" else 1
         has_validation = any("val_loss" in record for record in of_run)
         shown = (None, label) if has_validation else (label, None)
-        draw_losses(axis, of_run, (color, color), shown, **x, y_scale=y_scale)
+        draw_losses(axis, of_run, (color, color), shown, x, per_x, per_nat)
     axis.set(xlabel=X_LABELS[config.x], ylabel=Y_LABELS[config.y], title="training (thin) and validation (thick)")
     legend = figure.legend(loc="outside lower left", frameon=False, fontsize="small")
     for text in legend.get_texts():

@@ -1,5 +1,6 @@
 """Data folders, atomic files and downloads."""
 
+import json
 import os
 import threading
 from contextlib import contextmanager, suppress
@@ -23,6 +24,17 @@ def optional(module, purpose):
     except ImportError:
         package = module.partition(".")[0]
         raise ValueError(f"{purpose} needs the package {package}; install it: pip install -e '.[hub]'") from None
+
+
+def read_json(path):
+    """The dict in a JSON file; ValueError if there is none."""
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError) as error:
+        raise ValueError(f"{path} cannot be read ({error}); mend it or get it again") from None
+    if not isinstance(value, dict):
+        raise ValueError(f"{path} is no JSON object; mend it or get it again")
+    return value
 
 
 def require_file(path, remedy):

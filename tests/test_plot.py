@@ -108,6 +108,15 @@ def test_runs_without_validation_or_with_other_tokenizers(call):
     assert call(young, "--y", "bpb")[0].startswith(f"error: {young} has no evaluation yet")
 
 
+def test_damaged_records_are_left_out(call):
+    run = make_run("a")
+    with open(Path(run) / "metrics.jsonl", "ab") as file:
+        file.write(b'3\n[]\n{"loss": 1.0}\n{"step": 40, "loss": "1"}\n{"step": "40", "loss": 1}\n{"st\xff\n')
+    code, err, figure = call(run)
+    assert code == 0 and err.count("is damaged and left out") == 6
+    assert lines(figure) == [[[10, 30], [3.0, 2.5]], [[0, 30], [4.0, 2.0]]]
+
+
 def test_a_run_of_train_py(folder, run, call):
     assert run(steps=4, eval_every=2)[0] == 0
     records = read_metrics(folder / "runs/run")
@@ -118,6 +127,9 @@ def test_a_run_of_train_py(folder, run, call):
 def test_mistakes(call):
     old = make_run("old", [{name: value for name, value in record.items() if name != "seconds"} for record in RECORDS])
     empty = make_run("empty", [])
+    damaged, foreign = make_run("damaged"), make_run("foreign")
+    (Path(damaged) / "config.json").write_text("{")
+    (Path(foreign) / "config.json").write_text('{"tokenizer": "char"}')
     for flags, words in [
         ([], ["at least one run"]),
         (["runs/none"], ["runs/none is no run", "config.json"]),
@@ -125,6 +137,9 @@ def test_mistakes(call):
         ([old, "--x", "seconds"], [old, "no seconds", "--x step"]),
         ([old, "--out", "none/a.png"], ["none/a.png", "--out"]),
         ([old, "--out", "a.text"], ["a.text", "--out"]),
+        ([old, "--out", "a"], ["--out a has no suffix", ".png"]),
+        ([damaged], [f"{damaged}/config.json cannot be read"]),
+        ([foreign], [f"{foreign}/config.json lacks batch_size and block_size"]),
     ]:
         code = call(*flags)[0]
         assert code.startswith("error: ") and all(word in code for word in words), code

@@ -205,12 +205,23 @@ def read_metrics(folder):
     """The records of a run's metrics.jsonl; damaged lines, such as one that a crash cut short, are left out."""
     path = folder / "metrics.jsonl"
     records = []
-    for line in path.read_text().splitlines() if path.exists() else []:
+    for line in path.read_text(errors="replace").splitlines() if path.exists() else []:
         try:
-            records.append(json.loads(line))
+            record = json.loads(line)
         except ValueError:
+            record = None
+        if is_record(record):
+            records.append(record)
+        else:
             print(f"warning: a line of {path} is damaged and left out", file=sys.stderr)
     return records
+
+
+def is_record(value):
+    """Whether this is a dict with a step, of numbers and None only."""
+    if not isinstance(value, dict) or not isinstance(value.get("step"), int):
+        return False
+    return all(number is None or isinstance(number, int | float) for number in value.values())
 
 
 @only_warn("drawing loss.png")
@@ -236,16 +247,16 @@ def plot_losses(folder, bits_per_nat):
     figure.savefig(folder / "loss.png", dpi=130)
 
 
-def draw_losses(axis, records, colors, labels, x="step", x_scale=1, y_scale=1):
+def draw_losses(axis, records, colors, labels, x="step", per_x=1, per_nat=1):
     """Draw the training loss thin and the validation loss thick on an axis of matplotlib.
 
     Args:
         records: of metrics.jsonl. colors, labels: of the two lines; a label of None is not in the legend.
-        x: field on the x axis. x_scale, y_scale: factors of that field and of the losses, in nats per token.
+        x: field on the x axis, of which one counts as per_x. per_nat: what a nat per token of loss counts as.
     """
     styles = dict(linewidth=1), dict(linewidth=1.8, marker="o", markersize=3)
     for field, color, label, style in zip(("loss", "val_loss"), colors, labels, styles, strict=True):
-        points = [(r[x] * x_scale, r[field] * y_scale) for r in records if r.get(field) is not None]
+        points = [(r[x] * per_x, r[field] * per_nat) for r in records if r.get(field) is not None]
         if points:
             axis.plot(*zip(*points, strict=True), color=color, label=label, **style)
     axis.grid(alpha=0.25)
