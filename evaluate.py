@@ -27,7 +27,7 @@ from model import require
 from sample import load
 from training.config import parse_flags
 from training.score import score, windows
-from training.tasks import evaluate_task
+from training.tasks import evaluate_task, read_task
 
 PIECE = 2**20  # tokens of a corpus that are read at once
 
@@ -116,6 +116,7 @@ def main(config):
     require(not (config.text and config.split), "--text and --split name two texts; choose one of them")
     require(config.batch_size >= 1, f"batch_size={config.batch_size} must be at least 1")
     require(config.limit >= 0, f"limit={config.limit} must be at least 0; 0 takes all items")
+    tasks = [(name, *read_task(name, config.limit)) for name in config.tasks]  # mistakes in them show before the work
     model, tokenizer, contents = load(config.run, config.device, "float32")
     print(f"{contents['path']} on {model.embed.weight.device}", file=sys.stderr)
     results, block_size = {}, model.config.block_size
@@ -132,8 +133,8 @@ def main(config):
     elif config.split or not config.tasks:
         split = config.split or "val"
         report(split, evaluate_split(model, contents, split, stride, config.batch_size))
-    for name in config.tasks:
-        report(name, evaluate_task(model, tokenizer, name, config.limit, config.batch_size))
+    for name, kind, items in tasks:
+        report(name, evaluate_task(model, tokenizer, name, kind, items, config.batch_size))
     if config.json:
         print(json.dumps({"checkpoint": str(contents["path"]), "results": results}))
 

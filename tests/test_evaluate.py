@@ -51,6 +51,10 @@ def write(path, records):
     return str(path)
 
 
+def measure(model, tokenizer, path, batch_size):
+    return evaluate_task(model, tokenizer, path, *read_task(path), batch_size)
+
+
 @pytest.fixture
 def call(folder, monkeypatch, capsys):
     """evaluate.py in this process, because starting another takes seconds: call(*flags) -> (exit code, out, err)."""
@@ -165,13 +169,13 @@ def test_tasks_are_scored_as_without_batches(tmp_path, batch_size):
         acc.append(np.argmax(scores) == label)
         acc_norm.append(np.argmax([s / len(c) for s, c in zip(scores, record["choices"], strict=True)]) == label)
     assert acc != acc_norm and 0 < sum(acc) < len(acc)  # so that the numbers below tell something
-    result = evaluate_task(model, tokenizer, write(tmp_path / "choices.jsonl", CHOICES), 0, batch_size)
+    result = measure(model, tokenizer, write(tmp_path / "choices.jsonl", CHOICES), batch_size)
     assert (result["acc"], result["acc_norm"], result["items"]) == (np.mean(acc), np.mean(acc_norm), len(CHOICES))
     for name, right in (("acc_stderr", acc), ("acc_norm_stderr", acc_norm)):
         assert result[name] == pytest.approx(np.std(right, ddof=1) / math.sqrt(len(right)))
 
     words = [likelihood(*passage["text"].rsplit(" ", 1)) for passage in PASSAGES]
-    result = evaluate_task(model, tokenizer, write(tmp_path / "passages.jsonl", PASSAGES), 0, batch_size)
+    result = measure(model, tokenizer, write(tmp_path / "passages.jsonl", PASSAGES), batch_size)
     assert result["perplexity"] == pytest.approx(math.exp(-np.mean([total for total, _ in words])), rel=1e-5)
     assert result["acc"] == np.mean([greedy for _, greedy in words])
 
@@ -184,7 +188,7 @@ def test_a_last_word_is_right_if_all_its_tokens_are_the_most_likely_ones(tmp_pat
     model.hidden = lambda tokens: torch.nn.functional.one_hot(expected[tokens], 257).float()
     model.logits = lambda hidden: 9 * hidden
     path = write(tmp_path / "passages.jsonl", [{"text": text} for text in ("is a bc", "is a bd", "is c bc", "a b")])
-    assert evaluate_task(model, tokenizer, path, 0, 4)["acc"] == 0.5
+    assert measure(model, tokenizer, path, 4)["acc"] == 0.5
 
 
 def test_a_random_model_is_at_chance(tmp_path):
@@ -200,7 +204,7 @@ def test_a_random_model_is_at_chance(tmp_path):
         | {"ctx": "", "label": str(random.integers(4))}
         for _ in range(400)
     ]
-    result = evaluate_task(model, tokenizer, write(tmp_path / "swag.jsonl", items), 0, 64)
+    result = measure(model, tokenizer, write(tmp_path / "swag.jsonl", items), 64)
     for name in ("acc", "acc_norm"):
         assert abs(result[name] - 0.25) < 3 * result[f"{name}_stderr"] < 0.1
 
@@ -298,6 +302,7 @@ def test_damaged_items(tmp_path):
         (["--text", "corpus.txt", "--batch_size", "0"], ["batch_size=0"]),
         (["--tasks", "none.jsonl"], ["none.jsonl does not exist", "hellaswag"]),
         (["--tasks", "folder.jsonl"], ["folder.jsonl is a folder"]),
+        (["--tasks", "choices.jsonl", "other.jsonl"], ["other.jsonl, line 1"]),  # nothing is scored
         (["--text", "folder.jsonl"], ["folder.jsonl is a folder"]),
         (["--tasks", "helaswag"], ["'helaswag'", "hellaswag"]),
         (["--tasks", "empty.jsonl"], ["empty.jsonl has no items"]),
@@ -307,6 +312,7 @@ def test_damaged_items(tmp_path):
 )
 def test_mistakes(imported, folder, call, flags, words):
     (folder / "folder.jsonl").mkdir()
+    write(folder / "choices.jsonl", CHOICES)
     (folder / "short.txt").write_text("a")
     (folder / "latin.txt").write_bytes(b"na\xefve")
     (folder / "empty.jsonl").write_text("\n")

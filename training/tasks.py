@@ -43,9 +43,11 @@ class Item(NamedTuple):
     place: str  # where it stands, for errors
 
 
-def evaluate_task(model, tokenizer, name, limit, batch_size):
-    """acc and its standard error; acc_norm too of multiple choice, the last words' perplexity of LAMBADA."""
-    kind, items = read_task(name, limit)
+def evaluate_task(model, tokenizer, name, kind, items, batch_size):
+    """acc and its standard error; acc_norm too of multiple choice, the last words' perplexity of LAMBADA.
+
+    name: of the task, for the progress bar. kind, items: of read_task().
+    """
     block_size = model.config.block_size
     choices = [requests for item in items for requests in requests_of(item, tokenizer, block_size)]
     requests = [(number, request) for number, requests in enumerate(choices) for request in requests]
