@@ -90,7 +90,11 @@ def _files_below(repository, folder):
 def download_files(repository, names):
     """Folder in the hub's own cache with these files of a model; errors as of dataset_files()."""
     with _one_sentence(f"download {repository}") as hub:
-        paths = [hub.hf_hub_download(repository, name) for name in names]
+        try:
+            paths = [hub.hf_hub_download(repository, name, local_files_only=True) for name in names]
+        except hub.errors.LocalEntryNotFoundError:
+            hub.HfApi().model_info(repository, timeout=TIMEOUT)  # fails at once; a download tries for half a minute
+            paths = [hub.hf_hub_download(repository, name) for name in names]
     return Path(paths[0]).parent
 
 

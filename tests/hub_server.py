@@ -40,7 +40,7 @@ class Handler(BaseHTTPRequestHandler):
         if hub.mode == "error" or path.endswith(hub.mode):
             return self.send(500, b"the hub is ill" if body else b"")
         for repository, files in hub.repositories.items():
-            if path == f"/api/datasets/{repository}":
+            if path in (f"/api/datasets/{repository}", f"/api/models/{repository}"):
                 return self.send(200, json.dumps({"id": repository, "sha": COMMIT}).encode())
             start = f"/{repository}/resolve/main/"  # of a model
             if (name := path.removeprefix(start)) in files and path.startswith(start):

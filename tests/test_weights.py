@@ -231,8 +231,11 @@ def test_weights_of_the_hub(folder, monkeypatch, data_root):
         assert all(torch.equal(found.weights[name], local.weights[name]) for name in local.weights)
         assert sorted(server.downloads) == sorted(files)
         server.mode = "error"
+        assert weights.read("gpt2").config == local.config  # which is there
+        server.requests.clear()
         with pytest.raises(OSError, match="cannot download openai-community/gpt2-medium"):
             weights.read("gpt2-medium")
+        assert len(server.requests) == 1  # it does not try again for half a minute
 
 
 def test_only_gpt2s_vocabulary_gets_its_tokenizer(folder, monkeypatch):
