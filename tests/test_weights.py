@@ -173,10 +173,27 @@ def test_the_card_of_a_trained_model(folder, run):
     card = (folder / "out/README.md").read_text()
     assert "text corpus.txt" in card and "tokens, 40 steps" in card and "bits per byte" in card
     assert "--n_embd 32" in card and "--input corpus.txt" in card and str(folder) not in card
+    assert "began with | random weights |" in card and f"training loss | {losses(folder, 'sea')[-1]:.4f} nats" in card
+    count = sum(parameter.numel() for parameter in load("runs/sea", "cpu")[0].parameters())
+    assert f"| {count:,} parameters" in card  # without the zeros that stand for biases in GPT-2
     assert {path.name for path in (folder / "out").iterdir()} == {
         "README.md", "config.json", "generation_config.json", "kestrel.json", "model.safetensors", "tokenizer.json",
         "tokenizer_config.json",
     }  # fmt: skip
+
+
+def test_the_card_of_a_run_of_another_version(folder, run):
+    """It has an option more and lacks one; what it began with is a name, and its input needs quotes."""
+    (folder / "a text.txt").write_text("the sea keeps what the sea has taken. " * 200)
+    assert run(name="first", steps=2)[0] == 0
+    assert run(name="sea", steps=2, eval_every=2, init_from=folder / "runs/first", input="a text.txt")[0] == 0
+    checkpoint = contents(folder / "runs/sea/best.pt")
+    del checkpoint["config"]["muon_scale"]
+    checkpoint["config"]["new"] = 1
+    save_checkpoint(folder / "runs/sea/best.pt", checkpoint)
+    weights.export("runs/sea", "out")
+    card = (folder / "out/README.md").read_text()
+    assert "--input 'a text.txt'" in card and "--new" not in card and "began with | first |" in card
 
 
 def test_training_from_weights(folder, run, capsys):

@@ -11,10 +11,9 @@ as Qwen3 if it has QK-norm, else as Llama.
 
 import json
 import os
-import re
 import shutil
 import sys
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import NamedTuple
 
@@ -28,9 +27,8 @@ from data.tokenizer import END_OF_TEXT, UNTRAINED
 from data.tokenizer_json import tokenizer_json, vocabulary_of
 from generation import Sampling
 from model import GPT, GPTConfig, require
+from training.card import model_card
 from training.checkpoint import checkpoints, load_first, newest_run
-from training.config import Config
-from training.report import read_metrics
 
 GPT2_SIZES = ("gpt2", "gpt2-medium", "gpt2-large", "gpt2-xl")
 GPT2_VOCABULARY = 50257
@@ -309,34 +307,6 @@ def _their_config(config, end):
     )  # fmt: skip
 
 
-def _model_card(found, parameters):
-    """README.md of a Hugging Face folder."""
-    contents, config = found.contents, found.config
-    options, step = contents.get("config"), contents["step"]
-    rows = [
-        f"| network | {parameters:,} parameters: {config.n_layer} layers, {config.n_head} heads, width "
-        f"{config.n_embd}, context {config.block_size} |",
-        f"| tokenizer | {found.tokenizer.name}, {found.tokenizer.n_vocab:,} tokens |",
-    ]
-    if options:
-        tokens = step * options["batch_size"] * options["block_size"]
-        defaults = {field.name: field.default for field in fields(Config)} | {"resume": options["resume"]}
-        changed = {name: value for name, value in options.items() if value != defaults[name]}
-        flags = " ".join(f"--{name} {value}" for name, value in changed.items())
-        flags = re.sub(r"(?<=[ :])/\S*/", "", flags)  # folders of this machine
-        rows += [
-            f"| data | {' '.join(filter(None, (options['data'], Path(options['input']).name)))} |",
-            f"| trained on | {tokens:,} tokens, {step:,} steps |",
-            f"| command | `python train.py {flags}` |",
-        ]
-    for record in read_metrics(found.path.parent):
-        if record["step"] == step and "val_loss" in record:
-            loss = f"{record['val_loss']:.4f} nats per token, {record['val_bpb']:.4f} bits per byte"
-            rows.append(f"| validation loss | {loss} |")
-    head = "---\nlibrary_name: transformers\npipeline_tag: text-generation\n---\n"
-    return "\n".join([f"{head}# {found.path.parent.name}\n\nTrained with Kestrel.\n\n| | |\n|---|---|", *rows]) + "\n"
-
-
 def export(name, folder):
     """Write a model as a Hugging Face folder, whole or not at all.
 
@@ -371,7 +341,7 @@ def export(name, folder):
             temporary.mkdir(parents=True)
             for file, value in files.items():
                 (temporary / file).write_text(json.dumps(value, indent=1, ensure_ascii=False), encoding="utf-8")
-            (temporary / "README.md").write_text(_model_card(found, sum(t.numel() for t in tensors.values())))
+            (temporary / "README.md").write_text(model_card(found, config), encoding="utf-8")
             safetensors.save_file(tensors, temporary / "model.safetensors", metadata={"format": "pt"})
             (temporary / "model.safetensors").chmod(0o644)  # safetensors makes it private
             temporary.rename(folder)
