@@ -7,9 +7,9 @@ Letters: B batch, T sequence, C embedding, H query heads, G key/value heads, D h
 """
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from importlib.util import find_spec
-from typing import Literal
+from typing import Literal, get_args, get_origin
 
 import torch
 import torch.nn.functional as F
@@ -67,6 +67,13 @@ class GPTConfig:
     """Implementation of attention(); auto takes our kernels where they run, else PyTorch's."""
 
     def __post_init__(self):
+        for field in fields(GPTConfig):
+            value, choices = getattr(self, field.name), get_args(field.type)
+            if get_origin(field.type) is Literal:
+                require(value in choices, f"{field.name}={value!r} must be {' or '.join(choices)}")
+            else:
+                kind = getattr(field.type, "__name__", field.type)
+                require(isinstance(value, field.type | int), f"{field.name}={value!r} must be {kind}")
         for name in ("n_layer", "n_head", "n_embd", "block_size"):
             require(getattr(self, name) >= 1, f"{name}={getattr(self, name)} must be at least 1")
         require(self.vocab_size >= 0, f"vocab_size={self.vocab_size} must be at least 0")

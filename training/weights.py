@@ -21,7 +21,7 @@ import torch
 import tyro
 
 from data import end_of_text, from_state, make_tokenizer, to_state
-from data.files import optional, writing
+from data.files import optional, read_json, writing
 from data.hub import download_files
 from data.tokenizer import END_OF_TEXT, UNTRAINED
 from data.tokenizer_json import tokenizer_json, vocabulary_of
@@ -94,24 +94,42 @@ def read(name, weights=True):
     if name in GPT2_SIZES and not path.exists():
         path = download_files(f"openai-community/{name}", ["config.json", "model.safetensors"][: 1 + weights])
         return _read_hugging_face(path, weights)
-    if (path.suffix == ".safetensors" and path.is_file()) or (path / "model.safetensors").exists():
+    if (path.suffix == ".safetensors" and path.is_file()) or any(
+        (path / f"model.safetensors{end}").exists() for end in ("", ".index.json")
+    ):
         return _read_hugging_face(path, weights)
     require(path.exists(), f"{path} does not exist; name a run, a Hugging Face folder, or {', '.join(GPT2_SIZES)}")
     best = path / "best.pt"
     found = [best] * best.is_file() + checkpoints(path)
-    needs = "has no checkpoint and no model.safetensors; name a run that has saved one, or train it first"
-    require(found or not path.is_dir(), f"{path} {needs}")
+    pickled = "has only pytorch_model.bin, which may hold code; save it with Transformers as safetensors"
+    require(found or not any(path.glob("pytorch_model*.bin*")), f"{path} {pickled}")
+    nothing = (
+        "has no checkpoint and no model.safetensors; train a run until it saves one, or download a model's weights"
+    )
+    require(found or not path.is_dir(), f"{path} {nothing}")
     contents = load_first(found or [path], weights)
     config, tokenizer = _restore(contents["path"], contents.get("model_config"), contents.get("tokenizer"))
+    if weights:
+        _require_weights(contents["path"], contents.get("model"), config)
     return Pretrained(contents["path"], config, contents["model"] if weights else {}, tokenizer, contents)
+
+
+def _require_weights(path, weights, config):
+    """ValueError unless these are the weights of a GPT with this configuration."""
+    with torch.device("meta"):
+        expected = {name: value.shape for name, value in GPT(config).state_dict().items()}
+    found = {name: value.shape for name, value in (weights or {}).items()}
+    wrong = sorted(name for name, _ in expected.items() ^ found.items())
+    require(not wrong, f"{path} has other weights than its network, such as {wrong[:1]}; use another checkpoint")
 
 
 def _restore(path, network, tokenizer):
     """(GPTConfig, tokenizer) of stored dicts."""
     try:
         return GPTConfig(**network), from_state(tokenizer)
-    except (TypeError, KeyError) as error:
-        raise ValueError(f"{path} is from another version of this repository ({error}); use that version") from None
+    except (TypeError, KeyError, ValueError) as error:
+        another = "is damaged or from another version of this repository"
+        raise ValueError(f"{path} {another} ({error}); get it again or use that version") from None
 
 
 def load_model(name):
@@ -165,22 +183,12 @@ def load_pretrained(model, name, tokenizer):
 def _read_hugging_face(path, weights):
     folder, file = (path.parent, path) if path.is_file() else (path, path / "model.safetensors")
     if (own := folder / OWN).exists():
-        ours = _read_json(own)
+        ours = read_json(own)
         config, tokenizer = _restore(own, ours.get("network"), ours.get("tokenizer"))
     else:
-        config = _config_of_gpt2(_read_json(folder / "config.json"), folder)
+        config = _config_of_gpt2(read_json(folder / "config.json"), folder)
         tokenizer = _tokenizer_of_gpt2(folder, config.vocab_size)
     return Pretrained(file, config, _read_weights(file, config) if weights else {}, tokenizer, {"path": file})
-
-
-def _read_json(path):
-    """The dict in a JSON file; ValueError if there is none."""
-    try:
-        value = json.loads(path.read_text(encoding="utf-8"))
-        require(isinstance(value, dict), "it is no JSON object")
-    except (OSError, ValueError) as error:
-        raise ValueError(f"{path} cannot be read ({error}); get the file again") from None
-    return value
 
 
 def _tokenizer_of_gpt2(folder, count):
@@ -188,9 +196,9 @@ def _tokenizer_of_gpt2(folder, count):
     if count < GPT2_VOCABULARY:
         return None
     if (path := folder / "vocab.json").exists():
-        vocabulary = _read_json(path)
+        vocabulary = read_json(path)
     elif (path := folder / "tokenizer.json").exists():
-        stored = _read_json(path).get("model")
+        stored = read_json(path).get("model")
         vocabulary = isinstance(stored, dict) and stored.get("vocab")
     else:
         return make_tokenizer("gpt2") if count == GPT2_VOCABULARY else None
@@ -206,16 +214,19 @@ def _config_of_gpt2(theirs, folder):
                     activation_function="gelu_new", layer_norm_epsilon=LAYERNORM_EPSILON, scale_attn_weights=True,
                     scale_attn_by_inverse_layer_idx=False, tie_word_embeddings=True)  # fmt: skip
     theirs = {name: theirs.get(name, value) for name, value in defaults.items()}
+    sizes = {name: theirs[name] for name in ("vocab_size", "n_layer", "n_head", "n_embd", "n_positions")}
+    for name, value in sizes.items():
+        require(type(value) is int and value > 0, f"{folder}: {name}={value!r} must be a positive int; get it again")
     supported = dict(
         layer_norm_epsilon=[LAYERNORM_EPSILON], scale_attn_weights=[True], scale_attn_by_inverse_layer_idx=[False],
-        activation_function=GELUS, n_inner=[None, 4 * theirs["n_embd"]],
+        activation_function=list(GELUS), n_inner=[None, 4 * theirs["n_embd"]], tie_word_embeddings=[True, False],
     )  # fmt: skip
     for name, values in supported.items():
         only = " or ".join(map(str, values))
         require(theirs[name] in values, f"{folder}: {name}={theirs[name]} is not supported, only {only}")
-    sizes = {name: theirs[name] for name in ("vocab_size", "n_layer", "n_head", "n_embd")}
     mlp, tied = GELUS[theirs["activation_function"]], theirs["tie_word_embeddings"]
-    return GPTConfig(**sizes, block_size=theirs["n_positions"], bias=True, mlp=mlp, tie_head=tied)
+    sizes["block_size"] = sizes.pop("n_positions")
+    return GPTConfig(**sizes, bias=True, mlp=mlp, tie_head=tied)
 
 
 def _mapping(config):
@@ -233,12 +244,14 @@ def _mapping(config):
 def _read_weights(file, config):
     """The state_dict of a GPT from a .safetensors file, in float32."""
     safetensors = optional("safetensors.torch", "reading model.safetensors")
-    try:
-        theirs = safetensors.load_file(file)
-    except OSError as error:
-        raise OSError(f"cannot read {file} ({error})") from None
-    except Exception as error:  # the package's own exception
-        raise ValueError(f"{file} is damaged ({error}); get it again") from None
+    theirs = {}
+    for part in _parts_of(file):
+        try:
+            theirs |= safetensors.load_file(part)
+        except OSError as error:
+            raise OSError(f"cannot read {part} ({error}); get it again") from None
+        except Exception as error:  # the package's own exception
+            raise ValueError(f"{part} is damaged ({error}); get it again") from None
     if "wte.weight" in theirs:  # OpenAI's own file leaves the prefix out
         theirs = {f"transformer.{name}": value for name, value in theirs.items()}
     deeper = [name for name in theirs if f".{config.n_layer}." in name]
@@ -254,6 +267,16 @@ def _read_weights(file, config):
         require(value.shape == shape, f"{file}: {their} is {list(value.shape)}, but config.json makes it {list(shape)}")
         weights[name] = value.contiguous()
     return {"head.weight": weights["embed.weight"], **weights} if config.tie_head else weights
+
+
+def _parts_of(file):
+    """Paths of a .safetensors file, or of the parts of it that its index lists."""
+    if file.exists():
+        return [file]
+    index = Path(f"{file}.index.json")
+    parts = read_json(index).get("weight_map")
+    require(isinstance(parts, dict), f"{index} has no weight_map; get it again")
+    return sorted({file.with_name(str(name)) for name in parts.values()})
 
 
 def _is_transposed(their):
@@ -366,3 +389,5 @@ if __name__ == "__main__":
         print(f"wrote {command.folder}; load it with AutoModelForCausalLM.from_pretrained({str(command.folder)!r})")
     except (ValueError, OSError) as error:
         sys.exit(f"error: {error}")
+    except KeyboardInterrupt:
+        sys.exit(130)
