@@ -1,4 +1,7 @@
-"""Every command in README.md and docs/guide.md runs, in the order of the page, with a small network and few steps."""
+"""Every command in README.md and docs/guide.md runs, in the order of the page, with a small network and few steps.
+
+Flags that a sentence names with their values run too, and the guide's Python.
+"""
 
 import importlib.util
 import io
@@ -25,7 +28,8 @@ from training import weights
 pytestmark = pytest.mark.slow
 TRAIN = "--device cpu --steps 4 --eval_every 2 --eval_batches 1 --warmup_steps 0 --batch_size 4 --micro_batch 4"
 NETWORK = "--n_layer 1 --n_head 2 --n_kv_head None --n_embd 32 --block_size 32 --vocab_size 0 --attention sdpa"
-TEXT = "--data text --input corpus.txt --tokenizer bytes"
+CORPUS = "--data text --input corpus.txt"
+TEXT = f"{CORPUS} --tokenizer bytes"
 ELSEWHERE = ("pip", "pytest", "git")  # .ci/run types the first two
 
 
@@ -33,7 +37,7 @@ def commands(page):
     """The commands of a page, in code blocks and within sentences."""
     text = (ROOT / page).read_text()
     lines = [line for block in re.findall(r"```sh\n(.*?)```", text, re.DOTALL) for line in block.splitlines()]
-    inline = re.findall(r"`((?:python|torchrun) [^`]+)`", re.sub(r"```.*?```", "", text, flags=re.DOTALL))
+    inline = re.findall(r"`((?:python|torchrun|--[a-z]\w*) [^`]+)`", re.sub(r"```.*?```", "", text, flags=re.DOTALL))
     for line in [*lines, *inline]:
         for command in line.partition("  #")[0].split(" && "):
             yield shlex.split(command)
@@ -49,10 +53,14 @@ def small(words):
     """The same command in a small form, without "python"; None if it is run elsewhere."""
     if words[0] in ELSEWHERE:
         return None
-    script = 1 if words[0] == "python" else words.index("train.py")
-    words = [word.replace("FILE_OR_FOLDER", "corpus.txt").replace("NAME", "shakespeare") for word in words[script:]]
-    words = ["corpus.txt" if word == "FILE" else word for word in words]
-    added = {"sample.py": "--device cpu --max_tokens 5", "evaluate.py": "--device cpu", "data.prepare": ""}
+    replaced = {"FILE": "corpus.txt", "N": "8", "online": "offline"}
+    words = [word.replace("FILE_OR_FOLDER", "corpus.txt").replace("NAME", "shakespeare") for word in words]
+    words = [replaced.get(word, word) for word in words]
+    if words[0].startswith("--"):
+        script = {"--tasks": "evaluate.py", "--stride": "evaluate.py", "--y": "plot.py runs/shakespeare"}.get(words[0])
+        return shlex.split(script or f"train.py configs/shakespeare.py {TRAIN} {NETWORK} {CORPUS}") + words
+    words = words[1 if words[0] == "python" else words.index("train.py") :]
+    added = {"sample.py": "--device cpu --max_tokens 5", "evaluate.py": "--device cpu"}
     if words[0] == "train.py" and "--resume" in words:
         added["train.py"] = "--steps 8 --allow_changes"
     elif "configs/finetune_shakespeare.py" in words:
@@ -88,8 +96,8 @@ def hub(folder, monkeypatch, data_root):
         yield
 
 
-@pytest.mark.parametrize("page", ["README.md", "docs/guide.md"])
-def test_commands(page, folder, hub, monkeypatch, capsys):
+@pytest.mark.parametrize("page, count", [("README.md", 19), ("docs/guide.md", 24)])
+def test_commands(page, count, folder, hub, monkeypatch, capsys):
     for name in ("configs", "data"):
         (folder / name).symlink_to(ROOT / name)
     (folder / "start.txt").write_text("the sea")
@@ -109,4 +117,9 @@ def test_commands(page, folder, hub, monkeypatch, capsys):
         finally:
             torch.set_float32_matmul_precision("highest")
         ran += 1
-    assert ran > 5
+    assert ran == count
+    if page == "docs/guide.md":
+        [block] = re.findall(r"```python\n(.*?)```", (ROOT / page).read_text(), re.DOTALL)
+        names = {}
+        exec(block, names)  # reads the export
+        assert names["model"].config.vocab_size == len(names["tokenizer"])
