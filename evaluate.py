@@ -37,7 +37,8 @@ class EvaluateConfig:
     """Options of evaluate.py."""
 
     run: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="RUN")] = ""
-    """Run folder (its best.pt is preferred) or checkpoint file, as for sample.py; left out, the newest run."""
+    """Run folder (its best.pt is preferred), checkpoint file, Hugging Face folder or its .safetensors file, or gpt2,
+    gpt2-medium, gpt2-large, gpt2-xl; left out, the newest run."""
     text: str = ""
     """A UTF-8 file to compute the loss on."""
     split: str = ""

@@ -40,8 +40,8 @@ class SampleConfig(Sampling):
     """Options of sample.py."""
 
     run: str = ""
-    """Run folder (its best.pt is preferred), checkpoint file, Hugging Face folder, or gpt2, gpt2-medium, gpt2-large,
-    gpt2-xl; empty takes the newest run."""
+    """Run folder (its best.pt is preferred), checkpoint file, Hugging Face folder or its .safetensors file, or gpt2,
+    gpt2-medium, gpt2-large, gpt2-xl; empty takes the newest run."""
     prompt: str = NEW_TEXT
     """Text to continue, FILE:path of a UTF-8 file, or - for standard input. The default, a line break, begins a text:
     if the tokenizer has an end-of-text token, the model reads this instead."""

@@ -36,8 +36,8 @@ class Config(GPTConfig):
     """Read all tokens before training and compare their sha256 with the corpus's manifest."""
 
     init_from: str = ""
-    """Weights to begin with: gpt2, gpt2-medium, gpt2-large, gpt2-xl, a Hugging Face folder, or a run folder. The
-    network and the tokenizer are theirs; block_size may be smaller."""
+    """Weights to begin with: gpt2, gpt2-medium, gpt2-large, gpt2-xl, a Hugging Face folder or its .safetensors file, a
+    run folder or a checkpoint file. The network and the tokenizer are theirs; block_size may be smaller."""
 
     # batches
     batch_size: int = 64
