@@ -27,6 +27,7 @@ from model import GPTConfig, require
 
 RUNS = Path("runs")
 FORMAT = 1
+HERE_ONLY = ("dropout", "attention", "mask_documents", "end_of_text")  # options that do not come with weights
 
 
 class Run:
@@ -214,7 +215,7 @@ def load_weights(model, contents):
     """Copy the weights of a loaded checkpoint into a GPT; ValueError if its configuration differs."""
     saved = asdict(GPTConfig(**contents["model_config"]))
     for name, value in asdict(model.config).items():
-        same = saved[name] == value or name in ("dropout", "attention", "mask_documents", "end_of_text")
+        same = saved[name] == value or name in HERE_ONLY
         require(same, f"the checkpoint holds another model: its {name} is {saved[name]!r}, not {value!r}")
     model.load_state_dict(contents["model"])
 

@@ -49,11 +49,11 @@ def windows(pieces, block_size, stride):
 
     pieces: iterable of [count] arrays, the token ids of the text.
     """
-    held, known = np.empty(0, np.uint16), 1  # the first `known` of the tokens held are context
+    held, context = np.empty(0, np.uint16), 1  # the first `context` of the tokens held are not scored
     for piece in pieces:
         held = np.concatenate([held, piece])
         while len(held) > block_size:
-            yield held[: block_size + 1], block_size + 1 - known
-            held, known = held[stride:], block_size + 1 - stride
-    if len(held) > known:
-        yield held, len(held) - known
+            yield held[: block_size + 1], block_size + 1 - context
+            held, context = held[stride:], block_size + 1 - stride
+    if len(held) > context:
+        yield held, len(held) - context

@@ -28,12 +28,11 @@ from data.tokenizer_json import tokenizer_json, vocabulary_of
 from generation import Sampling
 from model import GPT, GPTConfig, require
 from training.card import model_card
-from training.checkpoint import checkpoints, load_first, newest_run
+from training.checkpoint import HERE_ONLY, checkpoints, load_first, newest_run
 
 GPT2_SIZES = ("gpt2", "gpt2-medium", "gpt2-large", "gpt2-xl")
 GPT2_VOCABULARY = 50257
-OWN = "kestrel.json"
-HERE_ONLY = ("dropout", "attention", "mask_documents", "end_of_text")  # options that do not come with weights
+OUR_FILE = "kestrel.json"
 GELUS = {"gelu": "gelu", "gelu_new": "gelu_tanh", "gelu_pytorch_tanh": "gelu_tanh"}  # Hugging Face's name: ours
 LAYERNORM_EPSILON, RMSNORM_EPSILON = 1e-5, torch.finfo(torch.float32).eps  # PyTorch's defaults, which model.py takes
 
@@ -94,19 +93,17 @@ def read(name, weights=True):
     if name in GPT2_SIZES and not path.exists():
         path = download_files(f"openai-community/{name}", ["config.json", "model.safetensors"][: 1 + weights])
         return _read_hugging_face(path, weights)
-    if (path.suffix == ".safetensors" and path.is_file()) or any(
-        (path / f"model.safetensors{end}").exists() for end in ("", ".index.json")
-    ):
+    weight_files = [path / "model.safetensors", path / "model.safetensors.index.json"]
+    if (path.suffix == ".safetensors" and path.is_file()) or any(file.exists() for file in weight_files):
         return _read_hugging_face(path, weights)
     require(path.exists(), f"{path} does not exist; name a run, a Hugging Face folder, or {', '.join(GPT2_SIZES)}")
     best = path / "best.pt"
     found = [best] * best.is_file() + checkpoints(path)
-    pickled = "has only pytorch_model.bin, which may hold code; save it with Transformers as safetensors"
-    require(found or not any(path.glob("pytorch_model*.bin*")), f"{path} {pickled}")
-    nothing = (
-        "has no checkpoint and no model.safetensors; train a run until it saves one, or download a model's weights"
-    )
-    require(found or not path.is_dir(), f"{path} {nothing}")
+    if path.is_dir() and not found:
+        reason = "no checkpoint and no model.safetensors; train a run until it saves one, or download a model's weights"
+        if any(path.glob("pytorch_model*.bin*")):
+            reason = "only pytorch_model.bin, which may hold code; save it with Transformers as safetensors"
+        raise ValueError(f"{path} has {reason}")
     contents = load_first(found or [path], weights)
     config, tokenizer = _restore(contents["path"], contents.get("model_config"), contents.get("tokenizer"))
     if weights:
@@ -182,9 +179,9 @@ def load_pretrained(model, name, tokenizer):
 
 def _read_hugging_face(path, weights):
     folder, file = (path.parent, path) if path.is_file() else (path, path / "model.safetensors")
-    if (own := folder / OWN).exists():
-        ours = read_json(own)
-        config, tokenizer = _restore(own, ours.get("network"), ours.get("tokenizer"))
+    if (our_file := folder / OUR_FILE).exists():
+        ours = read_json(our_file)
+        config, tokenizer = _restore(our_file, ours.get("network"), ours.get("tokenizer"))
     else:
         config = _config_of_gpt2(read_json(folder / "config.json"), folder)
         tokenizer = _tokenizer_of_gpt2(folder, config.vocab_size)
@@ -229,7 +226,7 @@ def _config_of_gpt2(theirs, folder):
     return GPTConfig(**sizes, bias=True, mlp=mlp, tie_head=tied)
 
 
-def _mapping(config):
+def _parameters(config):
     """Yield (our name, shape, their name) of all parameters of a network; a tied head is left out."""
     names = GPT2_NAMES if config.position == "learned" else LLAMA_NAMES
     with torch.device("meta"):
@@ -257,14 +254,14 @@ def _read_weights(file, config):
     deeper = [name for name in theirs if f".{config.n_layer}." in name]
     require(not deeper, f"{file} has more layers than the {config.n_layer} of config.json, such as {deeper[:1]}")
     weights = {}
-    for name, shape, their in _mapping(config):
+    for name, shape, key in _parameters(config):
         try:
-            parts = [theirs[their.replace("[qkv]", part)] for part in ("qkv" if "[qkv]" in their else "q")]
+            parts = [theirs[key.replace("[qkv]", part)] for part in ("qkv" if "[qkv]" in key else "q")]
         except KeyError:
-            raise ValueError(f"{file} lacks {their}, which config.json asks for") from None
+            raise ValueError(f"{file} lacks {key}, which config.json asks for") from None
         value = torch.cat(parts).float()
-        value = value.T if _is_transposed(their) else value
-        require(value.shape == shape, f"{file}: {their} is {list(value.shape)}, but config.json makes it {list(shape)}")
+        value = value.T if _is_transposed(key) else value
+        require(value.shape == shape, f"{file}: {key} is {list(value.shape)}, but config.json makes it {list(shape)}")
         weights[name] = value.contiguous()
     return {"head.weight": weights["embed.weight"], **weights} if config.tie_head else weights
 
@@ -279,27 +276,27 @@ def _parts_of(file):
     return sorted({file.with_name(str(name)) for name in parts.values()})
 
 
-def _is_transposed(their):
+def _is_transposed(key):
     """GPT-2 keeps the matrices of its blocks as [inputs, outputs]."""
-    return their.endswith(".weight") and ".c_" in their
+    return key.endswith(".weight") and ".c_" in key
 
 
 def _their_weights(weights, config):
     """The tensors of a Hugging Face file, for the state_dict of a GPT. Biases that it lacks are zeros in GPT-2."""
     theirs = {}
-    for name, shape, their in _mapping(replace(config, bias=config.position == "learned")):
+    for name, shape, key in _parameters(replace(config, bias=config.position == "learned")):
         value = weights[name][: shape[0]] if name in weights else torch.zeros(shape)  # cuts a padded vocabulary
-        if "[qkv]" in their:
+        if "[qkv]" in key:
             heads = (config.n_head, config.kv_heads, config.kv_heads)
             for part, rows in zip("qkv", value.split([count * config.head_dim for count in heads]), strict=True):
-                theirs[their.replace("[qkv]", part)] = rows.clone()
+                theirs[key.replace("[qkv]", part)] = rows.clone()
             if config.qk_norm:
                 for part in "qk":
-                    theirs[their.replace("[qkv]_proj", f"{part}_norm")] = torch.ones(config.head_dim)
+                    theirs[key.replace("[qkv]_proj", f"{part}_norm")] = torch.ones(config.head_dim)
         else:
-            theirs[their] = (value.T if _is_transposed(their) else value).clone(memory_format=torch.contiguous_format)
-        if config.mlp == "relu2" and ".up_proj." in their:  # relu(x)^2 = relu(x) x is a gated MLP with equal matrices
-            theirs[their.replace("up_proj", "gate_proj")] = value.clone()
+            theirs[key] = (value.T if _is_transposed(key) else value).clone(memory_format=torch.contiguous_format)
+        if config.mlp == "relu2" and ".up_proj." in key:  # relu(x)^2 = relu(x) x is a gated MLP with equal matrices
+            theirs[key.replace("up_proj", "gate_proj")] = value.clone()
     return theirs
 
 
@@ -355,7 +352,7 @@ def export(name, folder):
         "tokenizer.json": tokenizer_json(tokenizer),
         "tokenizer_config.json": dict(tokenizer_class="PreTrainedTokenizerFast", model_max_length=config.block_size,
                                       clean_up_tokenization_spaces=False, **special),
-        OWN: {"network": asdict(config), "tokenizer": to_state(tokenizer)},
+        OUR_FILE: {"network": asdict(config), "tokenizer": to_state(tokenizer)},
     }  # fmt: skip
     tensors = _their_weights(found.weights, config)
     temporary = folder.with_name(f".{folder.name}.{os.getpid()}.tmp")
