@@ -83,7 +83,7 @@ def main(config):
     require(config.runs, "plot.py needs at least one run folder, such as runs/NAME")
     options, records = zip(*(read_run(folder, config.x) for folder in config.runs), strict=True)
     if config.y == "loss" and len({run["tokenizer"] for run in options}) > 1:
-        print("note: the runs' tokenizers differ, and so do their tokens; --y bpb compares them", file=sys.stderr)
+        print("note: the runs' tokenizers may differ, and so their tokens; --y bpb compares them", file=sys.stderr)
     labels = ["\n".join(textwrap.wrap(label, LEGEND_WIDTH)) for label in labels_of(config.runs, options)]
     lines = sum(label.count("\n") + 1 for label in labels)
     figure = Figure(figsize=(8, 4.5 + 0.2 * lines), layout="constrained")

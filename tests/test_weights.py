@@ -227,6 +227,8 @@ def test_training_on_another_text_with_the_tokenizer_of_a_run(folder, run, capsy
     same = contents(folder / "runs/same/checkpoint.pt")
     assert same["tokens_sha256"] == first["tokens_sha256"]
     assert len(list((folder / "prepared/prepared").glob("text-*/manifest.json"))) == 2  # one for each text
+    assert run(name="own", tokenizer=spec, input="other.txt", steps=2)[0] == 0  # learns a tokenizer from that text
+    assert contents(folder / "runs/own/checkpoint.pt")["tokenizer"] != first["tokenizer"]
     for another in ("bytes", "bpe:400"):
         result = tune(name="third", input="other.txt", tokenizer=another)
         assert result.returncode == 1
