@@ -7,9 +7,10 @@ import triton
 import triton.language as tl
 
 from .forward import Softmax
-from .launch import float32_precision, has_large_shared_memory, processors
+from .launch import float32_precision, processors
 from .score import LOG2E, Rule, Terms, behind, shape_scores, slot
 from .tiles import (
+    INTERPRETED,
     STEP,
     Sequence,
     Tile,
@@ -27,6 +28,7 @@ from .tiles import (
 # Not timed yet; they compile without register spills for all chips of tests/test_compile.py.
 BLOCK_K = 64  # most keys per step
 TILE_BYTES = 2**14  # of a tile of keys; a half or a quarter for a single query, which keeps all of it in registers
+LARGE_CHIPS = ((8, 0), (9, 0), (10, 0))  # shared memory for three stages of these tiles; others have two
 ROWS = 64  # most queries of a key head in one program; half as many if the head dim is above 128
 WAVES = 4  # programs per multiprocessor to split the keys into
 MAX_SPLITS = 256  # enough for all multiprocessors if there is one program without splits
@@ -221,7 +223,7 @@ def launch_decode(q, k, v, lengths, options):
     splits = splits_for(kv_heads * tiles * batch, most, q.device)
     gate = None if options.decay_sum is None else options.decay_sum.transpose(1, 2)
     sink = None if options.sink is None else options.sink.contiguous()
-    stages = 3 if block_q == 1 or has_large_shared_memory(q.device) else 2
+    large = block_q == 1 or INTERPRETED.value or torch.cuda.get_device_capability(q.device) in LARGE_CHIPS
     parts, lse2 = out, None
     if splits > 1:
         parts = q.new_empty(splits * batch, q_len, heads, value_dim, dtype=torch.float32)
@@ -229,7 +231,7 @@ def launch_decode(q, k, v, lengths, options):
     with torch.cuda.device_of(q):
         decode_kernel[(tiles * batch, kv_heads, splits)](
             view(q), view(k), view(v), view(parts), rows_view(lse2), lengths, sink, rows_view(gate), options.scale,
-            q_len, slots, rule, tile, splits, stages, num_warps=4, enable_fp_fusion=True,
+            q_len, slots, rule, tile, splits, 3 if large else 2, num_warps=4, enable_fp_fusion=True,
         )  # fmt: skip
         if splits > 1:
             merge_kernel[(batch, heads, q_len)](view(parts), rows_view(lse2), view(out), tile, splits, num_warps=4)

@@ -130,12 +130,6 @@ def processors(device):
     return 1 if INTERPRETED.value else torch.cuda.get_device_properties(device).multi_processor_count
 
 
-@cache
-def has_large_shared_memory(device):
-    """Whether a multiprocessor has 160 KB of it or more; gaming and workstation GPUs have 100."""
-    return INTERPRETED.value or torch.cuda.get_device_capability(device) in ((8, 0), (9, 0), (10, 0))
-
-
 def loops_over_group(problem, programs, device):
     """Whether dk/dv loops over the query group in each of `programs` programs (no extra memory) or writes partials.
 

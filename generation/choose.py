@@ -52,21 +52,12 @@ def choose(logits, sampling, keys, positions, seen=None):
         logits = torch.where(seen, torch.where(logits > 0, logits / penalty, logits * penalty), logits)
     if sampling.temperature == 0:
         return logits.argmax(-1)
-    vocabulary, best, least = logits.shape[-1], logits.amax(-1, keepdim=True), None
-    top_k = sampling.top_k if sampling.top_k < vocabulary else 0
-    # A token is kept for its logit alone, because which of equal ones topk() takes may depend on the batch.
-    if sampling.top_p < 1:
-        values = logits.topk(top_k).values if top_k else logits.sort(stable=True, descending=True).values
-        weights = (((values - best) / sampling.temperature).exp() * 2**32).long()  # integers: their sums are exact
-        before, total = weights.cumsum(-1) - weights, weights.sum(-1, keepdim=True)
-        count = (before.float() < sampling.top_p * total.float()).sum(-1, keepdim=True)  # at least 1
-        least = values.gather(-1, count - 1)
-    elif top_k:
-        least = logits.topk(top_k, sorted=False).values.amin(-1, keepdim=True)
+    vocabulary = logits.shape[-1]
+    best, least = limits(logits, sampling)
     log_min_p = math.log(sampling.min_p) if sampling.min_p else float("-inf")
     # Gumbel-max: the token with the least quotient of an exponential variable and its probability
-    if logits.is_cuda and HAS_TRITON:
-        from kernels.gumbel import gumbel_scores  # imports Triton, which not every machine has
+    if has_kernels(logits):
+        from kernels.gumbel import gumbel_scores
 
         return gumbel_scores(logits, best, least, keys, positions, sampling.temperature, log_min_p).argmax(-1)
     tokens = torch.arange(vocabulary, device=logits.device)
@@ -79,6 +70,34 @@ def choose(logits, sampling, keys, positions, seen=None):
         scores = scores.masked_fill(logits < least, float("-inf"))
     chosen = (scores - exponential(mix(keys + positions)[:, None], tokens).log()).argmax(-1)
     return chosen if len(tokens) == vocabulary else tokens[chosen]
+
+
+def has_kernels(logits):
+    """Whether Triton, which not every machine has, can be imported and serves these logits."""
+    return logits.is_cuda and HAS_TRITON
+
+
+def limits(logits, sampling):
+    """The largest logit, and the least that top_k and top_p keep: [B, 1] each, the second None if they keep all.
+
+    A token is kept for its logit alone, because which of equal ones topk() takes may depend on the batch.
+    """
+    top_k = sampling.top_k if sampling.top_k < logits.shape[-1] else 0
+    if top_k and sampling.top_p == 1 and has_kernels(logits):
+        from kernels.top_k import MOST, best_and_kth
+
+        if top_k <= MOST:
+            return best_and_kth(logits, top_k)
+    best = logits.amax(-1, keepdim=True)
+    if sampling.top_p < 1:
+        values = logits.topk(top_k).values if top_k else logits.sort(stable=True, descending=True).values
+        weights = (((values - best) / sampling.temperature).exp() * 2**32).long()  # integers: their sums are exact
+        before, total = weights.cumsum(-1) - weights, weights.sum(-1, keepdim=True)
+        count = (before.float() < sampling.top_p * total.float()).sum(-1, keepdim=True)  # at least 1
+        return best, values.gather(-1, count - 1)
+    if top_k:
+        return best, logits.topk(top_k, sorted=False).values.amin(-1, keepdim=True)
+    return best, None
 
 
 def mix(x):

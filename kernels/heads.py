@@ -8,7 +8,7 @@ import torch
 import triton
 import triton.language as tl
 
-from attention.tiles import INTERPRETED
+from kernels.shared import INTERPRETED
 
 
 def store_heads(qkv, k, v, slots, rotary=None, qk_norm=False):

@@ -15,9 +15,7 @@ import triton
 import triton.language as tl
 from torch import nn
 
-from attention.launch import has_large_shared_memory
-from attention.score import tanh
-from attention.tiles import INTERPRETED
+from kernels.shared import INTERPRETED, has_large_shared_memory, tanh
 
 
 class Tiles(NamedTuple):

@@ -1,10 +1,11 @@
-"""Compile the attention kernels for any chip, without a GPU, and print ptxas's report of each, one JSON per line.
+"""Compile the kernels for any chip, without a GPU, and print ptxas's report of each, one JSON per line.
 
     python tests/compile_kernels.py 90 --dims 64 128 --masks causal
     python tests/compile_kernels.py 90 --hopper --dtypes bfloat16 --features --bounds packed
     python tests/compile_kernels.py 90 --decode --groups 1 4 8
+    python tests/compile_kernels.py 90 --generation --dtypes bfloat16
 
-The host functions of attention/ run on meta tensors, with a driver that compiles for the chip and launches nothing. So
+The host functions run on meta tensors, with a driver that compiles for the chip and launches nothing. So
 every kernel is compiled with the arguments, tile sizes and specialisations of a real call.
 """
 
@@ -181,6 +182,33 @@ def launch_decode_kernels(dtype, dim, causal, group, features=False, length=4096
     decode_kernel.launch_decode(q, k, k, lengths, options)
 
 
+def launch_generation_kernels(dtype, dim, causal, group, features=False, length=4096):
+    """A block, the head and the choice of a token, for one row and several numbers of them; 12 heads, so C = 12 dim."""
+    from torch import nn
+
+    from kernels.gumbel import gumbel_scores
+    from kernels.heads import store_heads
+    from kernels.linear import linear
+    from kernels.top_k import best_and_kth
+
+    width, vocabulary = 12 * dim, 50_257
+    make = partial(nn.Linear, bias=features, device="meta", dtype=dtype)
+    layernorm = nn.LayerNorm(width, bias=features, device="meta", dtype=dtype)
+    for rows in (1, 8, 32, 64):
+        x = torch.empty(rows, width, dtype=dtype, device="meta")
+        qkv = linear(x, make(width, 3 * width), norm=layernorm)
+        cache, slots = x.new_empty(rows, length, 12, dim), x.new_empty(rows, dtype=torch.int64)
+        angles = x.new_empty(length, 1, dim // 2, dtype=torch.float32)
+        store_heads(qkv, cache, cache, slots, (angles, angles) if features else None, qk_norm=features)
+        linear(linear(x, make(width, 4 * width), norm=layernorm, activation="gelu"), make(4 * width, width), residual=x)
+        gate = make(width, 4 * width)
+        linear(x, make(width, 4 * width), norm=nn.RMSNorm(width, device="meta"), activation="swiglu", gate=gate)
+        logits = linear(x, make(width, vocabulary), norm=layernorm, softcap=15.0, dtype=torch.float32)
+        best = logits[:, :1].contiguous()
+        best_and_kth(logits, 200)
+        gumbel_scores(logits, best, best if features else None, slots, slots, 0.8, -3.0)
+
+
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("chip", type=int, help="compute capability without the dot, such as 90")
@@ -197,6 +225,7 @@ def main():
     )
     parser.add_argument("--hopper", action="store_true", help="the kernels of attention/hopper.py")
     parser.add_argument("--decode", action="store_true", help="the kernels of attention/decode_kernel.py")
+    parser.add_argument("--generation", action="store_true", help="the kernels of kernels/ that generate tokens")
     parser.add_argument("--bounds", choices=["lengths", "packed"], help="of sequences, with --hopper; default: none")
     args = parser.parse_args()
 
@@ -207,6 +236,8 @@ def main():
     launch_all, lengths, features = partial(launch_kernels, ways=args.ways), LENGTHS, args.features is not None
     if args.decode:
         launch_all, args.masks = launch_decode_kernels, ["causal"]
+    elif args.generation:
+        launch_all, lengths, args.masks, args.groups = launch_generation_kernels, LENGTHS[-1:], ["causal"], [1]
     elif args.hopper:
         features = () if args.features is None else args.features or HOPPER_FEATURES
         launch_all = partial(launch_hopper_kernels, bounds=args.bounds)

@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 from helpers import ROOT, wait_for
@@ -80,7 +81,7 @@ def test_a_limit_holds_for_an_interrupted_preparation_too(tmp_path, monkeypatch)
     shutil.rmtree(corpus_folder(*arguments))
     interrupt(monkeypatch, 8, *arguments, Options(tokens="10K", val_share=0.2))
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr(build.ShardWriter, "close", lambda self: os.kill(os.getpid(), signal.SIGINT))
+        patch.setattr(build.ShardWriter, "close", Mock(side_effect=KeyboardInterrupt))
         prepare(*arguments, Options(tokens="20K", val_share=0.2))
     assert shards_of(prepare(*arguments, Options(tokens="20K", val_share=0.2)).folder) == whole
 

@@ -39,6 +39,21 @@ def test_the_kernel_has_the_same_scores(device, options):
     assert torch.equal(scores.argmax(1), choose(logits, sampling, keys, positions))
 
 
+@pytest.mark.skipif(not HAS_TRITON, reason="Triton exists for Linux only")
+@pytest.mark.parametrize("vocabulary, k", [(5_003, 200), (5_003, 1), (5_003, 256), (300, 200), (64, 64), (7, 3)])
+def test_kth_largest(vocabulary, k, device):
+    """Exactly: random logits, many equal ones, hidden ones, and all large ones in one chunk."""
+    from kernels.top_k import best_and_kth
+
+    logits = torch.randn(4, vocabulary + 5, device=device)[:, :vocabulary]
+    logits[1] = logits[1].mul(2).round()
+    logits[2, logits[2] < 1] = -math.inf
+    logits[3] = torch.arange(vocabulary, 0, -1, device=device) / 7 - 100
+    best, kth = best_and_kth(logits, k)
+    assert torch.equal(best, logits.amax(1, keepdim=True))
+    assert torch.equal(kth, logits.topk(k).values[:, -1:])
+
+
 def test_choices_follow_the_probabilities(device):
     """Frequencies over samples, and over positions, are within 5 standard deviations."""
     probabilities = torch.tensor([0.5, 0.3, 0.15, 0.049, 0.001], device=device)

@@ -1,0 +1,88 @@
+"""The k-th largest logit of each row, exactly, in two kernels; torch.topk takes seventeen.
+
+Chunks with a maximum above t, the k-th largest of all maxima, are fewer than k, and hold all logits above t. At least k
+logits are t or more, one of each chunk whose maximum is. So the k-th largest logit is that of these chunks, or t.
+
+Letters: B rows, V vocabulary.
+"""
+
+import torch
+import triton
+import triton.language as tl
+
+from kernels.shared import INTERPRETED
+
+CHUNK = tl.constexpr(64)
+MOST = 256  # largest k: k chunks are held in registers
+LOWEST = tl.constexpr(-(2**31))
+
+
+def best_and_kth(logits, k):
+    """The largest and the k-th largest of each row of logits [B, V] float32 on a GPU: [B, 1] each.
+
+    k: int, at most V and MOST. The last dimension is contiguous.
+    """
+    rows, vocabulary = logits.shape
+    chunks = triton.cdiv(vocabulary, CHUNK.value)
+    maxima, best, kth = (logits.new_empty(rows, n) for n in (chunks, 1, 1))
+    selected = logits.new_empty(rows, k, dtype=torch.int32)
+    with torch.cuda.device_of(logits):
+        maxima_kernel[rows, triton.cdiv(chunks, 32)](
+            logits, maxima, logits.stride(0), vocabulary, chunks, 32, num_warps=4, enable_fp_fusion=True
+        )
+        kth_kernel[(rows,)](
+            logits, maxima, selected, best, kth, logits.stride(0), vocabulary, chunks, k,
+            triton.next_power_of_2(chunks), triton.next_power_of_2(k), num_warps=16, enable_fp_fusion=True,
+        )  # fmt: skip
+    return best, kth
+
+
+@triton.jit
+def maxima_kernel(logits, maxima, stride, vocabulary, chunks, BLOCK: tl.constexpr):
+    """The largest logit of each of BLOCK chunks."""
+    row = tl.program_id(0).to(tl.int64)
+    chunk = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    token = chunk[:, None] * CHUNK + tl.arange(0, CHUNK)[None, :]
+    values = tl.load(logits + row * stride + token, token < vocabulary, float("-inf"))
+    tl.store(maxima + row * chunks + chunk, tl.max(values, 1), chunk < chunks)
+
+
+@triton.jit
+def ordered(bits):
+    """The bits of float32 numbers as int32 numbers of the same order; also the way back."""
+    return bits ^ ((bits >> 31) & 0x7FFFFFFF)
+
+
+@triton.jit
+def kth_largest(keys, k):
+    """The k-th largest of int32 keys, its sign first and then bit by bit; LOWEST if there are fewer keys."""
+    found = tl.where(tl.sum((keys >= 0).to(tl.int32)) >= k, 0, LOWEST)
+    for bit in range(31):
+        higher = found | (1 << (30 - bit))
+        found = tl.where(tl.sum((keys >= higher).to(tl.int32)) >= k, higher, found)
+    return found
+
+
+@triton.jit(do_not_specialize=["k"])
+def kth_kernel(
+    logits, maxima, selected, best, kth, stride, vocabulary, chunks, k, CHUNKS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """One program per row; selected holds the chunks above t for other threads of the program to read."""
+    row = tl.program_id(0).to(tl.int64)
+    chunk = tl.arange(0, CHUNKS)
+    tops = tl.load(maxima + row * chunks + chunk, chunk < chunks, float("-inf"))
+    tl.store(best + row, tl.max(tops))
+    keys = ordered(tops.to(tl.int32, bitcast=True))
+    t = kth_largest(keys, k)
+    above = keys > t
+    place = tl.cumsum(above.to(tl.int32), 0) - 1
+    tl.store(selected + row * k + place, chunk, above)
+    if not INTERPRETED:
+        tl.debug_barrier()
+    number = tl.arange(0, BLOCK)
+    mine = number < tl.sum(above.to(tl.int32))
+    token = tl.load(selected + row * k + number, mine, 0)[:, None] * CHUNK + tl.arange(0, CHUNK)[None, :]
+    values = tl.load(logits + row * stride + token, mine[:, None] & (token < vocabulary), float("-inf"))
+    keys = ordered(values.to(tl.int32, bitcast=True))
+    found = tl.maximum(t, kth_largest(tl.reshape(keys, [BLOCK * CHUNK]), k))
+    tl.store(kth + row, ordered(found).to(tl.float32, bitcast=True))
