@@ -109,14 +109,14 @@ def compile_and_wrap(model, config, ranks):
     return network
 
 
-@torch.compiler.set_stance("force_eager")  # the model is compiled for the shapes of training only
 def write_sample(model, corpus, config):
     """The first tokens of the validation text, continued by the model as it is; torch's random state stays as it is."""
     prompt = corpus.val.windows([0], min(SAMPLE_PROMPT, config.block_size))[0].tolist()
     model.eval()
     try:
         generator = Generator(model, corpus.tokenizer, seed=config.seed, graph=False)
-        tokens = [token for [token] in generator.tokens([prompt], SAMPLE_TOKENS)]
+        with torch.compiler.set_stance("force_eager"):  # the model is compiled for the shapes of training only
+            tokens = [token for [token] in generator.tokens([prompt], SAMPLE_TOKENS)]
     finally:
         model.train()
     return corpus.tokenizer.decode(prompt + tokens)

@@ -2,25 +2,18 @@
 
 import inspect
 import math
-import os
-import sys
-import threading
-from concurrent.futures import Future
-from contextlib import suppress
-from functools import cache
-from typing import NamedTuple
 
 import torch
 
 from . import ops
-from .checks import DTYPES, check_call, check_is_tensor, check_ragged, check_seed, pair
+from .call import Call
+from .checks import DTYPES, check_is_tensor, pair
+from .choose import decide
 from .reference import reference_attention
-from .sdpa import sdpa_attention, sdpa_lacks
+from .sdpa import sdpa_attention
 
 # asked once, here: torch.compile cannot trace the question in PyTorch 2.11
 AUTOCAST_DEVICES = frozenset(d for d in ("cpu", "cuda", "mps", "xpu") if torch.amp.is_autocast_available(d))
-
-MAX_HOPPER_LENGTH = 2**20  # products of lengths in its kernels are 32-bit
 
 
 def attention(
@@ -83,8 +76,10 @@ def attention(
     Forgetting Transformer (2025), for decay.
     """
     q, k, v = _cast_for_autocast(q, k, v)
-    options, terms = (causal, window, scale, softcap, dropout, impl, return_lse, seed), (bias, decay, sink)
-    impl, _ = _decide(q, k, v, options, terms, (lengths, cu_seqlens, max_seqlen))
+    impl, _ = decide(Call(
+        q, k, v, causal, window, scale, softcap, dropout, seed, bias, decay, sink, lengths, cu_seqlens, max_seqlen,
+        return_lse, impl,
+    ))  # fmt: skip
     scale = q.shape[-1] ** -0.5 if scale is None else float(scale)
     if bias is not None:
         bias = bias.reshape((1,) * (4 - bias.dim()) + bias.shape)
@@ -126,245 +121,15 @@ def attention(
 
 def explain(q, k, v, **arguments):
     """Which implementation serves attention(q, k, v, **arguments), and why: a line of text. Raises as attention()."""
-    call = inspect.signature(attention).bind(q, k, v, **arguments)
-    call.apply_defaults()
-    options, terms, ragged = (
-        tuple(call.arguments[name] for name in names.split())
-        for names in (
-            "causal window scale softcap dropout impl return_lse seed", "bias decay sink",
-            "lengths cu_seqlens max_seqlen",
-        )
-    )  # fmt: skip
-    impl, reason = _decide(*_cast_for_autocast(q, k, v), options, terms, ragged)
+    impl, reason = decide(call_of(*_cast_for_autocast(q, k, v), **arguments))
     return f"{impl}: {reason}"
 
 
-_SIMPLE = frozenset({bool, int, float, str, type(None)})
-_DECIDED = {}
-
-
-def _decide(q, k, v, options, terms, ragged):
-    """The implementation that serves a call, and why, in words; ValueError if a rule is broken.
-
-    options: causal, window, scale, softcap, dropout, impl, return_lse, seed; terms: bias, decay, sink; ragged: lengths,
-    cu_seqlens, max_seqlen. Remembered for calls without further tensors but those of ragged, and for any seed: checking
-    takes as long as launching.
-    """
-    call, types = None, tuple(map(type, options))  # the types too, since True == 1
-    if all(x is None for x in terms) and _SIMPLE.issuperset(types) and not torch.compiler.is_compiling():
-        given = tuple(x is not None for x in ragged)
-        call = (*((x.shape, x.stride(), x.dtype, x.device) for x in (q, k, v)), options[:-1], types, given)
-        try:
-            found = _DECIDED.get(call)
-        except TypeError:  # symbolic shapes have no hash
-            call = found = None
-        if found is not None:
-            if any(given):
-                check_ragged(q, k, *ragged)
-            if options[-1] is not None:
-                check_seed(options[-1], q.device)
-            return found
-    check_call(q, k, v, options, terms, ragged)
-    causal, window, _, softcap, dropout, asked, return_lse, seed = options
-    rule = dict(causal=causal, window=window, softcap=softcap, dropout=dropout)
-    names = ("bias", "decay", "sink")
-    extra = dict(zip(names, terms, strict=True)) | dict(lengths=ragged[0], cu_seqlens=ragged[1])
-    found = _choose(asked, q, k, v, rule, extra, seed, return_lse)
-    if call is not None:
-        if len(_DECIDED) >= 4096:  # lengths that never repeat
-            _DECIDED.clear()
-        _DECIDED[call] = found
-    return found
-
-
-def _choose(asked, q, k, v, rule, extra, seed, return_lse):
-    """The implementation that serves a call, and why, in words; ValueError if it is asked for and cannot."""
-    impl, reason = asked, "asked for"
-    misses = lack = None
-    if asked in ("auto", "hopper"):
-        misses = hopper_misses(q.device)
-        lack = misses or hopper_lacks(q, k, v, rule, extra)
-    if asked == "hopper" and lack:
-        raise ValueError(f"the Hopper kernels do not serve {lack}; use impl='auto'")
-    if asked in ("auto", "portable") and q.dtype in DTYPES:
-        serves = asked == "auto" and not lack
-        choice = implementation(q.device, q.dtype, serves, serves and bounded(extra))
-        impl, reason = choice.name, choice.reason  # by name: Dynamo of PyTorch 2.11 cannot unpack a Choice
-        if impl == "triton" and lack and not misses:
-            reason = f"the Hopper kernels do not serve {lack}"
-    elif asked in ("auto", "portable"):
-        impl, reason = "sdpa", f"the kernels do not compute in {q.dtype}"
-    if impl == "triton" and not (q.is_cuda or os.environ.get("TRITON_INTERPRET") == "1"):
-        raise ValueError(f"impl='triton' needs tensors on a CUDA GPU, got {q.device}; use impl='auto' or 'sdpa'")
-    if impl == "sdpa" and (lack := sdpa_lacks(q, k, rule, extra, seed, return_lse)):
-        if asked == "sdpa":
-            raise ValueError(f"SDPA cannot express {lack}; use impl='triton' or impl='reference'")
-        impl, reason = "reference", f"{reason}; SDPA cannot express {lack}"
-    return impl, reason
-
-
-class Choice(NamedTuple):
-    """The implementation impl="auto" takes on a device, and why, in words."""
-
-    name: str
-    reason: str
-    failed: bool = False  # whether kernels failed their self-check
-
-
-_CHOICES = {}
-_CHOOSING = threading.Lock()  # threads whose first calls coincide share one check
-
-
-@torch.compiler.assume_constant_result  # Dynamo calls it while tracing and keeps the answer
-def implementation(device, dtype, hopper, ragged):
-    """The Choice of impl="auto" on a torch.device for a dtype; decided once and said by the first call that asks.
-
-    hopper: whether the Hopper kernels could serve, ragged: and would be those for lengths and packed sequences. On a
-    CUDA GPU the kernels first compute a tiny case, which is compared with the reference: seconds, since they are
-    compiled for it.
-    """
-    if device.type == "cuda" and device.index is None:
-        device = torch.device("cuda", torch.cuda.current_device())
-    key = device, dtype, hopper, ragged
-    with _CHOOSING:
-        if key not in _CHOICES:
-            if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
-                raise RuntimeError(
-                    "attention() checks itself when first called; call it once before capturing a CUDA graph"
-                )
-            _CHOICES[key] = choice = _choose_for(*key)
-            _print_choice(choice, device, dtype)
-    return _CHOICES[key]
-
-
-def _print_choice(choice, device, dtype):
-    """On rank 0, and on each rank whose GPU fails: the others of torchrun's processes would say the same."""
-    rank = os.environ.get("RANK", "0")
-    if rank == "0" or choice.failed:
-        where = f"{device}, {str(dtype).removeprefix('torch.')}" + (f", rank {rank}" if rank != "0" else "")
-        with suppress(OSError):  # a full disk behind it
-            print(f"attention  {choice.name} on {where}: {choice.reason}", file=sys.stderr, flush=True)
-
-
-def _choose_for(device, dtype, hopper, ragged=False):
-    if device.type != "cuda":
-        return Choice("sdpa", f"the Triton kernels need a CUDA GPU, this is {device.type}")
-    failures = []
-    for impl in ("hopper", "triton") if hopper else ("triton",):
-        passed, reason = _passes(device, dtype, ragged, impl)
-        if passed:
-            return Choice(impl, "; ".join([reason, *failures]), bool(failures))
-        failures.append(reason)
-    return Choice("sdpa", "; ".join(failures), True)
-
-
-def _passes(device, dtype, ragged, impl):
-    """Whether the kernels of an implementation compute a tiny case right, and how well or why not, in words.
-
-    That memory is out is an error of the caller's: it says nothing of the kernels, and the next call asks again.
-    """
-    try:
-        worst = _apart(_self_check, device, dtype, ragged, impl)
-    except Exception as error:  # what breaks here would break training later: a missing package, driver or compiler
-        if "out of memory" in str(error):
-            raise
-        return False, f"the {impl} kernels failed their self-check: {type(error).__name__}: {error}"
-    if not worst < 2e-2:  # bfloat16 rounds by 4e-3; a NaN must fail
-        return False, f"the {impl} kernels failed their self-check: relative error {worst:.1e}, at most 2e-2"
-    return True, f"self-check passed, relative error {worst:.1e}"
-
-
-def _apart(function, *arguments):
-    """function(*arguments), in a thread of its own, which stands in none of the caller's modes.
-
-    Those are inference, autocast, fake tensors, torch.func, hooks of autograd. At the end of a program, when no thread
-    can be started, it is called here.
-    """
-    answer = Future()
-
-    def answer_it():
-        try:
-            answer.set_result(function(*arguments))
-        except BaseException as error:
-            answer.set_exception(error)
-
-    try:
-        threading.Thread(target=answer_it, daemon=True).start()
-    except RuntimeError:
-        with torch.inference_mode(False), torch.enable_grad(), torch.autocast("cpu", enabled=False):
-            answer_it()
-    return answer.result()
-
-
-def _self_check(device, dtype, ragged, impl):
-    """Largest relative error of output and gradients on a tiny grouped, causal case of odd lengths.
-
-    No autograd on the device: a GPU has one thread for it, on which the caller may stand, and wait.
-    """
-    generator = torch.Generator().manual_seed(0)
-    options = dict(generator=generator, dtype=torch.float32, device="cpu")  # whatever the defaults are
-    tensors = [torch.randn(1, 70, heads, 64, **options) for heads in (2, 1, 1, 2)]
-    starts = torch.tensor([0, 33, 69], dtype=torch.int32, device="cpu") if ragged else None
-
-    *leaves, dout = tensors
-    out = reference_attention(*(x.requires_grad_() for x in leaves), cu_seqlens=starts)
-    truths = out.detach(), *torch.autograd.grad(out, leaves, dout)
-
-    q, k, v, dout = (x.detach().to(device, dtype) for x in tensors)
-    starts = None if starts is None else starts.to(device)
-    given = dict(q_starts=starts, k_starts=starts, max_q_len=70, max_k_len=70)
-    rule = dict(causal=True, window=0, softcap=0.0, dropout=0.0, scale=64**-0.5, hopper=impl == "hopper")
-    options = ops.Options(**dict.fromkeys(ops.Options._fields[: ops.TENSOR_OPTIONS]) | given | rule)
-    kernels = ops.host(options.hopper)
-    out, lse2 = kernels.forward(q, k, v, options)
-    own = dict(deterministic=False) if options.hopper else {}  # else the portable backward might be checked
-    found = out, *kernels.backward(q, k, v, out, lse2, dout, None, False, options, **own)[:3]
-    errors = [float((x.double().cpu() - truth).norm() / truth.norm()) for x, truth in zip(found, truths, strict=True)]
-    return max(errors, key=lambda error: (error != error, error))  # NaN counts as the largest
-
-
-@torch.compiler.assume_constant_result  # of a cached function itself Dynamo warns
-def hopper_misses(device):
-    """What a torch.device lacks to run the Hopper kernels, in words; None if nothing."""
-    return _hopper_misses(device)
-
-
-@cache
-def _hopper_misses(device):
-    if device.type != "cuda" or not torch.cuda.is_available() or torch.cuda.get_device_capability(device) != (9, 0):
-        return f"{device}, which is no Hopper GPU (sm_90)"
-    try:
-        from . import gluon  # noqa: F401
-    except (ImportError, AttributeError) as error:
-        return f"this Triton, whose Gluon is another: {error}"
-    return None
-
-
-def hopper_lacks(q, k, v, rule, extra):
-    """What of a call the Hopper kernels do not serve, in words; None if they serve all."""
-    if q.dtype not in (torch.float16, torch.bfloat16):
-        return str(q.dtype)
-    for name in ("bias", "decay"):
-        if extra[name] is not None:
-            return name
-    if rule["dropout"] > 0:
-        return "dropout"
-    if not 40 <= q.shape[-1] <= 256:
-        return f"head dim {q.shape[-1]} (40 to 256)"
-    if v.shape[-1] != q.shape[-1]:
-        return f"values of head dim {v.shape[-1]} beside keys of {q.shape[-1]}"
-    if 0 in q.shape or 0 in k.shape:
-        return "an empty tensor"
-    if max(q.shape[1], k.shape[1]) > MAX_HOPPER_LENGTH:
-        return f"more than {MAX_HOPPER_LENGTH:,} positions"
-    if rule["window"] is not None and not bounded(extra) and k.shape[1] - q.shape[1] >= rule["window"]:
-        return "a window that leaves keys unseen by all queries (they may hold NaN, and tiles are read whole)"
-    return None
-
-
-def bounded(extra):
-    """Whether sequences of a call are ragged: have lengths, or bounds in packed rows."""
-    return extra["lengths"] is not None or extra["cu_seqlens"] is not None
+def call_of(q, k, v, **arguments):
+    """The Call of attention(q, k, v, **arguments)."""
+    given = inspect.signature(attention).bind(q, k, v, **arguments)
+    given.apply_defaults()
+    return Call(**given.arguments)
 
 
 def _cumulative(decay):

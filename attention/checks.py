@@ -15,16 +15,14 @@ DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 IMPLEMENTATIONS = ("auto", "portable", "hopper", "triton", "sdpa", "reference")
 
 
-def check_call(q, k, v, options, terms, ragged):
-    """Every rule of a call.
-
-    options: causal, window, scale, softcap, dropout, impl, return_lse, seed; terms: bias, decay, sink; ragged: lengths,
-    cu_seqlens, max_seqlen.
-    """
-    check_tensors(q, k, v)
-    check_options(q, *options)
-    check_terms(q, k, options[0], *terms)
-    check_ragged(q, k, *ragged)
+def check_call(call):
+    """Every rule of a Call."""
+    check_tensors(call.q, call.k, call.v)
+    check_options(
+        call.q, call.causal, call.window, call.scale, call.softcap, call.dropout, call.impl, call.return_lse, call.seed
+    )
+    check_terms(call.q, call.k, call.causal, call.bias, call.decay, call.sink)
+    check_ragged(call.q, call.k, call.lengths, call.cu_seqlens, call.max_seqlen)
 
 
 def check_is_tensor(name, x):

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from .checks import DTYPES, check_is, check_is_tensor, check_options, check_tensors, check_terms
-from .ops import LIBRARY, TAGS
+from .ops import LIBRARY, TAGS, outside_graphs
 from .reference import reference_attention
 from .sdpa import sdpa_attention
 
@@ -164,7 +164,7 @@ LIBRARY.define(
 
 
 @torch.library.impl(LIBRARY, "decode", "CompositeExplicitAutograd")
-@torch.compiler.disable
+@outside_graphs
 def _decode(q, k, v, lengths, *options):
     return serve(q, k, v, lengths, Options(*options)).contiguous()  # as the fake below
 

@@ -62,6 +62,9 @@ def host(hopper):
     return module
 
 
+# Dynamo would look into an op that runs outside of its graphs. This is torch.compiler.disable, but it imports Dynamo,
+# which takes more than a second, only when the function is first called.
+outside_graphs = torch._disable_dynamo
 TENSORS = "Tensor q, Tensor k, Tensor v"
 OPTIONS = (  # the fields of Options, in their order
     "Tensor? bias, Tensor? gate, Tensor? sink, Tensor? seed, Tensor? lengths, Tensor? q_starts, Tensor? k_starts, "
@@ -82,7 +85,7 @@ backward = torch.ops.attention.backward.default
 
 
 @torch.library.impl(LIBRARY, "forward", "CompositeExplicitAutograd")
-@torch.compiler.disable  # Dynamo would look into an op that runs outside of its graphs
+@outside_graphs
 def _forward(q, k, v, *options):
     """out [B, Tq, H, Dv] in the dtype of q and lse2 [B, H, Tq] float32, base 2."""
     options = Options(*options)
@@ -96,7 +99,7 @@ def _(q, k, v, *options):
 
 
 @torch.library.impl(LIBRARY, "backward", "CompositeExplicitAutograd")
-@torch.compiler.disable
+@outside_graphs
 def _backward(q, k, v, out, lse2, dout, dlse, bias_grad, *options):
     """dq, dk, dv, then dbias if bias_grad, dgate and dsink if given. dlse [B, H, Tq] is in natural units, or None."""
     options = Options(*options)
@@ -252,8 +255,8 @@ def _forward_with_gradient(q, k, v, *options):
     return forward_with_gradient(q, k, v, Options(*options))
 
 
-LIBRARY.impl("forward", torch.compiler.disable(_forward_with_gradient), "Autograd")
-LIBRARY.impl("backward", torch.compiler.disable(backward_with_error), "Autograd")
+LIBRARY.impl("forward", outside_graphs(_forward_with_gradient), "Autograd")
+LIBRARY.impl("backward", outside_graphs(backward_with_error), "Autograd")
 
 
 def _pairs(q, k, options):

@@ -6,20 +6,21 @@ import torch.nn.functional as F
 from .reference import hides, narrowed
 
 
-def sdpa_lacks(q, k, rule, extra, seed, return_lse):
-    """What of a call torch's scaled_dot_product_attention cannot express, in words; None if it can express all."""
-    for name, value in (rule | extra).items():
-        if name in ("softcap", "decay", "sink", "cu_seqlens") and value is not None:
+def sdpa_lacks(call):
+    """What of a Call torch's scaled_dot_product_attention cannot express, in words; None if it can express all."""
+    q_len, k_len = call.q.shape[1], call.k.shape[1]
+    for name in ("softcap", "decay", "sink", "cu_seqlens"):
+        if getattr(call, name) is not None:
             return name
-    if return_lse:
+    if call.return_lse:
         return "return_lse"
-    if rule["dropout"] > 0 and seed is not None:
+    if call.dropout > 0 and call.seed is not None:
         return "dropout with a given seed"
-    if rule["causal"] and q.shape[1] > k.shape[1]:
-        return f"causal attention of {q.shape[1]} queries to {k.shape[1]} keys (the first queries see no key)"
-    if rule["window"] is not None and q.shape[1] > k.shape[1]:
-        return f"a window with {q.shape[1]} queries and {k.shape[1]} keys"
-    if extra["lengths"] is not None:
+    if call.causal and q_len > k_len:
+        return f"causal attention of {q_len} queries to {k_len} keys (the first queries see no key)"
+    if call.window is not None and q_len > k_len:
+        return f"a window with {q_len} queries and {k_len} keys"
+    if call.lengths is not None:
         return "lengths (queries past them see no key)"
     return None
 

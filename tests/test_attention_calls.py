@@ -14,47 +14,41 @@ import torch
 from problems import ON_GPU, floats, integers, make_problem, results
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from attention import attention, explain, ops, portable, problem
-from attention.api import hopper_misses
+from attention import attention, choose, explain, ops, portable, problem
+from attention.choose import hopper_misses
 
 
 def test_auto_prints_its_choice_once(device, capsys):
-    from attention import api
-
-    api._CHOICES.clear()
-    api._DECIDED.clear()
+    choose._CHOICES.clear()
+    choose._DECIDED.clear()
     q, k, v = (torch.randn(1, 20, 2, 64, device=device, dtype=torch.bfloat16) for _ in range(3))
     attention(q, k, v)
     attention(q, k, v)
     attention(q, k, v, window=5)
     printed = capsys.readouterr().err
     assert printed.count("attention ") == 1
-    on_hopper = api.hopper_misses(torch.device(device, 0) if ON_GPU else torch.device(device)) is None
+    on_hopper = choose.hopper_misses(torch.device(device, 0) if ON_GPU else torch.device(device)) is None
     assert ("hopper on" if on_hopper else "triton on" if ON_GPU else "sdpa on") in printed
 
 
 def test_auto_survives_a_broken_kernel(device, monkeypatch):
-    from attention import api
-
     def broken(device, dtype, ragged, impl):
         raise RuntimeError("no compiler")
 
-    def choose(hopper=True):
-        return api._choose_for(torch.device("cuda"), torch.bfloat16, hopper)
+    def choice(hopper=True):
+        return choose._choose_for(torch.device("cuda"), torch.bfloat16, hopper)
 
-    monkeypatch.setattr(api, "_self_check", broken)
-    assert choose().name == "sdpa" and choose().reason.count("no compiler") == 2
-    monkeypatch.setattr(api, "_self_check", lambda *check: broken(*check) if check[-1] == "hopper" else 1e-3)
-    assert choose(hopper=False).name == "triton" and "1.0e-03" in choose(hopper=False).reason
-    assert choose().name == "triton" and "hopper" in choose().reason
-    monkeypatch.setattr(api, "_self_check", lambda *check: float("nan"))
-    assert choose().name == "sdpa"
+    monkeypatch.setattr(choose, "_self_check", broken)
+    assert choice().name == "sdpa" and choice().reason.count("no compiler") == 2
+    monkeypatch.setattr(choose, "_self_check", lambda *check: broken(*check) if check[-1] == "hopper" else 1e-3)
+    assert choice(hopper=False).name == "triton" and "1.0e-03" in choice(hopper=False).reason
+    assert choice().name == "triton" and "hopper" in choice().reason
+    monkeypatch.setattr(choose, "_self_check", lambda *check: float("nan"))
+    assert choice().name == "sdpa"
 
 
 def test_every_rank_prints_its_own_failure(monkeypatch, capsys):
     """Rank 0 prints what all choose; a rank whose GPU fails the self-check would otherwise be slower in silence."""
-    from attention import api
-
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     for rank, error, printed in (
         ("0", 1e-3, "attention  triton on cuda:1, float16: self-check passed, relative error 1.0e-03\n"),
@@ -62,17 +56,15 @@ def test_every_rank_prints_its_own_failure(monkeypatch, capsys):
         ("1", 0.5, "attention  sdpa on cuda:1, float16, rank 1: the triton kernels failed their self-check: "),
     ):
         monkeypatch.setenv("RANK", rank)
-        monkeypatch.setattr(api, "_CHOICES", {})
-        monkeypatch.setattr(api, "_self_check", lambda *check, error=error: error)
-        api.implementation(torch.device("cuda", 1), torch.float16, False, False)
+        monkeypatch.setattr(choose, "_CHOICES", {})
+        monkeypatch.setattr(choose, "_self_check", lambda *check, error=error: error)
+        choose.implementation(torch.device("cuda", 1), torch.float16, False, False)
         err = capsys.readouterr().err
         assert err.startswith(printed) and bool(err) == bool(printed)
 
 
 def test_threads_share_one_self_check(monkeypatch, capsys):
     """It leaves torch's deterministic mode as it is, also while it runs, since other threads may be computing."""
-    from attention import api
-
     modes = []
 
     def check(device, dtype, ragged, impl):
@@ -80,10 +72,10 @@ def test_threads_share_one_self_check(monkeypatch, capsys):
         modes.append(torch.get_deterministic_debug_mode())
         return 1e-3
 
-    monkeypatch.setattr(api, "_CHOICES", {})
-    monkeypatch.setattr(api, "_self_check", check)
+    monkeypatch.setattr(choose, "_CHOICES", {})
+    monkeypatch.setattr(choose, "_self_check", check)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
-    call = partial(api.implementation, torch.device("cuda", 0), torch.float16, False, False)
+    call = partial(choose.implementation, torch.device("cuda", 0), torch.float16, False, False)
     try:
         torch.use_deterministic_algorithms(True)
         with ThreadPoolExecutor(4) as threads:
@@ -97,8 +89,6 @@ def test_threads_share_one_self_check(monkeypatch, capsys):
 
 def test_self_check_tells_the_hopper_kernels(device, monkeypatch):
     """Their backward serves in the self-check, whatever torch is set to."""
-    from attention import api
-
     asked = []
 
     def backward(*args, deterministic=None):
@@ -106,20 +96,19 @@ def test_self_check_tells_the_hopper_kernels(device, monkeypatch):
         return portable.backward(*args)
 
     monkeypatch.setattr(ops, "host", lambda hopper: SimpleNamespace(forward=portable.forward, backward=backward))
-    assert api._passes(torch.device(device), torch.bfloat16, False, "hopper")[0] and asked == [False]
+    assert choose._passes(torch.device(device), torch.bfloat16, False, "hopper")[0] and asked == [False]
 
 
 @pytest.mark.parametrize("error", [torch.cuda.OutOfMemoryError, RuntimeError])  # from the allocator, from the driver
 def test_out_of_memory_is_raised(monkeypatch, error):
     """It says nothing about the kernels: the caller gets the error, and the next call checks again."""
-    from attention import api
 
     def full(*check):
         raise error("CUDA: out of memory")
 
-    monkeypatch.setattr(api, "_self_check", full)
+    monkeypatch.setattr(choose, "_self_check", full)
     with pytest.raises(error, match="out of memory"):
-        api._choose_for(torch.device("cuda"), torch.bfloat16, True)
+        choose._choose_for(torch.device("cuda"), torch.bfloat16, True)
 
 
 def fake(call, x):
@@ -177,12 +166,10 @@ def without_threads(call, x):
 @pytest.mark.parametrize("within", [fake, hooked, inferring, transformed, rounded, backward, without_threads])
 def test_self_check_in_any_context(within, device):
     """The self-check passes in whatever context the first call happens, since its result is for all later calls."""
-    from attention import api
-
     found = []
 
     def call(x):
-        found.append(api._passes(torch.device(device), torch.float32, False, "triton"))
+        found.append(choose._passes(torch.device(device), torch.float32, False, "triton"))
         return x.sum()
 
     within(call, torch.zeros(1, 2, device=device))
@@ -191,10 +178,8 @@ def test_self_check_in_any_context(within, device):
 
 
 def test_kernels_need_a_gpu(monkeypatch):
-    from attention import api
-
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
-    monkeypatch.setattr(api, "_DECIDED", {})
+    monkeypatch.setattr(choose, "_DECIDED", {})
     q = torch.randn(1, 10, 2, 16)
     with pytest.raises(ValueError, match=r"impl='triton'.*GPU.*cpu"):
         attention(q, q, q, impl="triton")
@@ -209,13 +194,11 @@ def test_repeated_calls_are_checked_again(device):
 
 def test_a_new_seed_is_no_new_decision(device, monkeypatch):
     """A new seed in each step does not grow the cache, but its type and range are checked each time."""
-    from attention import api
-
-    monkeypatch.setattr(api, "_DECIDED", {})
+    monkeypatch.setattr(choose, "_DECIDED", {})
     q = torch.randn(1, 10, 1, 16, device=device)
     for seed in (0, 1, -(2**63), 2**63 - 1):
         attention(q, q, q, dropout=0.1, seed=seed, impl="reference")
-    assert len(api._DECIDED) == 1
+    assert len(choose._DECIDED) == 1
     for seed in (2**63, True, 1.0, np.int64(1)):
         with pytest.raises(ValueError, match="seed="):
             attention(q, q, q, dropout=0.1, seed=seed, impl="reference")

@@ -9,7 +9,8 @@ import torch
 from problems import check, make_problem, results
 
 from attention import attention, explain
-from attention.api import hopper_lacks, hopper_misses
+from attention.api import call_of
+from attention.choose import hopper_lacks, hopper_misses
 
 MISSES = hopper_misses(torch.device("cuda" if torch.cuda.is_available() else "cpu"))
 on_hopper = pytest.mark.skipif(MISSES is not None, reason=f"this is {MISSES}")
@@ -357,11 +358,10 @@ def test_unsupported_calls(lack, change):
 
 def test_unsupported_sizes():
     q, k = (torch.empty(1, n, 1, 64, dtype=torch.bfloat16, device="meta") for n in (8, 2**20 + 1))
-    rule, extra = dict(dropout=0.0, window=None), dict.fromkeys(("bias", "decay", "lengths", "cu_seqlens"))
     for q_len, k_len, lack in (
         (8, 2**20, None), (8, 2**20 + 1, "1,048,576"), (8, 0, "empty"), (0, 8, "empty"),
     ):  # fmt: skip
-        found = hopper_lacks(q[:, :q_len], k[:, :k_len], k[:, :k_len], rule, extra)
+        found = hopper_lacks(call_of(q[:, :q_len], k[:, :k_len], k[:, :k_len]))
         assert found is None if lack is None else lack in found
 
 
@@ -373,6 +373,4 @@ def test_supported_calls(case):
 def lacks(dtype=torch.bfloat16, dim=64, **problem):
     """hopper_lacks() of a problem: why the Hopper kernels do not support it, or None."""
     arguments, _, _ = make_problem("cpu", dtype, dim=dim, **problem)
-    rule = dict(dropout=arguments.get("dropout", 0.0), window=arguments.get("window"))
-    extra = {name: arguments.get(name) for name in ("bias", "decay", "sink", "lengths", "cu_seqlens")}
-    return hopper_lacks(arguments["q"], arguments["k"], arguments["v"], rule, extra)
+    return hopper_lacks(call_of(**arguments))

@@ -151,14 +151,14 @@ class CUDAGraph:
 
 
 @torch.no_grad()
-@torch.compiler.set_stance("force_eager")  # compiling the evaluation takes longer than it saves
 def evaluate(model, batches, config, ranks):
     """Mean loss in nats per token of a GPT on validation_batches(), which are split over the ranks."""
     parts = []
     model.eval()
     for index in range(ranks.rank, len(batches), ranks.world):
         inputs, targets = (x.to(ranks.device) for x in batches[index]())
-        with autocast(config.dtype, ranks.device):
+        # compiling the evaluation takes longer than it saves
+        with torch.compiler.set_stance("force_eager"), autocast(config.dtype, ranks.device):
             parts.append((model(inputs, targets), targets.numel()))
     model.train()
     total = sum(loss.item() * count for loss, count in parts)  # at the end, so that the host does not wait for each

@@ -1,0 +1,49 @@
+"""The arguments of one attention() call."""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+_SIMPLE = frozenset({bool, int, float, str, type(None)})
+
+
+class Call(NamedTuple):
+    """All of them, as given, but for q, k and v under autocast, which have its dtype."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    causal: bool
+    window: int | None
+    scale: float | None
+    softcap: float | None
+    dropout: float
+    seed: int | Tensor | None
+    bias: Tensor | None
+    decay: Tensor | None
+    sink: Tensor | None
+    lengths: Tensor | None
+    cu_seqlens: Tensor | tuple | None
+    max_seqlen: int | tuple | None
+    return_lse: bool
+    impl: str
+
+
+def is_ragged(call):
+    """Whether sequences have lengths, or bounds in packed rows."""
+    return call.lengths is not None or call.cu_seqlens is not None
+
+
+def key_of(call):
+    """What decides which implementation serves a Call; None if it has a bias, a decay, a sink or a seed tensor.
+
+    Left out are the seed and the values of lengths, cu_seqlens and max_seqlen, so each call must check them.
+    """
+    options = call.causal, call.window, call.scale, call.softcap, call.dropout, call.return_lse, call.impl
+    types = tuple(map(type, (*options, call.seed)))  # the types too, since True == 1
+    tensors = call.bias is not None or call.decay is not None or call.sink is not None
+    if tensors or not _SIMPLE.issuperset(types) or torch.compiler.is_compiling():
+        return None
+    given = call.lengths is not None, call.cu_seqlens is not None, call.max_seqlen is not None
+    return (*((x.shape, x.stride(), x.dtype, x.device) for x in (call.q, call.k, call.v)), options, types, given)
