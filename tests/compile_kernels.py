@@ -182,8 +182,8 @@ def launch_decode_kernels(dtype, dim, causal, group, features=False, length=4096
     decode_kernel.launch_decode(q, k, k, lengths, options)
 
 
-def launch_generation_kernels(dtype, dim, causal, group, features=False, length=4096):
-    """A block, the head and the choice of a token, for one row and several numbers of them; 12 heads, so C = 12 dim."""
+def launch_generation_kernels(dtype, dim, causal, group, features=False, length=4096, row_counts=(1,)):
+    """A block, the head and the choice of a token, for each number of rows; 12 heads, so C = 12 dim."""
     from torch import nn
 
     from kernels.gumbel import gumbel_scores
@@ -194,7 +194,7 @@ def launch_generation_kernels(dtype, dim, causal, group, features=False, length=
     width, vocabulary = 12 * dim, 50_257
     make = partial(nn.Linear, bias=features, device="meta", dtype=dtype)
     layernorm = nn.LayerNorm(width, bias=features, device="meta", dtype=dtype)
-    for rows in (1, 8, 32, 64):
+    for rows in row_counts:
         x = torch.empty(rows, width, dtype=dtype, device="meta")
         qkv = linear(x, make(width, 3 * width), norm=layernorm)
         cache, slots = x.new_empty(rows, length, 12, dim), x.new_empty(rows, dtype=torch.int64)
@@ -226,6 +226,8 @@ def main():
     parser.add_argument("--hopper", action="store_true", help="the kernels of attention/hopper.py")
     parser.add_argument("--decode", action="store_true", help="the kernels of attention/decode_kernel.py")
     parser.add_argument("--generation", action="store_true", help="the kernels of kernels/ that generate tokens")
+    parser.add_argument("--rows", nargs="+", type=int, default=[1, 8, 32, 64], help="with --generation")
+    parser.add_argument("--lengths", nargs="+", type=int, help="of sequences; default: all that matter")
     parser.add_argument("--bounds", choices=["lengths", "packed"], help="of sequences, with --hopper; default: none")
     args = parser.parse_args()
 
@@ -237,7 +239,8 @@ def main():
     if args.decode:
         launch_all, args.masks = launch_decode_kernels, ["causal"]
     elif args.generation:
-        launch_all, lengths, args.masks, args.groups = launch_generation_kernels, LENGTHS[-1:], ["causal"], [1]
+        launch_all = partial(launch_generation_kernels, row_counts=args.rows)
+        lengths, args.masks, args.groups = LENGTHS[-1:], ["causal"], [1]
     elif args.hopper:
         features = () if args.features is None else args.features or HOPPER_FEATURES
         launch_all = partial(launch_hopper_kernels, bounds=args.bounds)
@@ -248,7 +251,7 @@ def main():
         for dim in args.dims:
             for mask in args.masks:
                 for group in args.groups:
-                    for length in lengths:
+                    for length in args.lengths or lengths:
                         case = dict(chip=args.chip, dtype=name, dim=dim, mask=mask, group=group, length=length)
                         if args.hopper:
                             case |= dict(bounds=args.bounds, features=features)

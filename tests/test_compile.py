@@ -2,8 +2,8 @@
 
 This needs no GPU: Triton and its ptxas compile for any chip. The bounds hold for Triton 3.9.
 
-Each chip and each dtype is compiled. COMPILE_ALL=1, which .ci/gpu sets, compiles all combinations, and attention that
-is not causal. Always left out: grouped queries on sm_80, where both ways of dk/dv spill at head dim 128 (24 and 8
+Each chip, dtype and head dim is compiled. COMPILE_ALL=1, which .ci/gpu sets, compiles all combinations, and attention
+that is not causal. Always left out: grouped queries on sm_80, where both ways of dk/dv spill at head dim 128 (24 and 8
 bytes), and on sm_90 the dk/dv that loops over a group. That one spills from head dim 128 on, but is the fastest
 (benchmarks/LOG.md).
 """
@@ -24,17 +24,18 @@ pytestmark = pytest.mark.slow
 SHARED_KB = {80: 163, 89: 99, 90: 227, 100: 227}  # chip -> shared memory that one program may use
 COMPILE_ALL = os.environ.get("COMPILE_ALL") == "1"
 
-# Compiled for Hopper: dtype, bounds of sequences, whether with features, masks, head dims.
+EVEN, UNEVEN = 4096, 4095  # lengths that tiles divide, or do not
+# Compiled for Hopper: dtype, bounds of sequences, whether with features, masks, head dims, lengths.
 HOPPER = [
-    ("bfloat16", None, True, "causal", (128,)),
-    ("float16", "packed", True, "causal", (64,)),
-    ("bfloat16", "lengths", True, "full", (128, 256)),
-    ("bfloat16", None, False, "causal", (64, 256)),
-    ("float16", None, False, "full", (64, 128)),
+    ("bfloat16", None, True, "causal", (128,), (UNEVEN,)),
+    ("float16", "packed", True, "causal", (64,), (EVEN,)),
+    ("bfloat16", "lengths", True, "full", (128, 256), (EVEN,)),
+    ("bfloat16", None, False, "causal", (64, 256), (EVEN,)),
+    ("float16", None, False, "full", (64, 128), (UNEVEN,)),
 ]
 if COMPILE_ALL:
     values = ("bfloat16", "float16"), (None, "lengths", "packed"), (False, True), ("causal full",), [(64, 128, 256)]
-    HOPPER = list(itertools.product(*values))
+    HOPPER = [(*case, (EVEN,) if case[1] else (EVEN, UNEVEN)) for case in itertools.product(*values)]
 # Portable kernels that spill under Triton 3.6 but not under 3.9: (chip, dtype, head dim, kernel) -> bytes per thread,
 # stores and loads. Triton 3.7 and 3.8 were not measured and are allowed the same.
 SPILLED_BEFORE_3_9 = {
@@ -83,15 +84,17 @@ def compile_kernels(chip, *options):
     return kernels
 
 
-PORTABLE = [(80, "bfloat16"), (89, "tf32"), (90, "float32"), (100, "bfloat16")]
+DIMS = (64, 128, 256)
+PORTABLE = [(80, "bfloat16", (64, 128)), (89, "tf32", DIMS), (90, "float32", (64, 256)), (100, "bfloat16", (256,))]
 if COMPILE_ALL:
-    PORTABLE = list(itertools.product(SHARED_KB, ("bfloat16", "float32", "tf32")))
+    PORTABLE = list(itertools.product(SHARED_KB, ("bfloat16", "float32", "tf32"), [DIMS]))
 
 
-@pytest.mark.parametrize("chip, dtype", PORTABLE)
-def test_kernels_fit_the_chip(chip, dtype):
+@pytest.mark.parametrize("chip, dtype, dims", PORTABLE)
+def test_kernels_fit_the_chip(chip, dtype, dims):
     masks = ["causal", "full"] if COMPILE_ALL else ["causal"]
-    kernels = compile_kernels(chip, "--groups", "1", "--dtypes", dtype, "--masks", *masks)
+    options = ["--groups", "1", "--dtypes", dtype, "--masks", *masks]
+    kernels = compile_kernels(chip, *options, "--dims", *map(str, dims))
     bad = misfits(chip, kernels)
     assert not bad, "\n".join(map(str, bad))
 
@@ -113,28 +116,27 @@ def test_grouped_kernels_fit_the_chip(chip, dims, ways):
     assert not bad, "\n".join(map(str, bad))
 
 
-@pytest.mark.parametrize("dtype, bounds, features, masks, dims", HOPPER)
-def test_hopper_kernels_fit_their_chip(dtype, bounds, features, masks, dims):
+@pytest.mark.parametrize("dtype, bounds, features, masks, dims, lengths", HOPPER)
+def test_hopper_kernels_fit_their_chip(dtype, bounds, features, masks, dims, lengths):
     """Also without the ptxas warnings C7510 to C7515: matmuls run one by one, or are waited for.
 
     And with a barrier of all multiplying warps before each mbarrier.arrive of theirs, on which backward_kernel relies.
 
     HOPPER contains every pair of values of dtype, mask, bounds of sequences (none, lengths, packed) and features (none,
-    or window, softcap and sink at once), and each head dim with and without features. Each combination is compiled for
-    lengths that tiles divide and lengths that they do not, and with a group of two in one program and in parts.
-    COMPILE_ALL=1 adds all other combinations.
+    or window, softcap and sink at once), and each head dim with and without features, some of a length that tiles
+    divide and some of one that they do not. Each combination is compiled with a group of two in one program and in
+    parts. COMPILE_ALL=1 adds all other combinations.
 
     Left out: groups of one (their backward is the one that loops over a group, their forward lacks a division),
     features one by one, negative scales, a gradient of the LSE, and head dims in between, which use the tiles of the
     next power of two.
     """
     options = ["--hopper", "--dtypes", dtype, "--masks", *masks.split(), "--groups", "2"]
-    options += ["--dims", *map(str, dims)]
+    options += ["--dims", *map(str, dims), "--lengths", *map(str, lengths)]
     options += ["--bounds", bounds] if bounds else []
     options += ["--features"] if features else []
     kernels = compile_kernels(90, *options)
-    # head dims, masks, one program or parts, lengths
-    backwards = len(dims) * len(masks.split()) * 2 * (1 if bounds else 2)
+    backwards = len(dims) * len(masks.split()) * len(lengths) * 2  # one program, or parts
     assert sum(k["kernel"] == "backward_kernel" for k in kernels) == backwards
     spilled = SPILLED_WITH_FEATURES if features else SPILLED
     serialized = {f"C75{i}" for i in range(10, 16)}
@@ -147,7 +149,12 @@ def test_hopper_kernels_fit_their_chip(dtype, bounds, features, masks, dims):
     assert not bad, "\n".join(map(str, bad))
 
 
-@pytest.mark.parametrize("chip, dtype", PORTABLE if COMPILE_ALL else [(89, "float32"), (90, "bfloat16")])
+DECODE = [(89, "float32"), (90, "bfloat16")]
+if COMPILE_ALL:
+    DECODE = list(itertools.product(SHARED_KB, ("bfloat16", "float32", "tf32")))
+
+
+@pytest.mark.parametrize("chip, dtype", DECODE)
 def test_decode_kernels_fit_the_chip(chip, dtype):
     """One query of a key head without tensor cores, and groups of 8; both without and with splits."""
     dims = (64, 128, 256) if COMPILE_ALL else (64, 256)
@@ -157,11 +164,12 @@ def test_decode_kernels_fit_the_chip(chip, dtype):
     assert not bad, "\n".join(map(str, bad))
 
 
-@pytest.mark.parametrize("chip", SHARED_KB if COMPILE_ALL else [min(SHARED_KB, key=SHARED_KB.get), 90])
-def test_generation_kernels_fit_the_chip(chip):
+@pytest.mark.parametrize("chip, rows", [(c, (1, 8, 32, 64)) for c in SHARED_KB] if COMPILE_ALL else [(89, (1, 64))])
+def test_generation_kernels_fit_the_chip(chip, rows):
     """The tiles were tuned, so some may spill a few bytes (24 to 56 in bfloat16 with Triton 3.9)."""
-    kernels = compile_kernels(chip, "--generation", "--dtypes", "bfloat16", "--dims", "64", "--features")
-    assert Counter(k["kernel"] for k in kernels)["linear_kernel"] >= 4 * 4
+    options = ["--generation", "--dtypes", "bfloat16", "--dims", "64", "--features", "--rows", *map(str, rows)]
+    kernels = compile_kernels(chip, *options)
+    assert Counter(k["kernel"] for k in kernels)["linear_kernel"] >= 4 * len(rows)
     bad = too_large(chip, kernels) + [k for k in kernels if k["spilled"] > 64]
     assert not bad, "\n".join(map(str, bad))
 
@@ -171,7 +179,7 @@ def test_every_feature_fits_the_smallest_shared_memory(dtype):
     """Features may cause spills, but a kernel that needs too much shared memory would fail to start."""
     chip = min(SHARED_KB, key=SHARED_KB.get)
     options = [chip, "--dtypes", dtype, "--masks", "causal", "--features", "--groups"]
-    dims = [] if COMPILE_ALL else ["--dims", "256"]  # the largest
+    dims = [] if COMPILE_ALL else ["--dims", "256", "--lengths", str(EVEN)]  # the largest
     kernels = compile_kernels(*options, "1", *dims) + compile_kernels(*options, "1", "8", "--decode", *dims)
     bad = too_large(chip, kernels)
     assert not bad, "\n".join(map(str, bad))

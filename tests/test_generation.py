@@ -104,10 +104,10 @@ def test_fused_logits_are_those_of_the_network(name, device, monkeypatch):
     for parameter in model.parameters():
         if parameter.dim() == 1:  # norms and biases
             parameter.data += torch.randn_like(parameter) / 3
-    generator = Generator(model, BYTES, len(PROMPTS), GREEDY, graph=False)
+    generator = Generator(model, BYTES, 3, GREEDY, graph=False)
     generator.delay = 0
     cache = generator.cache
-    for _ in generator.tokens(PROMPTS, 4):
+    for _ in generator.tokens(PROMPTS[:3], 2):
         newest = torch.tensor([text[-2] for text in generator.texts], device=device)
         stored = [x[:, cache.rows, cache.slots].clone() for x in (cache.k, cache.v)]
         for x in (cache.k, cache.v):

@@ -37,16 +37,14 @@ def make_norm(kind, width):
     "inputs, outputs, norm, activation, bias, softcap",
     [
         (768 if ON_GPU else 600, 33, "layernorm", None, True, None),
-        (40, 2050, "layernorm", "gelu", False, None),
-        (24, 16_400, "rmsnorm", None, False, 3.0),
+        (40, 2050 if ON_GPU else 70, "layernorm", "gelu", False, None),
+        (24, 16_400 if ON_GPU else 130, "rmsnorm", None, False, 3.0),
         (1030, 8, "none", "gelu_tanh", True, None),
         (96, 40, "rmsnorm", "relu2", False, None),
         (136, 72, "layernorm", "swiglu", True, None),
     ],
 )
 def test_at_most_twice_the_error_of_pytorch(dtype, rows, inputs, outputs, norm, activation, bias, softcap, device):
-    if rows == 1 and not ON_GPU:
-        outputs = min(outputs, 60)  # one program each: the interpreter would take minutes
     squares = torch.zeros(2, rows)
     for _ in range(3 if ON_GPU else 1):
         layer, gate = (nn.Linear(inputs, outputs, bias=bias).to(device, dtype) for _ in range(2))
