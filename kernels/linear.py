@@ -45,7 +45,7 @@ def linear(x, layer, *, norm=None, activation=None, gate=None, residual=None, so
     Args:
         x: [B, K] on a GPU, float16 or bfloat16; float32 in Triton's interpreter only, because the long sums of this
             kernel are less exact than PyTorch's. layer: nn.Linear from K to N, in the dtype of x.
-        norm: nn.LayerNorm or nn.RMSNorm over K, or None. residual: [B, N] or None.
+        norm: nn.LayerNorm or nn.RMSNorm over K, or None. residual: [B, N], contiguous, or None.
         activation: "gelu", "gelu_tanh", "relu2", or "swiglu" = silu(norm(x) gate^T) * (norm(x) W^T), which has a second
             nn.Linear, `gate`; None without one.
         softcap: positive float, for y = softcap * tanh(y / softcap); None for no cap. dtype: of the result; None is
@@ -111,7 +111,7 @@ def linear_kernel(
             squares += tl.sum(tile * tile, 1) / K
         if not CENTERED:
             mean = tl.zeros([ROWS], tl.float32)
-        scale = tl.rsqrt(squares - mean * mean + eps)
+        scale = tl.rsqrt(tl.maximum(squares - mean * mean, 0.0) + eps)
     SINGLE_ROW: tl.constexpr = ROWS == 1
     acc = tl.zeros([BLOCK, DEPTH if SINGLE_ROW else ROWS], tl.float32)
     gates = acc
@@ -147,7 +147,7 @@ def linear_kernel(
         acc *= gates * tl.sigmoid(gates)
     if CAPPED:
         acc = softcap * tanh(acc / softcap)
-    place = row[None, :] * outputs + output[:, None]
+    place = row.to(tl.int64)[None, :] * outputs + output[:, None]
     real = real_row[None, :] & real_output[:, None]
     if residual is not None:
         acc += tl.load(residual + place, real, 0.0).to(tl.float32)

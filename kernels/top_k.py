@@ -84,5 +84,5 @@ def kth_kernel(
     token = tl.load(selected + row * k + number, mine, 0)[:, None] * CHUNK + tl.arange(0, CHUNK)[None, :]
     values = tl.load(logits + row * stride + token, mine[:, None] & (token < vocabulary), float("-inf"))
     keys = ordered(values.to(tl.int32, bitcast=True))
-    found = tl.maximum(t, kth_largest(tl.reshape(keys, [BLOCK * CHUNK]), k))
+    found = tl.maximum(t, kth_largest(keys, k))
     tl.store(kth + row, ordered(found).to(tl.float32, bitcast=True))

@@ -38,6 +38,8 @@ def model_card(found, config):
         defaults = {field.name: field.default for field in fields(Config)}
         options = {name: stored.get(name, default) for name, default in defaults.items()}  # of any version
         changed = {name: value for name, value in options.items() if value != defaults[name] and name != "resume"}
+        if options["init_from"] and options["tokenizer"].startswith("run:"):
+            del changed["tokenizer"]  # that of the weights, which may name this run
         flags = [part for name, value in changed.items() for part in (f"--{name}", without_folders(value))]
         rows |= {
             "data": " ".join(filter(None, (options["data"], Path(options["input"]).name))),
@@ -50,8 +52,9 @@ def model_card(found, config):
         if record.get("loss") is not None:
             rows["training loss"] = f"{record['loss']:.4f} nats per token"
         if record["step"] == step and record.get("val_loss") is not None:
-            bits = f"{record['val_bpb']:.4f} bits per byte"
-            rows["validation loss"] = f"{record['val_loss']:.4f} nats per token, {bits}"
+            rows["validation loss"] = f"{record['val_loss']:.4f} nats per token"
+            if record.get("val_bpb") is not None:
+                rows["validation loss"] += f", {record['val_bpb']:.4f} bits per byte"
     lines = [f"| {name} | {value} |\n" for name, value in rows.items()]
     return HEAD.format(found.path.parent.name) + "".join(lines)
 
