@@ -333,6 +333,7 @@ def test_precisions_are_cached_separately(device, monkeypatch):
     assert [x.tile.precision for x in problem.PROBLEMS.values()] == ["tf32", "ieee"]
 
 
+@pytest.mark.slow
 def test_backwards_that_look_alike(impl, device):
     """The same for all tensors that the backward reads; autograd may give them any strides."""
     q, k, v, dout = small(device)

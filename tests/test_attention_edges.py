@@ -24,6 +24,7 @@ def test_rows_without_keys(device):
 LENGTH = 70 if ON_GPU else 35
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16] if ON_GPU else [torch.float32], ids=str)
 @pytest.mark.parametrize(
     "options",

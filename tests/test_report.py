@@ -118,11 +118,13 @@ def test_loss_png_is_drawn_during_a_run(tmp_path, monkeypatch):
     assert (tmp_path / "loss.png").exists()
 
 
+@pytest.mark.slow
 def test_wandb_is_imported_only_if_used():
     code = "import sys, train; sys.exit('wandb' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], cwd=ROOT).returncode == 0
 
 
+@pytest.mark.slow
 def test_a_resumed_run_keeps_its_wandb_id(folder, run):
     assert run(wandb="offline", **SHORT)[0] == 0
     (folder / "runs/run/checkpoint.pt").unlink()
