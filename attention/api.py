@@ -76,10 +76,8 @@ def attention(
     Forgetting Transformer (2025), for decay.
     """
     q, k, v = _cast_for_autocast(q, k, v)
-    impl, _ = decide(Call(
-        q, k, v, causal, window, scale, softcap, dropout, seed, bias, decay, sink, lengths, cu_seqlens, max_seqlen,
-        return_lse, impl,
-    ))  # fmt: skip
+    given = q, k, v, causal, window, scale, softcap, dropout, seed, bias, decay, sink, lengths, cu_seqlens, max_seqlen
+    impl, _ = decide(Call(*given, return_lse, impl))
     scale = q.shape[-1] ** -0.5 if scale is None else float(scale)
     if bias is not None:
         bias = bias.reshape((1,) * (4 - bias.dim()) + bias.shape)

@@ -1,7 +1,8 @@
 """The k-th largest logit of each row, exactly, in two kernels; torch.topk takes seventeen.
 
-Chunks with a maximum above t, the k-th largest of all maxima, are fewer than k, and hold all logits above t. At least k
-logits are t or more, one of each chunk whose maximum is. So the k-th largest logit is that of these chunks, or t.
+The logits are cut into chunks. Let t be the k-th largest of the chunks' maxima. Fewer than k chunks have a maximum
+above t, and they hold all logits above t. At least k chunks have a maximum of t or more, so the k-th largest logit is t
+or more. It is therefore t, or the k-th largest logit of those few chunks if that is larger.
 
 Letters: B rows, V vocabulary.
 """

@@ -2,6 +2,7 @@
 
 import json
 import os
+import runpy
 import signal
 import subprocess
 import sys
@@ -38,6 +39,16 @@ def in_process(capsys, *argv, **options):
         torch.use_deterministic_algorithms(False)
         torch.set_float32_matmul_precision("highest")
     return subprocess.CompletedProcess(argv, code, *capsys.readouterr())
+
+
+def run_script(monkeypatch, capsys, script, *argv):
+    """Run a script in this process, because starting another takes seconds; returns (exit code, out, err)."""
+    monkeypatch.setattr(sys, "argv", [script, *argv])
+    capsys.readouterr()
+    with pytest.raises(SystemExit) as end:
+        runpy.run_path(script, run_name="__main__")
+        sys.exit(0)
+    return end.value.code, *capsys.readouterr()
 
 
 def flags(argv, options):

@@ -3,8 +3,6 @@
 import io
 import json
 import math
-import runpy
-import sys
 from dataclasses import asdict
 from pathlib import Path
 
@@ -12,6 +10,7 @@ import numpy as np
 import pyarrow
 import pytest
 import torch
+from helpers import run_script
 from hub_server import running
 from pyarrow import parquet
 
@@ -57,17 +56,9 @@ def measure(model, tokenizer, path, batch_size):
 
 @pytest.fixture
 def call(folder, monkeypatch, capsys):
-    """evaluate.py in this process, because starting another takes seconds: call(*flags) -> (exit code, out, err)."""
+    """evaluate.py in this process: call(*flags) -> (exit code, out, err)."""
 
-    def call(*flags):
-        monkeypatch.setattr(sys, "argv", [SCRIPT, *flags, "--device", "cpu"])
-        capsys.readouterr()
-        with pytest.raises(SystemExit) as end:
-            runpy.run_path(SCRIPT, run_name="__main__")
-            sys.exit(0)
-        return end.value.code, *capsys.readouterr()
-
-    return call
+    return lambda *flags: run_script(monkeypatch, capsys, SCRIPT, *flags, "--device", "cpu")
 
 
 @pytest.fixture

@@ -61,7 +61,7 @@ def uncached(model, prompt, count, choice=torch.argmax):
     windows, logits, tokens = contexts(prompt, model.config.block_size), [], []
     window = next(windows)
     for _ in range(count):
-        with torch.no_grad(), torch.compiler.set_stance("force_eager"):
+        with torch.no_grad():
             logits.append(model(torch.tensor([window], device=model.embed.weight.device))[0, -1])
         tokens.append(int(choice(logits[-1])))
         window = windows.send(tokens[-1])
@@ -184,7 +184,7 @@ def test_documents(device, position, graph):
             if len(text) - start > 24:
                 start = len(text) - 12
             context = torch.tensor([text[start:]], device=device)
-            with torch.no_grad(), torch.compiler.set_stance("force_eager"):
+            with torch.no_grad():
                 torch.testing.assert_close(found[step], model(context)[0, -1], rtol=1e-4, atol=1e-4)
                 if len(text) <= 24:  # the network itself tells the documents apart, up to four in 24 tokens
                     whole = model(torch.tensor([text + [0] * (24 - len(text))], device=device))[0, len(text) - 1]

@@ -1,13 +1,13 @@
 """sample.py: runs and prompts, several samples, the interactive mode, and errors that name the mistake."""
 
 import io
-import runpy
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 import torch
+from helpers import run_script
 
 from data import make_tokenizer, to_state
 from generation import Generator
@@ -38,17 +38,9 @@ def run(folder):
 
 @pytest.fixture
 def call(run, monkeypatch, capsys):
-    """sample.py in this process, because starting another takes seconds: call(*flags) -> (exit code, out, err)."""
+    """sample.py in this process: call(*flags) -> (exit code, out, err)."""
 
-    def call(*flags):
-        monkeypatch.setattr(sys, "argv", [SCRIPT, *FLAGS, *flags])
-        capsys.readouterr()
-        with pytest.raises(SystemExit) as end:
-            runpy.run_path(SCRIPT, run_name="__main__")
-            sys.exit(0)
-        return end.value.code, *capsys.readouterr()
-
-    return call
+    return lambda *flags: run_script(monkeypatch, capsys, SCRIPT, *FLAGS, *flags)
 
 
 def test_the_command_takes_the_newest_run(run):
