@@ -31,7 +31,7 @@ def make_norm(kind, width):
     return norm
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16] if ON_GPU else [torch.float32])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16] if ON_GPU else [torch.float16])
 @pytest.mark.parametrize("rows", [1, 3, 70])
 @pytest.mark.parametrize(
     "inputs, outputs, norm, activation, bias, softcap",
@@ -66,7 +66,7 @@ def test_at_most_twice_the_error_of_pytorch(dtype, rows, inputs, outputs, norm, 
 
 
 def test_result_dtype_and_strided_rows(device):
-    dtype = torch.bfloat16 if ON_GPU else torch.float32
+    dtype = torch.bfloat16 if ON_GPU else torch.float16
     layer, x = nn.Linear(32, 20, device=device, dtype=dtype), torch.randn(4, 64, device=device).to(dtype)[:, ::2]
     with torch.no_grad():
         found = linear(x, layer, dtype=torch.float64)
