@@ -5,9 +5,7 @@ import shlex
 from dataclasses import fields
 from pathlib import Path
 
-import torch
-
-from model import GPT
+from training.checkpoint import empty_model
 from training.config import Config
 from training.report import read_metrics
 
@@ -27,8 +25,7 @@ Trained with Kestrel.
 def model_card(found, config):
     """The text of README.md for a Pretrained of a run; config: GPTConfig of the exported network."""
     contents, step = found.contents, found.contents["step"]
-    with torch.device("meta"):
-        parameters = sum(parameter.numel() for parameter in GPT(config).parameters())
+    parameters = sum(parameter.numel() for parameter in empty_model(config, "meta").parameters())
     rows = {
         "network": f"{parameters:,} parameters: {config.n_layer} layers, {config.n_head} heads, width {config.n_embd}, "
         f"context {config.block_size}",

@@ -21,9 +21,10 @@ from pathlib import Path
 
 import filelock
 import torch
+from torch.overrides import TorchFunctionMode
 
 from data import atomic_file, to_state
-from model import GPTConfig, require
+from model import GPT, GPTConfig, require
 
 RUNS = Path("runs")
 FORMAT = 1
@@ -209,6 +210,21 @@ def load_checkpoint(path, weights=True):
     ours = isinstance(contents, dict) and contents.get("format") == FORMAT
     require(ours, f"checkpoint {path} is not of this project's format {FORMAT}; use another one")
     return contents | {"path": path}
+
+
+class KeepMemory(TorchFunctionMode):
+    """Leaves out torch.nn.init, which takes longer than a file of weights to read, and on "meta" imports Dynamo."""
+
+    def __torch_function__(self, function, types, args=(), kwargs=None):
+        if getattr(function, "__module__", None) == "torch.nn.init":
+            return kwargs["tensor"] if kwargs and "tensor" in kwargs else args[0]
+        return function(*args, **kwargs or {})
+
+
+def empty_model(config, device="cpu"):
+    """A GPT with arbitrary weights, or on the device "meta" with none."""
+    with torch.device(device), KeepMemory():
+        return GPT(config)
 
 
 def load_weights(model, contents):

@@ -26,9 +26,9 @@ from data.hub import download_files
 from data.tokenizer import END_OF_TEXT, UNTRAINED
 from data.tokenizer_json import tokenizer_json, vocabulary_of
 from generation import Sampling
-from model import GPT, GPTConfig, require
+from model import GPTConfig, require
 from training.card import model_card
-from training.checkpoint import HERE_ONLY, checkpoints, load_first, newest_run
+from training.checkpoint import HERE_ONLY, checkpoints, empty_model, load_first, newest_run
 
 GPT2_SIZES = ("gpt2", "gpt2-medium", "gpt2-large", "gpt2-xl")
 GPT2_VOCABULARY = 50257
@@ -113,8 +113,7 @@ def read(name, weights=True):
 
 def _require_weights(path, weights, config):
     """ValueError unless these are the weights of a GPT with this configuration."""
-    with torch.device("meta"):
-        expected = {name: value.shape for name, value in GPT(config).state_dict().items()}
+    expected = {name: value.shape for name, value in empty_model(config, "meta").state_dict().items()}
     found = {name: value.shape for name, value in (weights or {}).items()}
     wrong = sorted(name for name, _ in expected.items() ^ found.items())
     require(not wrong, f"{path} has other weights than its network, such as {wrong[:1]}; use another checkpoint")
@@ -133,7 +132,7 @@ def load_model(name):
     """(GPT on the CPU, its tokenizer, contents of its checkpoint or {"path"}); arguments and errors as of read()."""
     found = read(name)
     _require_tokenizer(found)
-    model = GPT(replace(found.config, attention="auto"))  # this machine may have other kernels
+    model = empty_model(replace(found.config, attention="auto"))  # this machine may have other kernels
     model.load_state_dict(found.weights)
     return model, found.tokenizer, found.contents
 
@@ -229,9 +228,7 @@ def _config_of_gpt2(theirs, folder):
 def _parameters(config):
     """Yield (our name, shape, their name) of all parameters of a network; a tied head is left out."""
     names = GPT2_NAMES if config.position == "learned" else LLAMA_NAMES
-    with torch.device("meta"):
-        model = GPT(config)
-    for name, parameter in model.named_parameters():
+    for name, parameter in empty_model(config, "meta").named_parameters():
         module, _, kind = name.rpartition(".")
         number = module.split(".")[1] if module.startswith("blocks.") else ""
         theirs = names[module.replace(number, "*", 1) if number else module]
