@@ -5,6 +5,7 @@ from typing import NamedTuple
 import torch
 import triton
 import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from .forward import Softmax
 from .launch import float32_precision, processors
@@ -111,13 +112,17 @@ def merge_rows(state):
 def decode_kernel(
     q, k, v, out, lse2, lengths, sink, gate, scale, q_len, slots,
     RULE: tl.constexpr, TILE: tl.constexpr, SPLITS: tl.constexpr, STAGES: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """out = softmax(rule(q k^T)) v and lse2 = log2 sum 2^score over one of SPLITS shares of the keys.
 
     One program per tile of the queries with a key head, key head, and share; the first may exceed 65,535, the limit of
     the other axes of a grid. Share s of row b goes to out[s B + b]. The sink belongs to the first share. lse2 is None
     if there is one share. STAGES are given to the loop, because Triton pipelines a loop without a dot only then.
+    With OVERLAP, the kernel may start before the one in front of it has ended (programmatic dependent launch).
     """
+    if OVERLAP:
+        gdc_wait()
     kv_head, split = tl.program_id(1), tl.program_id(2)
     count = q_len * TILE.group
     tiles = tl.cdiv(count, TILE.block_q)
@@ -150,6 +155,8 @@ def decode_kernel(
     v = tile_lane(v, row, kv_head, 0)
     for at in tl.range(start, end, TILE.block_k, num_stages=STAGES):
         state = absorb(state, q_tile, rows, k, v, at, end, seq, terms, RULE, TILE)
+    if OVERLAP:
+        gdc_launch_dependents()
     if TILE.block_q == 1:
         state = merge_rows(state)
 
@@ -174,8 +181,10 @@ def decode_kernel(
 
 
 @triton.jit
-def merge_kernel(parts, lse2, out, TILE: tl.constexpr, SPLITS: tl.constexpr):
+def merge_kernel(parts, lse2, out, TILE: tl.constexpr, SPLITS: tl.constexpr, OVERLAP: tl.constexpr):
     """out = the mean of SPLITS shares, weighted by 2^lse2, for one query: parts[s B + b] -> out[b]."""
+    if OVERLAP:
+        gdc_wait()
     row, head, token = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     BLOCK: tl.constexpr = SPLITS if SPLITS < MERGED else MERGED
     column = tl.arange(0, padded(TILE.value_dim))
@@ -193,6 +202,8 @@ def merge_kernel(parts, lse2, out, TILE: tl.constexpr, SPLITS: tl.constexpr):
         values = tl.load(part.ptr + offset[:, None] + column[None, :], inside[None, :], 0.0)
         acc += tl.sum(values * weights[:, None], 0)
         total += tl.sum(weights, 0)
+    if OVERLAP:
+        gdc_launch_dependents()
     result = acc / tl.where(total == 0, 1.0, total)
     tl.store(tile_lane(out, row, head, token).ptr + column, result.to(out.ptr.dtype.element_ty), inside)
 
@@ -223,7 +234,9 @@ def launch_decode(q, k, v, lengths, options):
     splits = splits_for(kv_heads * tiles * batch, most, q.device)
     gate = None if options.decay_sum is None else options.decay_sum.transpose(1, 2)
     sink = None if options.sink is None else options.sink.contiguous()
-    large = block_q == 1 or INTERPRETED.value or torch.cuda.get_device_capability(q.device) in LARGE_CHIPS
+    chip = (0, 0) if INTERPRETED.value else torch.cuda.get_device_capability(q.device)
+    stages = 3 if block_q == 1 or chip in LARGE_CHIPS else 2
+    overlap = chip >= (9, 0)
     parts, lse2 = out, None
     if splits > 1:
         parts = q.new_empty(splits * batch, q_len, heads, value_dim, dtype=torch.float32)
@@ -231,8 +244,11 @@ def launch_decode(q, k, v, lengths, options):
     with torch.cuda.device_of(q):
         decode_kernel[(tiles * batch, kv_heads, splits)](
             view(q), view(k), view(v), view(parts), rows_view(lse2), lengths, sink, rows_view(gate), options.scale,
-            q_len, slots, rule, tile, splits, 3 if large else 2, num_warps=4, enable_fp_fusion=True,
+            q_len, slots, rule, tile, splits, stages, overlap, num_warps=4,
+            launch_pdl=overlap, enable_fp_fusion=True,
         )  # fmt: skip
         if splits > 1:
-            merge_kernel[(batch, heads, q_len)](view(parts), rows_view(lse2), view(out), tile, splits, num_warps=4)
+            merge_kernel[(batch, heads, q_len)](
+                view(parts), rows_view(lse2), view(out), tile, splits, overlap, num_warps=4, launch_pdl=overlap
+            )
     return out

@@ -7,6 +7,8 @@ import torch
 import triton
 import triton.language as tl
 
+from kernels.shared import can_overlap, wait_for_inputs
+
 BLOCK = 1024
 
 
@@ -22,10 +24,12 @@ def gumbel_scores(logits, best, least, keys, positions, temperature, log_min_p):
     """
     rows, vocabulary = logits.shape
     scores = logits.new_empty(rows, vocabulary)
+    overlap = can_overlap(logits.device)
     with torch.cuda.device_of(logits):
         gumbel_kernel[rows, triton.cdiv(vocabulary, BLOCK)](
             logits, best.contiguous(), None if least is None else least.contiguous(), keys, positions, scores,
-            logits.stride(0), vocabulary, 1 / temperature, log_min_p, BLOCK, num_warps=4, enable_fp_fusion=True,
+            logits.stride(0), vocabulary, 1 / temperature, log_min_p, BLOCK, overlap, num_warps=4,
+            launch_pdl=overlap, enable_fp_fusion=True,
         )  # fmt: skip
     return scores
 
@@ -40,8 +44,9 @@ def high_mix(x):
 @triton.jit
 def gumbel_kernel(
     logits, best, least, keys, positions, scores, stride, vocabulary, inverse_temperature, log_min_p,
-    BLOCK: tl.constexpr,
+    BLOCK: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
+    wait_for_inputs(OVERLAP)
     row = tl.program_id(0).to(tl.int64)
     token = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = token < vocabulary

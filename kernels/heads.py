@@ -8,7 +8,7 @@ import torch
 import triton
 import triton.language as tl
 
-from kernels.shared import INTERPRETED
+from kernels.shared import INTERPRETED, can_overlap, wait_for_inputs
 
 
 def store_heads(qkv, k, v, slots, rotary=None, qk_norm=False):
@@ -27,10 +27,11 @@ def store_heads(qkv, k, v, slots, rotary=None, qk_norm=False):
     heads = qkv.shape[1] // dim - 2 * kv_heads
     q = qkv.new_empty(batch, 1, heads, dim)
     cos, sin = rotary or (None, None)
+    overlap = can_overlap(qkv.device)
     with torch.cuda.device_of(qkv):
         heads_kernel[batch, heads + 2 * kv_heads](
             qkv, q, k, v, slots, cos, sin, k.stride(0), k.stride(1), heads, kv_heads, qk_norm, dim // 2,
-            triton.next_power_of_2(dim // 2), num_warps=1, enable_fp_fusion=True,
+            triton.next_power_of_2(dim // 2), overlap, num_warps=1, launch_pdl=overlap, enable_fp_fusion=True,
         )  # fmt: skip
     return q
 
@@ -47,9 +48,10 @@ def rounded(x, like):
 @triton.jit
 def heads_kernel(
     qkv, q, k, v, slots, cos, sin, row_stride, slot_stride, heads, kv_heads,
-    QK_NORM: tl.constexpr, HALF: tl.constexpr, BLOCK: tl.constexpr,
+    QK_NORM: tl.constexpr, HALF: tl.constexpr, BLOCK: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """One program per row and head of q, k and v; a pair (x_i, x_{i + D/2}) is in one lane."""
+    wait_for_inputs(OVERLAP)
     row, head = tl.program_id(0), tl.program_id(1)
     lane = tl.arange(0, BLOCK)
     inside = lane < HALF

@@ -14,8 +14,9 @@ import torch
 import triton
 import triton.language as tl
 from torch import nn
+from triton.language.extra.cuda import gdc_launch_dependents
 
-from kernels.shared import INTERPRETED, has_large_shared_memory, tanh
+from kernels.shared import INTERPRETED, can_overlap, has_large_shared_memory, tanh, wait_for_inputs
 
 
 class Tiles(NamedTuple):
@@ -34,9 +35,13 @@ def choose_tiles(rows, inputs, outputs):
     if rows == 1:
         return Tiles(1, 4, 1024, 4, 1) if head else Tiles(1, 1, 512, 1, 3 if inputs >= 2048 else 1)
     width = min(64, max(8, triton.next_power_of_2(rows)))
+    if head and width == 64:
+        return Tiles(64, 128, 64, 8, 4)
     if width == 64:
-        return Tiles(64, 128, 64, 8, 4) if head else Tiles(64, 32, 128, 8, 4) if wide else Tiles(32, 16, 256, 4, 3)
-    return Tiles(width, 64, 128, 4, 4) if head else Tiles(width, 32 if wide else 16, 256, 4, 3)
+        return Tiles(32, 64 if wide else 16, 256, 4, 4)
+    if head:
+        return Tiles(width, 64, 128, 4, 4)
+    return Tiles(width, 32 if wide else 16, 512 if inputs >= 2048 else 256, 2 if width == 8 else 4, 3)
 
 
 def linear(x, layer, *, norm=None, activation=None, gate=None, residual=None, softcap=None, dtype=None):
@@ -60,7 +65,7 @@ def linear(x, layer, *, norm=None, activation=None, gate=None, residual=None, so
     tiles = choose_tiles(rows, inputs, outputs)
     depth = min(tiles.inputs, max(16, triton.next_power_of_2(inputs)))
     stages = min(tiles.stages, 4 if has_large_shared_memory(x.device) else 2)
-    eps = 0.0
+    overlap, eps = can_overlap(x.device), 0.0
     if norm is not None:
         eps = torch.finfo(torch.float32).eps if norm.eps is None else norm.eps
     with torch.cuda.device_of(x):
@@ -68,15 +73,16 @@ def linear(x, layer, *, norm=None, activation=None, gate=None, residual=None, so
             x, layer.weight, layer.bias, None if gate is None else gate.weight, None if gate is None else gate.bias,
             None if norm is None else norm.weight, getattr(norm, "bias", None), residual, y,
             rows, outputs, eps, softcap or 0.0, inputs, isinstance(norm, nn.LayerNorm), activation, softcap is not None,
-            tiles.rows, tiles.outputs, depth, stages, num_warps=tiles.warps, enable_fp_fusion=True,
+            tiles.rows, tiles.outputs, depth, stages, overlap, num_warps=tiles.warps, launch_pdl=overlap,
+            enable_fp_fusion=True,
         )  # fmt: skip
     return y
 
 
 @triton.jit
-def product(w, x, acc, SINGLE_ROW: tl.constexpr):
+def product(w, x, acc, ROWS: tl.constexpr):
     """acc + w x^T of tiles [outputs, inputs] and [rows, inputs]; with one row, the sum over inputs comes later."""
-    if SINGLE_ROW:
+    if ROWS == 1:
         return acc + w.to(tl.float32) * x.to(tl.float32)
     elif INTERPRETED:  # NumPy has no bfloat16
         return tl.dot(w.to(tl.float32), tl.trans(x.to(tl.float32)), acc)
@@ -89,6 +95,7 @@ def linear_kernel(
     x, weight, bias, gate, gate_bias, gain, shift, residual, y, rows, outputs, eps, softcap, K: tl.constexpr,
     CENTERED: tl.constexpr, ACTIVATION: tl.constexpr, CAPPED: tl.constexpr,
     ROWS: tl.constexpr, BLOCK: tl.constexpr, DEPTH: tl.constexpr, STAGES: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """One program per BLOCK outputs of ROWS rows; it takes DEPTH inputs at a time.
 
@@ -101,6 +108,7 @@ def linear_kernel(
     real_row, real_output = row < rows, output < outputs
     x += row[:, None] * K + lane[None, :]
     at = output.to(tl.int64)[:, None] * K + lane[None, :]
+    wait_for_inputs(OVERLAP)
     mean = tl.zeros([ROWS], tl.float32)
     scale = tl.full([ROWS], 1.0, tl.float32)
     if gain is not None:
@@ -112,8 +120,7 @@ def linear_kernel(
         if not CENTERED:
             mean = tl.zeros([ROWS], tl.float32)
         scale = tl.rsqrt(tl.maximum(squares - mean * mean, 0.0) + eps)
-    SINGLE_ROW: tl.constexpr = ROWS == 1
-    acc = tl.zeros([BLOCK, DEPTH if SINGLE_ROW else ROWS], tl.float32)
+    acc = tl.zeros([BLOCK, DEPTH if ROWS == 1 else ROWS], tl.float32)
     gates = acc
     for start in tl.range(0, K, DEPTH, num_stages=STAGES):
         inside = start + lane < K
@@ -125,13 +132,15 @@ def linear_kernel(
                 normal += tl.load(shift + start + lane, inside, 0.0).to(tl.float32)[None, :]
             tile = normal.to(tile.dtype)
         w = tl.load(weight + at + start, real_output[:, None] & inside[None, :], 0.0)
-        acc = product(w, tile, acc, SINGLE_ROW)
+        acc = product(w, tile, acc, ROWS)
         if gate is not None:
             w = tl.load(gate + at + start, real_output[:, None] & inside[None, :], 0.0)
-            gates = product(w, tile, gates, SINGLE_ROW)
-    if SINGLE_ROW:
+            gates = product(w, tile, gates, ROWS)
+    if ROWS == 1:
         acc = tl.sum(acc, 1)[:, None]
         gates = tl.sum(gates, 1)[:, None]
+    if OVERLAP and ROWS > 1:  # with thousands of programs, as for one row, starting the next kernel now is slower
+        gdc_launch_dependents()
     if bias is not None:
         acc += tl.load(bias + output, real_output, 0.0).to(tl.float32)[:, None]
     if ACTIVATION == "gelu":

@@ -11,7 +11,7 @@ import torch
 import triton
 import triton.language as tl
 
-from kernels.shared import INTERPRETED
+from kernels.shared import INTERPRETED, can_overlap, wait_for_inputs
 
 CHUNK = tl.constexpr(64)
 MOST = 256  # largest k: k chunks are held in registers
@@ -27,20 +27,23 @@ def best_and_kth(logits, k):
     chunks = triton.cdiv(vocabulary, CHUNK.value)
     maxima, best, kth = (logits.new_empty(rows, n) for n in (chunks, 1, 1))
     selected = logits.new_empty(rows, k, dtype=torch.int32)
+    overlap = can_overlap(logits.device)
+    options = dict(OVERLAP=overlap, launch_pdl=overlap, enable_fp_fusion=True)
     with torch.cuda.device_of(logits):
         maxima_kernel[rows, triton.cdiv(chunks, 32)](
-            logits, maxima, logits.stride(0), vocabulary, chunks, 32, num_warps=4, enable_fp_fusion=True
+            logits, maxima, logits.stride(0), vocabulary, chunks, 32, num_warps=4, **options
         )
         kth_kernel[(rows,)](
             logits, maxima, selected, best, kth, logits.stride(0), vocabulary, chunks, k,
-            triton.next_power_of_2(chunks), triton.next_power_of_2(k), num_warps=16, enable_fp_fusion=True,
+            triton.next_power_of_2(chunks), triton.next_power_of_2(k), num_warps=16, **options,
         )  # fmt: skip
     return best, kth
 
 
 @triton.jit
-def maxima_kernel(logits, maxima, stride, vocabulary, chunks, BLOCK: tl.constexpr):
+def maxima_kernel(logits, maxima, stride, vocabulary, chunks, BLOCK: tl.constexpr, OVERLAP: tl.constexpr):
     """The largest logit of each of BLOCK chunks."""
+    wait_for_inputs(OVERLAP)
     row = tl.program_id(0).to(tl.int64)
     chunk = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     token = chunk[:, None] * CHUNK + tl.arange(0, CHUNK)[None, :]
@@ -67,8 +70,10 @@ def kth_largest(keys, k):
 @triton.jit(do_not_specialize=["k"])
 def kth_kernel(
     logits, maxima, selected, best, kth, stride, vocabulary, chunks, k, CHUNKS: tl.constexpr, BLOCK: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """One program per row; selected holds the chunks above t for other threads of the program to read."""
+    wait_for_inputs(OVERLAP)
     row = tl.program_id(0).to(tl.int64)
     chunk = tl.arange(0, CHUNKS)
     tops = tl.load(maxima + row * chunks + chunk, chunk < chunks, float("-inf"))
