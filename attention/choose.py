@@ -209,7 +209,7 @@ def _hopper_misses(device):
     if device.type != "cuda" or not torch.cuda.is_available() or torch.cuda.get_device_capability(device) != (9, 0):
         return f"{device}, which is no Hopper GPU (sm_90)"
     try:
-        from . import gluon  # noqa: F401
+        from .hopper import gluon  # noqa: F401
     except (ImportError, AttributeError) as error:
         return f"this Triton, whose Gluon is another: {error}"
     return None

@@ -7,9 +7,9 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from .forward import Softmax
-from .launch import float32_precision, processors
+from .portable.forward import Softmax
 from .score import LOG2E, Rule, Terms, behind, shape_scores, slot
+from .table import float32_precision, processors
 from .tiles import (
     INTERPRETED,
     STEP,

@@ -31,7 +31,7 @@ class Options(NamedTuple):
     softcap: float
     dropout: float
     scale: float
-    hopper: bool = False  # whether the kernels of hopper.py serve
+    hopper: bool = False  # whether the kernels of hopper/ serve
 
     @property
     def tensors(self):
@@ -56,9 +56,9 @@ class Options(NamedTuple):
 def host(hopper):
     """The module that launches the kernels, and imports Triton."""
     if hopper:
-        from . import hopper as module
+        from .hopper import launch as module
     else:
-        from . import portable as module
+        from .portable import launch as module
     return module
 
 

@@ -10,8 +10,8 @@ import triton
 from triton.runtime.errors import OutOfResources
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from .launch import Launch, float32_precision, launches_for, way
 from .score import Rule, Terms
+from .table import Launch, float32_precision, launches_for, way
 from .tiles import INTERPRETED, Ragged, Tile, View, padded, pair_view, rows_view, view
 
 

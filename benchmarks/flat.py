@@ -9,9 +9,9 @@ import torch
 import triton
 import triton.language as tl
 
-from attention.launch import launches_for, way
 from attention.problem import tma_tiles
 from attention.score import Rule
+from attention.table import launches_for, way
 from attention.tiles import Tile, locate_query_tile, step_size
 
 LOG2E = 1.4426950408889634

@@ -1,4 +1,4 @@
-"""Time candidate tile sizes on this GPU and print rows to paste into attention/launch.py.
+"""Time candidate tile sizes on this GPU and print rows to paste into attention/table.py.
 
     python benchmarks/tune.py                          every kernel, head dims 64, 128 and 256, bfloat16 and float32
     python benchmarks/tune.py --dims 128 --kernels dq
@@ -25,9 +25,10 @@ import triton
 from triton.runtime.errors import OutOfResources
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
-from attention import portable, problem
-from attention.launch import Launch
+from attention import problem
 from attention.ops import TENSOR_OPTIONS, Options
+from attention.portable import launch as portable
+from attention.table import Launch
 from attention.tiles import rows_view, view
 
 KERNELS = ("forward", "dq", "dkdv", "dk", "dv")

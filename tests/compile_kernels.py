@@ -25,8 +25,8 @@ import triton
 from triton.backends.compiler import GPUTarget
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
-from attention import portable
 from attention.ops import TENSOR_OPTIONS, Options
+from attention.portable import launch as portable
 
 # name -> (dtype, torch.set_float32_matmul_precision)
 DTYPES = {
@@ -148,7 +148,7 @@ def launch_hopper_kernels(dtype, dim, causal, group, features=(), length=4096, b
 
     bounds: "lengths" or "packed"; a packed row is as long as all rows of the dense batch together.
     """
-    from attention import hopper
+    from attention.hopper import launch as hopper
 
     hopper.processors = lambda device: 132
     for batch in (1, 8) if group > 1 else (8,):
@@ -224,7 +224,7 @@ def main():
     parser.add_argument(
         "--features", nargs="*", choices=HOPPER_FEATURES, help="with all features; with --hopper, or with those named"
     )
-    parser.add_argument("--hopper", action="store_true", help="the kernels of attention/hopper.py")
+    parser.add_argument("--hopper", action="store_true", help="the kernels of attention/hopper/")
     parser.add_argument("--decode", action="store_true", help="the kernels of attention/decode_kernel.py")
     parser.add_argument("--generation", action="store_true", help="the kernels of kernels/ that generate tokens")
     parser.add_argument("--rows", nargs="+", type=int, default=[1, 8, 32, 64], help="with --generation")

@@ -15,7 +15,8 @@ import test_hopper
 from problems import kernels, make_problem, results
 from test_attention_pairs import CASES, arguments
 
-from attention import decode, portable
+from attention import decode
+from attention.portable import launch as portable
 
 # all other kernels are PyTorch's
 KERNELS = "(forward|dq|dkdv|group_sum|dbias|backward|prepare|finish|list|blank|decode|merge)_kernel"

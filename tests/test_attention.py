@@ -9,7 +9,8 @@ import torch.nn.functional as F
 import triton.language as tl
 from problems import CASES, DIFFERENTIABLE, ON_GPU, ROW_FACTOR, check, make_problem, results, worst_row
 
-from attention import attention, launch, portable, problem, tiles
+from attention import attention, problem, table, tiles
+from attention.portable import launch as portable
 from attention.reference import keep_mask, reference_attention
 
 
@@ -69,10 +70,10 @@ def test_precision_by_either_api(device):
     try:
         for precision in ("highest", "high", "medium"):
             torch.set_float32_matmul_precision(precision)
-            found[precision] = launch.float32_precision(torch.float32)
+            found[precision] = table.float32_precision(torch.float32)
         for precision in ("ieee", "tf32"):
             matmul.fp32_precision = precision
-            found[precision] = launch.float32_precision(torch.float32)
+            found[precision] = table.float32_precision(torch.float32)
         assert attention(q, q, q, impl="triton").isfinite().all()
     finally:
         torch.set_float32_matmul_precision(asked)

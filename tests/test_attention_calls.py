@@ -14,8 +14,9 @@ import torch
 from problems import ON_GPU, floats, integers, make_problem, results
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from attention import attention, choose, explain, ops, portable, problem
+from attention import attention, choose, explain, ops, problem
 from attention.choose import hopper_misses
+from attention.portable import launch as portable
 
 
 def test_auto_prints_its_choice_once(device, capsys):

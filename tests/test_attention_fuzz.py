@@ -31,7 +31,7 @@ if not torch.cuda.is_available():
 from problems import ON_GPU, check, make_problem
 from test_attention_pairs import PARAMETERS, arguments, possible
 
-from attention import portable
+from attention.portable import launch as portable
 
 # Without the phase that shrinks a failing problem, which would run hundreds of others.
 BOUNDED = settings(deadline=None, suppress_health_check=list(HealthCheck), database=None, phases=[Phase.generate])

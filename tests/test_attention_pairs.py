@@ -11,7 +11,7 @@ import torch
 from allpairspy import AllPairs
 from problems import ON_GPU, check, kernels, make_problem, results
 
-from attention import portable
+from attention.portable import launch as portable
 
 PARAMETERS = {
     "q_len": [1, 2, 15, 16, 17, 63, 64, 65, 127, 128, 129, 200, 257, 300] if ON_GPU else [1, 16, 17, 33],

@@ -8,10 +8,12 @@ import pytest
 import torch
 from problems import ON_GPU, kernels, make_problem, results
 
-from attention import backward, forward, launch, portable
+from attention import table
+from attention.portable import backward, dkdv, forward
+from attention.portable import launch as portable
 
 # Multiples of all tile sizes: those of the GPU tables, or those of the interpreter.
-BLOCK_Q, BLOCK_K = (128, 128) if ON_GPU else (launch.INTERPRETER.block_q, launch.INTERPRETER.block_k)
+BLOCK_Q, BLOCK_K = (128, 128) if ON_GPU else (table.INTERPRETER.block_q, table.INTERPRETER.block_k)
 LONG = 3 * BLOCK_Q + 7
 
 CASES = {
@@ -86,7 +88,7 @@ def test_visited_tiles(case, dtype, device, monkeypatch):
 
     original_start, original_scores = portable.start, forward.shape_scores
     monkeypatch.setattr(portable, "start", start)
-    for module in (forward, backward):
+    for module in (forward, backward, dkdv):
         monkeypatch.setattr(module, "shape_scores", shape_scores)
     problem, sequences = make_case(case, device, dtype=dtype)
     results(kernels, problem, dtype)

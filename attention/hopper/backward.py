@@ -1,8 +1,8 @@
 """Backward for Hopper (sm_90) in Gluon: dQ, dK and dV in one kernel, from the saved log-sum-exp.
 
-Formulas as in backward.py. A program owns a tile of keys and walks the queries that see it: one warp loads by TMA, four
-or eight multiply, and one adds dQ to a float32 sum in global memory, in no particular order: two runs may differ in the
-last bits. Scores are [keys, queries]: P^T and dS^T are born as the left operands of dV and dK.
+Formulas as in portable/backward.py. A program owns a tile of keys and walks the queries that see it: one warp loads by
+TMA, four or eight multiply, and one adds dQ to a float32 sum in global memory, in no particular order: two runs may
+differ in the last bits. Scores are [keys, queries]: P^T and dS^T are already the left operands of dV and dK.
 Source: Shah et al., FlashAttention-3, and its backward for sm_90 (Dao-AILab/flash-attention).
 
 Letters: B batch, T sequence, H heads, D head dim.
@@ -10,10 +10,12 @@ Letters: B batch, T sequence, H heads, D head dim.
 
 from typing import NamedTuple
 
-import triton
 import triton.language as tl
 
-from . import hopper_tiles
+from ..score import LOG2E, ahead, behind, choice
+from ..tiles import (
+    FAR,
+)
 from .gluon import (
     fence_async_shared,
     gl,
@@ -27,43 +29,10 @@ from .gluon import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
-from .hopper_ragged import Rows, corner, first_slot, listed
-from .hopper_tiles import barriers, bounds, keep_columns, meeting_range, tanh
-from .score import LOG2E, ahead, behind, choice
-from .tiles import (
-    FAR,
-    Sequence,
-    load_rows,
-    load_tile,
-    locate,
-    padded,
-    row_lane,
-    sequence,
-    store_rows,
-    store_tile,
-    tile_lane,
-)
-
-# Floats in a row of the dQ sum: 128 bytes, one pass over the banks of shared memory.
-WIDTH = tl.constexpr(32)
-# Bytes of queries, dO and dQ sums of the slots that take turns, counting one query head of each. From T 1024 on these
-# have 128 programs at head dim 128 and 256, and 512 at 64: as many as an H200 runs at a time, or twice that.
-TURN_BYTES = tl.constexpr(16 * 2**20)
-
-
-class Plan(NamedTuple):
-    """Static choices of backward_kernel: a constexpr argument."""
-
-    block_q: int  # queries per step
-    block_k: int  # keys per program
-    dim: int  # head dim, padded to a power of two
-    warps: int  # that multiply: 4 or 8
-    stages: int  # tiles of queries, and of dO, in shared memory
-    dq_stages: int  # tiles of dQ on their way to the sum; 0 = added from registers
-    branch: bool  # mask only where something may be hidden, not everywhere
-    hold: bool  # K and V in registers, not shared memory, as left operands
-    early: bool  # dK before dQ, under the meeting of all warps, not after it, under the way of dQ out of the registers
-    ragged: bool = False  # whether sequences have lengths of their own, and tiles come from lists
+from .ragged import corner
+from .rows import WIDTH
+from .tiles import barriers, keep_columns, tanh
+from .work import advance, hides, plan_work
 
 
 class Shared(NamedTuple):
@@ -91,27 +60,6 @@ class Signals(NamedTuple):
     dq_empty: gl.shared_memory_descriptor
 
 
-class Work(NamedTuple):
-    """What a program does: its keys, its query heads, and the tiles of queries that meet the keys."""
-
-    queries: Rows  # of the sequence
-    keys: Rows
-    kv_head: gl.tensor
-    head: gl.tensor  # first of `span` query heads
-    span: gl.tensor
-    heads: gl.tensor  # query heads of the call
-    k_start: gl.tensor
-    shift: gl.tensor  # query i stands at key i + shift
-    first_tile: gl.tensor  # number of the first tile of `head`, counted over all heads and sequences
-    q_tiles: gl.tensor  # from one head to the next
-    lo: gl.tensor  # tiles lo..hi-1 meet the keys, full_lo..full_hi-1 all of them
-    full_lo: gl.tensor
-    full_hi: gl.tensor
-    hi: gl.tensor
-    start: gl.tensor  # the tile to begin with
-    steps: gl.tensor  # tiles over all heads
-
-
 class Place(NamedTuple):
     """Where a step stands."""
 
@@ -119,12 +67,6 @@ class Place(NamedTuple):
     tile: gl.tensor  # of queries, of its head
     number: gl.tensor  # of that tile, counted over all heads
     edge: gl.tensor  # whether some pair of the tiles may be hidden
-
-
-@gluon.constexpr_function
-def hides(rule):
-    """Whether a query may be unable to see a key."""
-    return rule.causal or rule.window > 0
 
 
 @gluon.constexpr_function
@@ -173,14 +115,6 @@ def flat(dq, PLAN: gl.constexpr):
 def ring(step, STAGES: gl.constexpr):
     """Stage of a step, and the phase in which its full barrier ends; the empty one ends in the other."""
     return step % STAGES, step // STAGES & 1
-
-
-@gluon.jit
-def advance(tile, member, work):
-    """The tile after this one: of the same head, round and round from work.start, then of the group's next member."""
-    tile += 1
-    tile = gl.where(tile == work.hi, work.lo, tile)
-    return tile, member + gl.where(tile == work.start, 1, 0)
 
 
 @gluon.jit
@@ -385,77 +319,6 @@ def shared_layout(shape, dtype):
     return gl.NVMMASharedLayout.get_default_for([int(x) for x in shape[-2:]], dtype)
 
 
-@gluon.jit
-def locate_keys(q_len, k_len, batches, slots, RULE: gl.constexpr, PLAN: gl.constexpr):
-    """Program id -> (tile of keys, slot of query heads, batch), tile by tile of a slot.
-
-    Under a causal mask without a window the first tiles take longest and come first; as many slots take turns as have
-    TURN_BYTES of queries, dO and dQ together, but two at least.
-    """
-    tiles_k = gl.cdiv(k_len, PLAN.block_k)
-    program = gl.program_id(0)
-    tile = program % tiles_k
-    slot = program // tiles_k
-    if RULE.causal and RULE.window == 0:
-        fit = gl.maximum(TURN_BYTES // (gl.maximum(q_len, 1024) * (PLAN.dim * 8)), 2)
-        turn = program // (fit * tiles_k)
-        size = gl.minimum(fit, slots * batches - turn * fit)
-        rest = program - turn * fit * tiles_k
-        tile = rest // size
-        slot = turn * fit + rest % size
-    return tile, slot % slots, slot // slots
-
-
-@gluon.jit
-def plan_work(
-    q_rows, k_rows, batches, heads, group, span, k_tiles, ragged, q_slots, RULE: gl.constexpr, PLAN: gl.constexpr
-):
-    """The Work of this program, of tensors with so many rows of queries and of keys."""
-    slots = heads // span
-    if PLAN.ragged:  # all heads of a tile, then the next one
-        tile, index, exists = hopper_tiles.listed(k_tiles, gl.program_id(0) // slots)
-        seq = bounds(index, q_rows, k_rows, ragged, RULE)
-        q_len = gl.where(exists, seq.q_len, 0)
-        k_len = gl.where(exists, seq.k_len, 0)
-        slot = gl.program_id(0) % slots
-        head = slot * span
-        q_tiles = q_slots
-        first_tile = head * q_slots + first_slot(seq, q_rows, PLAN.block_q)
-    else:
-        tile, slot, batch = locate_keys(q_rows, k_rows, batches, slots, RULE, PLAN)
-        seq = Sequence(batch, batch, 0, q_rows, 0, k_rows)
-        q_len, k_len = q_rows, k_rows
-        head = slot * span
-        q_tiles = gl.cdiv(q_rows, PLAN.block_q)
-        first_tile = (batch * heads + head) * q_tiles
-    k_start = tile * PLAN.block_k
-    shift = k_len - q_len
-    last = gl.minimum(k_start + PLAN.block_k, k_len) - 1
-    # in query indices a key meets [k - shift - ahead, k - shift + behind]
-    BLOCK: gl.constexpr = PLAN.block_q
-    meets = meeting_range(k_start - shift, last - shift, ahead(RULE), behind(RULE), q_len, BLOCK, BLOCK)
-    lo = meets.lo // PLAN.block_q
-    hi = gl.maximum(gl.cdiv(meets.hi, PLAN.block_q), lo)
-    full_lo = meets.full_lo // PLAN.block_q
-    full_hi = hi  # beyond the last query lse2 hides all
-    if RULE.window > 0:
-        full_hi = meets.full_hi // PLAN.block_q
-    full_lo = gl.where(k_start + PLAN.block_k > k_len, hi, full_lo)
-    # Programs of one head add to dQ at the same time: let them begin apart. Masks have them do so anyway.
-    start = lo
-    if not hides(RULE):
-        tiles = gl.cdiv(k_len, PLAN.block_k)
-        if PLAN.ragged:  # a program past the end of the list has none
-            tiles = gl.maximum(tiles, 1)
-        start = lo + tile * (hi - lo) // tiles
-    queries = Rows(seq.row, seq.row * q_rows + seq.q_start + q_len, q_len)
-    keys = Rows(seq.row, seq.row * k_rows + seq.k_start + k_len, k_len)
-    return Work(
-        queries, keys, head // group, head, span, heads, k_start, shift, first_tile, q_tiles, lo, full_lo, full_hi, hi,
-        start, (hi - lo) * span,
-    )  # fmt: skip
-
-
 @gluon.jit(do_not_specialize=["q_len", "k_len", "batches", "heads", "group", "span", "q_slots"])
 def backward_kernel(
     q, k, v, dout, rows, dq_sum, dk, dv, dk_part, dv_part, q_len, k_len, batches, heads, group, span, scale,
@@ -507,66 +370,3 @@ def backward_kernel(
         [1, 1],
         [24, 24],
     )
-
-
-@triton.jit
-def locate_queries(q_tiles, ragged, q_slots, q_len, k_len, TILE: tl.constexpr):
-    """Program id -> (first query, how many from there on, head, Sequence, number of the tile in rows and dq_sum)."""
-    program = tl.program_id(0)
-    if q_tiles is None:
-        tile, head, batch = locate(tl.cdiv(q_len, TILE.block_q), TILE.heads)
-        start = tile * TILE.block_q
-        return start, q_len - start, head, Sequence(batch, batch, 0, q_len, 0, k_len), program
-    else:
-        tile, index, exists = listed(q_tiles, program // TILE.heads)
-        head = program % TILE.heads
-        start = tile * TILE.block_q
-        seq = sequence(index, q_len, k_len, ragged)
-        number = head * q_slots + first_slot(seq, q_len, TILE.block_q) + tile
-        return start, tl.where(exists, seq.q_len - start, 0), head, seq, number
-
-
-@triton.jit(do_not_specialize=["q_slots", "q_len", "k_len"])
-def prepare_kernel(
-    out, dout, lse2, dlse, rows, dq_sum, delta, q_tiles, ragged, q_slots, q_len, k_len,
-    RULE: tl.constexpr, TILE: tl.constexpr,
-):  # fmt: skip
-    """Before backward_kernel, for one tile of queries of one head: rows = [lse2, delta], and a dQ sum of zeros.
-
-    delta_i = choice() sum_d dO_id O_id - dlse_i; dlse may be None. lse2 is +inf, which makes all weights 0, for rows
-    that see no key or do not exist; delta of these is 0. With delta [B, H, Tq] not None that is filled too.
-    """
-    start, count, head, seq, number = locate_queries(q_tiles, ragged, q_slots, q_len, k_len, TILE)
-    if q_tiles is not None and count <= 0:
-        return
-    first = seq.q_start
-    out_tile = load_tile(tile_lane(out, seq.row, head, first), start, 0, seq.q_len, TILE.block_q, TILE.dim, True)
-    dout_tile = load_tile(tile_lane(dout, seq.row, head, first), start, 0, seq.q_len, TILE.block_q, TILE.dim, True)
-    lse = load_rows(row_lane(lse2, seq.row, head, first), start, seq.q_len, float("inf"), TILE.block_q, True)
-    lse = tl.where(lse == float("-inf"), float("inf"), lse)
-    sums = tl.sum(out_tile.to(tl.float32) * dout_tile.to(tl.float32), 1) * choice(seq.k_len, RULE)
-    if dlse is not None:
-        sums -= load_rows(row_lane(dlse, seq.row, head, first), start, seq.q_len, 0.0, TILE.block_q, True)
-    if delta is not None:
-        store_rows(delta, sums, seq.row, head, first + start, 0, count, TILE.block_q)
-    row = tl.arange(0, TILE.block_q)
-    rows += tl.cast(number, tl.int64) * (2 * TILE.block_q)
-    tl.store(rows + row, lse)
-    tl.store(rows + TILE.block_q + row, tl.where(lse == float("inf"), 0.0, sums))
-    SIZE: tl.constexpr = TILE.block_q * padded(TILE.dim)
-    place = tl.arange(0, SIZE)
-    tl.store(dq_sum + tl.cast(number, tl.int64) * SIZE + place, place.to(tl.float32) * 0.0)
-
-
-@triton.jit(do_not_specialize=["q_slots", "q_len", "k_len"])
-def finish_kernel(dq_sum, dq, q_tiles, ragged, q_slots, q_len, k_len, scale, TILE: tl.constexpr):
-    """After backward_kernel: dq = scale times the sum for one tile of queries of one head, in the order of dq again."""
-    start, count, head, seq, number = locate_queries(q_tiles, ragged, q_slots, q_len, k_len, TILE)
-    if q_tiles is not None and count <= 0:
-        return
-    SIZE: tl.constexpr = TILE.block_q * padded(TILE.dim)
-    total = tl.load(dq_sum + tl.cast(number, tl.int64) * SIZE + tl.arange(0, SIZE))
-    total = total.reshape(TILE.block_q // 16, padded(TILE.dim) // 8, 8, 4, 2, 2).permute(0, 4, 2, 1, 3, 5)
-    total = total.reshape(TILE.block_q, padded(TILE.dim))
-    lane = tile_lane(dq, seq.row, head, seq.q_start)
-    store_tile(lane, total * scale, start, seq.q_len, TILE.block_q, TILE.dim)

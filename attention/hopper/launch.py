@@ -1,7 +1,7 @@
-"""Hopper kernels (sm_90): their settings, TMA descriptors and launches. The same results as portable.py, sooner.
+"""Hopper kernels (sm_90): their settings, TMA descriptors and launches. The same results as portable/launch.py, sooner.
 
 Dense batches take their tiles by number, ragged ones (lengths, packed sequences) from lists that a kernel makes of what
-is there: hopper_ragged.py. What they do not serve goes to the portable kernels: see hopper_lacks() in api.py.
+is there: ragged.py. What they do not serve goes to the portable kernels: see hopper_lacks() in choose.py.
 """
 
 from functools import lru_cache, partial
@@ -10,14 +10,18 @@ from typing import NamedTuple
 import torch
 import triton
 
-from . import launch, portable
+from .. import table
+from ..portable import launch as portable
+from ..problem import Settings, describe, descriptor, empty, output, start
+from ..table import Launch, processors
+from ..tiles import aligned
+from .backward import backward_kernel
+from .forward import hopper_forward_kernel
 from .gluon import TensorDescriptor, gl
-from .hopper_backward import WIDTH, Plan, backward_kernel, finish_kernel, prepare_kernel
-from .hopper_forward import ROWS, Pipeline, hopper_forward_kernel
-from .hopper_ragged import POSITIONS, blank_kernel, end_shape, end_strides, list_kernel
-from .launch import Launch, processors
-from .problem import Settings, describe, descriptor, empty, output, start
-from .tiles import aligned
+from .pipeline import ROWS, Pipeline
+from .ragged import POSITIONS, blank_kernel, end_shape, end_strides, list_kernel
+from .rows import WIDTH, finish_kernel, prepare_kernel
+from .work import Plan
 
 
 class Forward(NamedTuple):
@@ -105,7 +109,7 @@ def list_tiles(problem, q, block_q, block_k=None):
 
 
 def list_settings(problem, block_q, block_k):
-    return Settings(list_kernel, 1 if block_k is None else 2, launch.ROWS, (problem.rule, block_q, block_k))
+    return Settings(list_kernel, 1 if block_k is None else 2, table.ROWS, (problem.rule, block_q, block_k))
 
 
 def blank(problem, x, keys=False):
@@ -116,7 +120,7 @@ def blank(problem, x, keys=False):
 
 def blank_settings(problem, shape, keys):
     batch, length, heads, dim = shape
-    return Settings(blank_kernel, -(-length // POSITIONS.value) * batch, launch.ROWS, (heads * dim, keys))
+    return Settings(blank_kernel, -(-length // POSITIONS.value) * batch, table.ROWS, (heads * dim, keys))
 
 
 def of_whole_rows(options, q, k):
@@ -125,7 +129,7 @@ def of_whole_rows(options, q, k):
 
 
 def forward(q, k, v, options):
-    """As portable.forward()."""
+    """As forward() of portable/launch.py."""
     q, k, v = (reachable(x, options.bounded) for x in (q, k, v))
     problem = describe(q, k, v, of_whole_rows(options, q, k))
     _, tile, _ = problem.once(forward_settings).constants
@@ -181,7 +185,10 @@ def share(problem):
 
 
 def backward(q, k, v, out, lse2, dout, dlse, bias_grad, options, deterministic=None):
-    """As portable.backward(), which serves if deterministic (None: as torch is set): here dQ is added in any order."""
+    """As backward() of portable/launch.py, which serves if deterministic (None: as torch is set).
+
+    Here dQ is added in any order.
+    """
     if deterministic is None:
         deterministic = torch.are_deterministic_algorithms_enabled()
     if deterministic:
@@ -195,7 +202,7 @@ def backward(q, k, v, out, lse2, dout, dlse, bias_grad, options, deterministic=N
     block_q, block_k = plan.block_q, plan.block_k
     q_tiles = k_tiles = None
 
-    # keys before every window are left out too (bounds() in hopper_ragged.py): only then is all filled with zeros
+    # keys before every window are left out too (bounds() in ragged.py): only then is all filled with zeros
     new = partial(output, problem) if problem.rule.window else empty
     dq, dk, dv = empty(q), new(k), new(v)
     delta = None if options.sink is None else output(problem, lse2)
@@ -238,7 +245,7 @@ def backward(q, k, v, out, lse2, dout, dlse, bias_grad, options, deterministic=N
 def prepare_settings(problem):
     plan, _, q_slots, _, _ = problem.once(share)
     tile = problem.tile._replace(block_q=plan.block_q, block_k=plan.block_q)
-    return Settings(prepare_kernel, q_slots * tile.heads, launch.ROWS, (problem.rule, tile))
+    return Settings(prepare_kernel, q_slots * tile.heads, table.ROWS, (problem.rule, tile))
 
 
 def finish_settings(problem):

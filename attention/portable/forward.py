@@ -5,8 +5,8 @@ from typing import NamedTuple
 import triton
 import triton.language as tl
 
-from .score import LOG2E, Terms, ahead, behind, drop, dropout_key, shape_scores
-from .tiles import (
+from ..score import LOG2E, Terms, ahead, behind, drop, dropout_key, shape_scores
+from ..tiles import (
     dot,
     fetch_tile,
     first_step,

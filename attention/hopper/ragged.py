@@ -9,9 +9,9 @@ from typing import NamedTuple
 import triton
 import triton.language as tl
 
+from ..score import behind
+from ..tiles import Sequence, sequence
 from .gluon import gl, gluon
-from .score import behind
-from .tiles import Sequence, sequence
 
 # Where every sequence ends on the axis of positions, as TMA sees it: see end_strides().
 END = tl.constexpr(2**30)

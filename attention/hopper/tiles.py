@@ -1,10 +1,11 @@
 """What the Hopper kernels share: barriers, masks, and functions of the portable kernels compiled as Gluon."""
 
-from . import hopper_ragged, score, tiles
+from .. import score, tiles
+from . import ragged
 from .gluon import gl, gluon, mbarrier
 
-bounds = gluon.jit(hopper_ragged.bounds.fn)
-listed = gluon.jit(hopper_ragged.listed.fn)
+bounds = gluon.jit(ragged.bounds.fn)
+listed = gluon.jit(ragged.listed.fn)
 meeting_range = gluon.jit(tiles.meeting_range.fn)
 query_tile = gluon.jit(tiles.query_tile.fn)
 tanh = gluon.jit(score.tanh.fn)

@@ -8,63 +8,36 @@ Source: Shah et al., FlashAttention-3; scores in base 2.
 
 from typing import NamedTuple
 
+from ..score import LOG2E
 from .gluon import (
     fence_async_shared,
     gl,
     gluon,
     mbarrier,
     partition_barrier,
-    tma_load,
     tma_store,
     tma_wait,
     warpgroup_mma,
     warpgroup_mma_wait,
 )
-from .hopper_ragged import Rows, corner
-from .hopper_tiles import barriers, bounds, keep_columns, listed, meeting_range, query_tile, tanh
-from .score import LOG2E, ahead, behind
-from .tiles import Sequence
-
-ROWS = gl.constexpr(64)  # queries of a consumer: what one warpgroup multiplies at a time
-MAILBOX = gl.constexpr(2)  # tiles on their way from the loader to the consumers
-
-
-class Pipeline(NamedTuple):
-    """How the work of a program is spread: a constexpr argument."""
-
-    consumers: int
-    stages: int  # blocks of keys, and of values, in shared memory
-    turns: bool  # whether consumers issue their products in turn, so that softmax and products alternate
-    reuse: bool  # whether the output passes through the memory of the queries; else it has its own
-    flip: bool  # whether the scale is negative
-    ragged: bool = False  # whether sequences have lengths of their own, and tiles come from a list
-
-
-class Channel(NamedTuple):
-    """Tiles in shared memory that the loader fills and consumers empty."""
-
-    tiles: gl.shared_memory_descriptor  # [slots, rows, D]
-    full: gl.shared_memory_descriptor  # barriers [slots, 1]
-    empty: gl.shared_memory_descriptor
-
-
-class Shared(NamedTuple):
-    """Shared memory of a program."""
-
-    q: Channel  # a slot for each consumer
-    k: Channel
-    v: Channel
-    out: gl.shared_memory_descriptor
-    turn: gl.shared_memory_descriptor  # barriers [consumers, 1]
-    mail: Channel  # which tiles are to come, a few words of each
-
-
-class Problem(NamedTuple):
-    """What the tiles of a launch have in common, or those of a sequence."""
-
-    q_len: gl.tensor
-    k_len: gl.tensor
-    scale: gl.tensor
+from .pipeline import (
+    MAILBOX,
+    ROWS,
+    Channel,
+    Shared,
+    Sizes,
+    blocks,
+    channel,
+    filled,
+    loader,
+    pass_turn,
+    receive,
+    release,
+    skip,
+    take_turn,
+)
+from .ragged import Rows, corner
+from .tiles import barriers, keep_columns, tanh
 
 
 class State(NamedTuple):
@@ -74,163 +47,6 @@ class State(NamedTuple):
     weights: gl.tensor  # [queries, keys / 2] exp2(score - top) of the last block, packed
     top: gl.tensor  # [queries] largest score
     total: gl.tensor  # [queries] sum of exp2(score - top)
-
-
-@gluon.jit
-def blocks(start, rows, problem, RULE: gl.constexpr, TILE: gl.constexpr):
-    """Blocks of keys that `rows` queries from `start` on meet: (begin, full_begin, full_end, end), at least one."""
-    first = start + problem.k_len - problem.q_len  # query i stands at key i + k_len - q_len
-    last = gl.minimum(first + rows, problem.k_len) - 1
-    span = meeting_range(first, last, behind(RULE), ahead(RULE), problem.k_len, TILE.block_k, TILE.block_k)
-    begin = span.lo // TILE.block_k
-    end = gl.maximum(gl.cdiv(span.hi, TILE.block_k), begin + 1)
-    return begin, span.full_lo // TILE.block_k, span.full_hi // TILE.block_k, end
-
-
-@gluon.jit
-def place(channel, count):
-    """Slot and phase of the count-th tile that passes through a channel."""
-    SLOTS: gl.constexpr = channel.full.shape[0]
-    return count % SLOTS, count // SLOTS & 1
-
-
-@gluon.jit
-def fill(channel, count, desc, at):
-    """Load the tile at such coordinates once its slot is empty."""
-    slot, phase = place(channel, count)
-    mbarrier.wait(channel.empty.index(slot), phase ^ 1)
-    mbarrier.expect(channel.full.index(slot), desc.block_type.nbytes)
-    tile = channel.tiles.index(slot).reshape(desc.block_shape)
-    tma_load(desc, at, channel.full.index(slot), tile)
-
-
-@gluon.jit
-def filled(channel, count):
-    """A tile, once it is there."""
-    slot, phase = place(channel, count)
-    mbarrier.wait(channel.full.index(slot), phase)
-    return channel.tiles.index(slot)
-
-
-@gluon.jit
-def release(channel, count):
-    """Let the loader have the slot of a tile back."""
-    slot, _ = place(channel, count)
-    mbarrier.arrive(channel.empty.index(slot))
-
-
-@gluon.jit
-def send(mail, visit, message):
-    """Tell the consumers of a tile: its first query, or -1 when there are no more, its head of all sequences.
-
-    If sequences are ragged also where its own begins in its row, and how many queries and keys that has.
-    """
-    layout: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
-    WORDS: gl.constexpr = mail.tiles.shape[0] // MAILBOX
-    slot, phase = place(mail, visit)
-    mbarrier.wait(mail.empty.index(slot), phase ^ 1)
-    for word in gl.static_range(WORDS):
-        mail.tiles.index(WORDS * slot + word).store(gl.full([1], message[word], gl.int32, layout))
-    mbarrier.arrive(mail.full.index(slot))
-
-
-@gluon.jit
-def read(mail, number):
-    """A word of the messages."""
-    layout: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
-    return gl.max(mail.tiles.index(number).load(layout), 0)
-
-
-@gluon.jit
-def receive(mail, visit):
-    """What was sent."""
-    WORDS: gl.constexpr = mail.tiles.shape[0] // MAILBOX
-    slot, phase = place(mail, visit)
-    mbarrier.wait(mail.full.index(slot), phase)
-    first = WORDS * slot
-    message = read(mail, first), read(mail, first + 1)
-    if WORDS > 2:
-        message += read(mail, first + 2), read(mail, first + 3), read(mail, first + 4)
-    release(mail, visit)
-    return message
-
-
-@gluon.jit
-def choose(number, total, n_tiles, tiles, ragged, problem, RULE: gl.constexpr, TILE: gl.constexpr, PIPE: gl.constexpr):
-    """Number of `total` tiles -> (tile, head, Sequence), in the order in which they should start."""
-    if PIPE.ragged:  # all heads of a tile, then the next one: the keys of neighbours are in the cache
-        tile, index, _ = listed(tiles, number // TILE.heads)
-        return tile, number % TILE.heads, bounds(index, problem.q_len, problem.k_len, ragged, RULE)
-    else:
-        tile, head, row = query_tile(number, total, n_tiles, problem.k_len, RULE, TILE)
-        return tile, head, Sequence(row, row, 0, problem.q_len, 0, problem.k_len)
-
-
-@gluon.jit
-def loader(
-    shared, q, k, v, problem, n_tiles, lanes, tiles, ragged,
-    RULE: gl.constexpr, TILE: gl.constexpr, PIPE: gl.constexpr,
-):  # fmt: skip
-    """Choose tiles, and load what the consumers will need in the order in which they will."""
-    CONSUMERS: gl.constexpr = PIPE.consumers
-    count = 0  # of blocks
-    visit = 0  # of tiles
-    number = gl.program_id(0)
-    total = n_tiles * lanes
-    if PIPE.ragged:
-        total = gl.load(tiles + 1) * TILE.heads
-    while number < total:
-        tile, head, seq = choose(number, total, n_tiles, tiles, ragged, problem, RULE, TILE, PIPE)
-        q_start = tile * TILE.block_q
-        send(shared.mail, visit, (q_start, seq.row * TILE.heads + head, seq.q_start, seq.q_len, seq.k_len))
-        queries = Rows(seq.row, seq.row * problem.q_len + seq.q_start + seq.q_len, seq.q_len)
-        for index in gl.static_range(CONSUMERS):
-            at = corner(queries, q_start + index * ROWS, head, PIPE.ragged)
-            fill(shared.q, visit * CONSUMERS + index, q, at)
-        keys = Rows(seq.row, seq.row * problem.k_len + seq.k_start + seq.k_len, seq.k_len)
-        kv_head = head // TILE.group
-        own = Problem(seq.q_len, seq.k_len, problem.scale)
-        begin, _, _, end = blocks(q_start, TILE.block_q, own, RULE, TILE)
-        start = (end - 1) * TILE.block_k
-        fill(shared.k, count, k, corner(keys, start, kv_head, PIPE.ragged))
-        for _ in range(end - 1 - begin):
-            fill(shared.k, count + 1, k, corner(keys, start - TILE.block_k, kv_head, PIPE.ragged))
-            fill(shared.v, count, v, corner(keys, start, kv_head, PIPE.ragged))
-            count += 1
-            start -= TILE.block_k
-        fill(shared.v, count, v, corner(keys, start, kv_head, PIPE.ragged))
-        count += 1
-        visit += 1
-        number = gl.atomic_add(tiles, 1, sem="relaxed") + gl.num_programs(0)  # whoever is free takes the next
-    send(shared.mail, visit, (-1, 0, 0, 0, 0))
-
-
-@gluon.jit
-def take_turn(turn, count, INDEX: gl.constexpr, PIPE: gl.constexpr):
-    """Wait until the consumer before has issued its products of this block."""
-    if PIPE.turns:
-        mbarrier.wait(turn.index(INDEX), count & 1)
-
-
-@gluon.jit
-def pass_turn(turn, INDEX: gl.constexpr, PIPE: gl.constexpr):
-    """Let the next consumer issue its own."""
-    if PIPE.turns:
-        mbarrier.arrive(turn.index((INDEX + 1) % PIPE.consumers))
-
-
-@gluon.jit
-def skip(shared, count, steps, INDEX: gl.constexpr, PIPE: gl.constexpr):
-    """Release blocks that other consumers of the tile meet and this one does not."""
-    for _ in range(steps):
-        take_turn(shared.turn, count, INDEX, PIPE)
-        pass_turn(shared.turn, INDEX, PIPE)
-        filled(shared.k, count)
-        release(shared.k, count)
-        filled(shared.v, count)
-        release(shared.v, count)
-        count += 1
-    return count
 
 
 @gluon.jit
@@ -348,7 +164,7 @@ def consumer(
         own = problem
         if PIPE.ragged:
             first = message[2]
-            own = Problem(message[3], message[4], problem.scale)
+            own = Sizes(message[3], message[4], problem.scale)
         # which blocks are this consumer's; where it has no queries one, so that the code below holds
         q_start = tile_start + INDEX * ROWS
         tile_begin, _, _, tile_end = blocks(tile_start, TILE.block_q, own, RULE, TILE)
@@ -424,14 +240,6 @@ def consumer(
     tma_wait(0)
 
 
-@gluon.jit
-def channel(SLOTS: gl.constexpr, ROWS: gl.constexpr, DIM: gl.constexpr, DTYPE: gl.constexpr, READERS: gl.constexpr):
-    """An empty Channel."""
-    layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ROWS, DIM], DTYPE)
-    tiles = gl.allocate_shared_memory(DTYPE, [SLOTS, ROWS, DIM], layout)
-    return Channel(tiles, barriers(SLOTS, 1), barriers(SLOTS, READERS))
-
-
 @gluon.jit(do_not_specialize=["q_len", "k_len", "n_tiles", "lanes"])
 def hopper_forward_kernel(
     q, k, v, out, lse2, sink, tiles, ragged, q_len, k_len, n_tiles, lanes, scale,
@@ -441,7 +249,7 @@ def hopper_forward_kernel(
 
     tiles: those of ragged sequences as list_kernel lists them; else n_tiles of each lane, and a 0 to count them.
     """
-    problem = Problem(q_len, k_len, scale)
+    problem = Sizes(q_len, k_len, scale)
     q_channel = channel(PIPE.consumers, ROWS, TILE.dim, q.dtype, 1)
     mail_layout: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     WORDS: gl.constexpr = 5 if PIPE.ragged else 2

@@ -1,16 +1,18 @@
 """The portable kernels: what each is started with, and the order in which they run.
 
-hopper.py does the same for Hopper's own.
+hopper/launch.py does the same for Hopper's own.
 """
 
 import torch
 
-from .backward import Spread, dbias_kernel, dkdv_kernel, dq_kernel, group_sum_kernel
+from ..problem import Settings, describe, empty, output, start, tiles_for
+from ..score import LOG2E
+from ..table import ROWS, loops_over_group
+from ..tiles import aligned, pair_view, view
+from .dbias import Spread, dbias_kernel
+from .dkdv import dkdv_kernel, group_sum_kernel
+from .dq import dq_kernel
 from .forward import forward_kernel
-from .launch import ROWS, loops_over_group
-from .problem import Settings, describe, empty, output, start, tiles_for
-from .score import LOG2E
-from .tiles import aligned, pair_view, view
 
 
 def forward(q, k, v, options):

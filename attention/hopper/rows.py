@@ -1,0 +1,85 @@
+"""Kernels before and after the backward: rows of lse2 and delta, and the float32 sum of dQ."""
+
+import triton
+import triton.language as tl
+
+from ..score import choice
+from ..tiles import (
+    Sequence,
+    load_rows,
+    load_tile,
+    locate,
+    padded,
+    row_lane,
+    sequence,
+    store_rows,
+    store_tile,
+    tile_lane,
+)
+from .ragged import first_slot, listed
+
+# Floats in a row of the dQ sum: 128 bytes, one pass over the banks of shared memory.
+WIDTH = tl.constexpr(32)
+
+
+@triton.jit
+def locate_queries(q_tiles, ragged, q_slots, q_len, k_len, TILE: tl.constexpr):
+    """Program id -> (first query, how many from there on, head, Sequence, number of the tile in rows and dq_sum)."""
+    program = tl.program_id(0)
+    if q_tiles is None:
+        tile, head, batch = locate(tl.cdiv(q_len, TILE.block_q), TILE.heads)
+        start = tile * TILE.block_q
+        return start, q_len - start, head, Sequence(batch, batch, 0, q_len, 0, k_len), program
+    else:
+        tile, index, exists = listed(q_tiles, program // TILE.heads)
+        head = program % TILE.heads
+        start = tile * TILE.block_q
+        seq = sequence(index, q_len, k_len, ragged)
+        number = head * q_slots + first_slot(seq, q_len, TILE.block_q) + tile
+        return start, tl.where(exists, seq.q_len - start, 0), head, seq, number
+
+
+@triton.jit(do_not_specialize=["q_slots", "q_len", "k_len"])
+def prepare_kernel(
+    out, dout, lse2, dlse, rows, dq_sum, delta, q_tiles, ragged, q_slots, q_len, k_len,
+    RULE: tl.constexpr, TILE: tl.constexpr,
+):  # fmt: skip
+    """Before backward_kernel, for one tile of queries of one head: rows = [lse2, delta], and a dQ sum of zeros.
+
+    delta_i = choice() sum_d dO_id O_id - dlse_i; dlse may be None. lse2 is +inf, which makes all weights 0, for rows
+    that see no key or do not exist; delta of these is 0. With delta [B, H, Tq] not None that is filled too.
+    """
+    start, count, head, seq, number = locate_queries(q_tiles, ragged, q_slots, q_len, k_len, TILE)
+    if q_tiles is not None and count <= 0:
+        return
+    first = seq.q_start
+    out_tile = load_tile(tile_lane(out, seq.row, head, first), start, 0, seq.q_len, TILE.block_q, TILE.dim, True)
+    dout_tile = load_tile(tile_lane(dout, seq.row, head, first), start, 0, seq.q_len, TILE.block_q, TILE.dim, True)
+    lse = load_rows(row_lane(lse2, seq.row, head, first), start, seq.q_len, float("inf"), TILE.block_q, True)
+    lse = tl.where(lse == float("-inf"), float("inf"), lse)
+    sums = tl.sum(out_tile.to(tl.float32) * dout_tile.to(tl.float32), 1) * choice(seq.k_len, RULE)
+    if dlse is not None:
+        sums -= load_rows(row_lane(dlse, seq.row, head, first), start, seq.q_len, 0.0, TILE.block_q, True)
+    if delta is not None:
+        store_rows(delta, sums, seq.row, head, first + start, 0, count, TILE.block_q)
+    row = tl.arange(0, TILE.block_q)
+    rows += tl.cast(number, tl.int64) * (2 * TILE.block_q)
+    tl.store(rows + row, lse)
+    tl.store(rows + TILE.block_q + row, tl.where(lse == float("inf"), 0.0, sums))
+    SIZE: tl.constexpr = TILE.block_q * padded(TILE.dim)
+    place = tl.arange(0, SIZE)
+    tl.store(dq_sum + tl.cast(number, tl.int64) * SIZE + place, place.to(tl.float32) * 0.0)
+
+
+@triton.jit(do_not_specialize=["q_slots", "q_len", "k_len"])
+def finish_kernel(dq_sum, dq, q_tiles, ragged, q_slots, q_len, k_len, scale, TILE: tl.constexpr):
+    """After backward_kernel: dq = scale times the sum for one tile of queries of one head, in the order of dq again."""
+    start, count, head, seq, number = locate_queries(q_tiles, ragged, q_slots, q_len, k_len, TILE)
+    if q_tiles is not None and count <= 0:
+        return
+    SIZE: tl.constexpr = TILE.block_q * padded(TILE.dim)
+    total = tl.load(dq_sum + tl.cast(number, tl.int64) * SIZE + tl.arange(0, SIZE))
+    total = total.reshape(TILE.block_q // 16, padded(TILE.dim) // 8, 8, 4, 2, 2).permute(0, 4, 2, 1, 3, 5)
+    total = total.reshape(TILE.block_q, padded(TILE.dim))
+    lane = tile_lane(dq, seq.row, head, seq.q_start)
+    store_tile(lane, total * scale, start, seq.q_len, TILE.block_q, TILE.dim)

@@ -1,0 +1,141 @@
+"""What each program of the backward does: its keys, its query heads, and the queries that see the keys."""
+
+from typing import NamedTuple
+
+import triton.language as tl
+
+from ..score import ahead, behind
+from ..tiles import (
+    Sequence,
+)
+from .gluon import (
+    gl,
+    gluon,
+)
+from .ragged import Rows, first_slot
+from .tiles import bounds, listed, meeting_range
+
+# Bytes of queries, dO and dQ sums of the slots that take turns, counting one query head of each. From T 1024 on these
+# have 128 programs at head dim 128 and 256, and 512 at 64: as many as an H200 runs at a time, or twice that.
+TURN_BYTES = tl.constexpr(16 * 2**20)
+
+
+class Plan(NamedTuple):
+    """Static choices of backward_kernel: a constexpr argument."""
+
+    block_q: int  # queries per step
+    block_k: int  # keys per program
+    dim: int  # head dim, padded to a power of two
+    warps: int  # that multiply: 4 or 8
+    stages: int  # tiles of queries, and of dO, in shared memory
+    dq_stages: int  # tiles of dQ on their way to the sum; 0 = added from registers
+    branch: bool  # mask only where something may be hidden, not everywhere
+    hold: bool  # K and V in registers, not shared memory, as left operands
+    early: bool  # dK before dQ, under the meeting of all warps, not after it, under the way of dQ out of the registers
+    ragged: bool = False  # whether sequences have lengths of their own, and tiles come from lists
+
+
+class Work(NamedTuple):
+    """What a program does: its keys, its query heads, and the tiles of queries that meet the keys."""
+
+    queries: Rows  # of the sequence
+    keys: Rows
+    kv_head: gl.tensor
+    head: gl.tensor  # first of `span` query heads
+    span: gl.tensor
+    heads: gl.tensor  # query heads of the call
+    k_start: gl.tensor
+    shift: gl.tensor  # query i stands at key i + shift
+    first_tile: gl.tensor  # number of the first tile of `head`, counted over all heads and sequences
+    q_tiles: gl.tensor  # from one head to the next
+    lo: gl.tensor  # tiles lo..hi-1 meet the keys, full_lo..full_hi-1 all of them
+    full_lo: gl.tensor
+    full_hi: gl.tensor
+    hi: gl.tensor
+    start: gl.tensor  # the tile to begin with
+    steps: gl.tensor  # tiles over all heads
+
+
+@gluon.constexpr_function
+def hides(rule):
+    """Whether a query may be unable to see a key."""
+    return rule.causal or rule.window > 0
+
+
+@gluon.jit
+def advance(tile, member, work):
+    """The tile after this one: of the same head, round and round from work.start, then of the group's next member."""
+    tile += 1
+    tile = gl.where(tile == work.hi, work.lo, tile)
+    return tile, member + gl.where(tile == work.start, 1, 0)
+
+
+@gluon.jit
+def locate_keys(q_len, k_len, batches, slots, RULE: gl.constexpr, PLAN: gl.constexpr):
+    """Program id -> (tile of keys, slot of query heads, batch), tile by tile of a slot.
+
+    Under a causal mask without a window the first tiles take longest and come first; as many slots take turns as have
+    TURN_BYTES of queries, dO and dQ together, but two at least.
+    """
+    tiles_k = gl.cdiv(k_len, PLAN.block_k)
+    program = gl.program_id(0)
+    tile = program % tiles_k
+    slot = program // tiles_k
+    if RULE.causal and RULE.window == 0:
+        fit = gl.maximum(TURN_BYTES // (gl.maximum(q_len, 1024) * (PLAN.dim * 8)), 2)
+        turn = program // (fit * tiles_k)
+        size = gl.minimum(fit, slots * batches - turn * fit)
+        rest = program - turn * fit * tiles_k
+        tile = rest // size
+        slot = turn * fit + rest % size
+    return tile, slot % slots, slot // slots
+
+
+@gluon.jit
+def plan_work(
+    q_rows, k_rows, batches, heads, group, span, k_tiles, ragged, q_slots, RULE: gl.constexpr, PLAN: gl.constexpr
+):
+    """The Work of this program, of tensors with so many rows of queries and of keys."""
+    slots = heads // span
+    if PLAN.ragged:  # all heads of a tile, then the next one
+        tile, index, exists = listed(k_tiles, gl.program_id(0) // slots)
+        seq = bounds(index, q_rows, k_rows, ragged, RULE)
+        q_len = gl.where(exists, seq.q_len, 0)
+        k_len = gl.where(exists, seq.k_len, 0)
+        slot = gl.program_id(0) % slots
+        head = slot * span
+        q_tiles = q_slots
+        first_tile = head * q_slots + first_slot(seq, q_rows, PLAN.block_q)
+    else:
+        tile, slot, batch = locate_keys(q_rows, k_rows, batches, slots, RULE, PLAN)
+        seq = Sequence(batch, batch, 0, q_rows, 0, k_rows)
+        q_len, k_len = q_rows, k_rows
+        head = slot * span
+        q_tiles = gl.cdiv(q_rows, PLAN.block_q)
+        first_tile = (batch * heads + head) * q_tiles
+    k_start = tile * PLAN.block_k
+    shift = k_len - q_len
+    last = gl.minimum(k_start + PLAN.block_k, k_len) - 1
+    # in query indices a key meets [k - shift - ahead, k - shift + behind]
+    BLOCK: gl.constexpr = PLAN.block_q
+    meets = meeting_range(k_start - shift, last - shift, ahead(RULE), behind(RULE), q_len, BLOCK, BLOCK)
+    lo = meets.lo // PLAN.block_q
+    hi = gl.maximum(gl.cdiv(meets.hi, PLAN.block_q), lo)
+    full_lo = meets.full_lo // PLAN.block_q
+    full_hi = hi  # beyond the last query lse2 hides all
+    if RULE.window > 0:
+        full_hi = meets.full_hi // PLAN.block_q
+    full_lo = gl.where(k_start + PLAN.block_k > k_len, hi, full_lo)
+    # Programs of one head add to dQ at the same time: let them begin apart. Masks have them do so anyway.
+    start = lo
+    if not hides(RULE):
+        tiles = gl.cdiv(k_len, PLAN.block_k)
+        if PLAN.ragged:  # a program past the end of the list has none
+            tiles = gl.maximum(tiles, 1)
+        start = lo + tile * (hi - lo) // tiles
+    queries = Rows(seq.row, seq.row * q_rows + seq.q_start + q_len, q_len)
+    keys = Rows(seq.row, seq.row * k_rows + seq.k_start + k_len, k_len)
+    return Work(
+        queries, keys, head // group, head, span, heads, k_start, shift, first_tile, q_tiles, lo, full_lo, full_hi, hi,
+        start, (hi - lo) * span,
+    )  # fmt: skip
