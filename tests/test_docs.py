@@ -1,5 +1,6 @@
-"""docs/tilt.patch, the worked example of docs/attention.md: it applies, it works, and the page quotes it."""
+"""docs/attention.md: its complete kernel, its worked example (docs/tilt.patch), and what it tells users of others."""
 
+import importlib.util
 import os
 import re
 import shutil
@@ -8,6 +9,12 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
+import torch.nn.functional as F
+
+from attention import attention
+from attention.decode import HAS_TRITON
+from attention.reference import reference_attention
 
 ROOT = Path(__file__).parents[1]
 PATCH = ROOT / "docs" / "tilt.patch"
@@ -44,6 +51,10 @@ attention(x, x, x).sum().backward()
 """
 
 
+def blocks(page, language):
+    return re.findall(rf"```{language}\n(.*?)```", (ROOT / "docs" / page).read_text(), re.DOTALL)
+
+
 @pytest.mark.slow
 def test_worked_example(tmp_path):
     for folder in ("attention", "tests"):
@@ -56,5 +67,70 @@ def test_worked_example(tmp_path):
 
 
 def test_quotes_of_the_worked_example():
-    blocks = re.findall(r"```diff\n(.*?)```", (ROOT / "docs" / "attention.md").read_text(), re.DOTALL)
-    assert blocks and set("".join(blocks).splitlines()) <= set(PATCH.read_text().splitlines())
+    quotes = blocks("attention.md", "diff")
+    assert quotes and set("".join(quotes).splitlines()) <= set(PATCH.read_text().splitlines())
+
+
+@pytest.mark.skipif(not HAS_TRITON, reason="Triton exists for Linux only")
+@pytest.mark.parametrize("length, dim", [(1, 16), (64, 32), (150, 64)])
+def test_complete_kernel(length, dim, device, tmp_path):
+    [code] = blocks("attention.md", "python")
+    path = tmp_path / "complete_kernel.py"
+    path.write_text(code)  # Triton reads the source of a kernel from its file
+    spec = importlib.util.spec_from_file_location("complete_kernel", path)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    q, k, v = torch.randn(3, 2, length, 3, dim, device=device)
+    exact = sdpa(q.double(), k.double(), v.double(), is_causal=True)
+    eager = reference_attention(q, k, v).double() - exact
+    assert (module.causal_attention(q, k, v).double() - exact).norm() <= 2 * max(eager.norm(), 1e-7 * exact.norm())
+
+
+def sdpa(q, k, v, **options):
+    return F.scaled_dot_product_attention(*(x.transpose(1, 2) for x in (q, k, v)), **options).transpose(1, 2)
+
+
+def test_arguments_of_other_packages():
+    """The rows of section 15 that are more than a name."""
+    q, k, v = torch.randn(3, 2, 10, 4, 16, dtype=torch.float64)
+    distance = torch.arange(10)[:, None] - torch.arange(10)
+    seen = distance >= 0
+    torch.testing.assert_close(attention(q, k, v), sdpa(q, k, v, is_causal=True))
+    torch.testing.assert_close(attention(q, k, v, window=4), sdpa(q, k, v, attn_mask=seen & (distance <= 3)))
+    both = attention(q, k, v, causal=False, window=4)
+    torch.testing.assert_close(both, sdpa(q, k, v, attn_mask=distance.abs() <= 3))
+    slopes = torch.tensor([0.5, 0.25, 0.125, 0.0625])
+    alibi = (-slopes[:, None, None] * distance.abs()).masked_fill(~seen, float("-inf")).double()
+    torch.testing.assert_close(attention(q, k, v, decay=-slopes.expand(2, 10, 4)), sdpa(q, k, v, attn_mask=alibi))
+    mask = torch.rand(2, 1, 10, 10) < 0.7
+    mask |= torch.eye(10, dtype=torch.bool)
+    bias = torch.zeros_like(mask, dtype=q.dtype).masked_fill(~mask, float("-inf"))
+    torch.testing.assert_close(attention(q, k, v, causal=False, bias=bias), sdpa(q, k, v, attn_mask=mask))
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not HAS_TRITON, reason="Triton exists for Linux only")
+def test_attention_installs_alone(tmp_path):
+    """Away from this repository, and without a package other than PyTorch and Triton."""
+    shutil.copytree(ROOT / "attention", tmp_path / "source", ignore=shutil.ignore_patterns("__pycache__"))
+    site = tmp_path / "site"
+    install = [sys.executable, "-m", "pip", "install", "-q", "--no-deps", "--target", site, tmp_path / "source"]
+    subprocess.run(install, check=True, capture_output=True)
+    code = """
+import sys
+import torch, triton
+before = set(sys.modules)
+import attention, attention.hopper, attention.portable.launch
+new = {name.partition(".")[0] for name in set(sys.modules) - before}
+assert new <= {"attention", "torch", "triton", *sys.stdlib_module_names}, new
+q, k, v = torch.randn(3, 1, 40, 2, 16)
+out = attention.attention(q, k, v, impl=sys.argv[1])
+assert (out - attention.attention(q, k, v, impl="reference")).abs().max() < 1e-5
+print(attention.__file__)
+"""
+    impl = "triton" if os.environ.get("TRITON_INTERPRET") == "1" else "auto"
+    environment = os.environ | {"PYTHONPATH": str(site)}
+    command = [sys.executable, "-c", code, impl]
+    run = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
+    assert run.returncode == 0, run.stderr
+    assert run.stdout.strip() == str(site / "attention" / "__init__.py")
