@@ -137,6 +137,25 @@ def test_dkdv_strategies(outputs, loops, group, device, poisoned, monkeypatch):
     check(partial(make, heads=2 * group, kv_heads=2), torch.float16)
 
 
+SMALL_BIASES = {
+    "one": dict(bias=(1,), q_len=70),
+    "heads": dict(bias=(1, 2, 1, 1), lengths=[0, 70, 15], batch=3, q_len=70),
+    "keys": dict(bias=(2, 1, 1, 70), q_len=70),
+    "queries": dict(bias=(70, 1), q_len=70, causal=False),
+    "packed_one": dict(bias=(2, 1, 1), packed=[0, 20, 70], q_len=70),
+    "packed_keys": dict(bias=(1, 1, 1, 70), packed=[0, 20, 70], q_len=70),
+    "packed_queries": dict(bias=(1, 1, 70, 1), packed=[0, 20, 70], q_len=70),
+}
+
+
+@pytest.mark.parametrize("processors", [1, 1000])  # few and many programs that share a sum
+@pytest.mark.parametrize("case", SMALL_BIASES.values(), ids=SMALL_BIASES)
+def test_shares_of_dbias(case, processors, device, poisoned, monkeypatch):
+    monkeypatch.setattr(portable, "processors", lambda device: processors)
+    monkeypatch.setattr(problem, "PROBLEMS", {})
+    check(partial(make_problem, device, torch.float32, heads=2, **case), torch.float32)
+
+
 @pytest.mark.skipif(not ON_GPU, reason="needs a GPU: sizes of real training are slow in the interpreter")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("dim", [64, 128, 256])

@@ -31,6 +31,7 @@ class Spread(NamedTuple):
     heads: int  # 1, or all heads
     queries: bool
     keys: bool
+    parts: int  # programs that share the sum of a tile of the bias
 
 
 @triton.jit(do_not_specialize=["q_len", "k_len"])
@@ -38,38 +39,43 @@ def dbias_kernel(
     q, k, v, dout, lse2, delta, dbias, q_len, k_len, ragged, scale, seed, bias, gate,
     RULE: tl.constexpr, TILE: tl.constexpr, SPREAD: tl.constexpr,
 ):  # fmt: skip
-    """dS of one [queries, keys] tile of the bias, summed over all that it was broadcast over.
+    """dS of one [queries, keys] tile of the bias, summed over one of SPREAD.parts of all that it was broadcast over.
 
     The scores are computed once more: cheaper than keeping dS, which would take O(B H Tq Tk) memory. TILE.heads counts
-    heads of the bias; a sequence or row of the batch is a program of its own unless SPREAD says otherwise.
+    heads of the bias; a sequence or row of the batch is a program of its own unless SPREAD says otherwise. dbias has a
+    row for each part and row of the bias. A part is a range of steps: tiles of queries of each head of each row.
     """
     terms = Terms(scale, seed, bias, gate)
     q_tiles = 1 if SPREAD.queries else tl.cdiv(q_len, TILE.block_q)
     k_tiles = 1 if SPREAD.keys else tl.cdiv(k_len, TILE.block_k)
-    tile, bias_head, bias_row = locate(q_tiles * k_tiles, TILE.heads)
+    tile, bias_head, place = locate(q_tiles * k_tiles, TILE.heads)
+    bias_row, part = place // SPREAD.parts, place % SPREAD.parts
     q_lo = tile // k_tiles * TILE.block_q
     k_lo = tile % k_tiles * TILE.block_k
     acc = tl.full([TILE.block_q, TILE.block_k], 0.0, tl.float32)
-    for batch in range(SPREAD.batches):
-        seq = sequence(bias_row + batch, q_len, k_len, ragged)
-        q_hi = seq.q_len if SPREAD.queries else tl.minimum(q_lo + TILE.block_q, seq.q_len)
+    of_head = tl.cdiv(q_len, TILE.block_q) if SPREAD.queries else 1  # steps
+    steps = SPREAD.batches * SPREAD.heads * of_head
+    share = tl.cdiv(steps, SPREAD.parts)
+    for step in range(part * share, tl.minimum((part + 1) * share, steps)):
+        member = step // of_head
+        head = bias_head + member % SPREAD.heads
+        seq = sequence(bias_row + member // SPREAD.heads, q_len, k_len, ragged)
+        q_start = q_lo + step % of_head * TILE.block_q
+        lanes = query_lanes(q, dout, lse2, delta, head, seq)
+        k_lane = tile_lane(k, seq.row, head // TILE.group, seq.k_start)
+        v_lane = tile_lane(v, seq.row, head // TILE.group, seq.k_start)
+        queries = load_queries(lanes, head, q_start, seq, terms, RULE, TILE, DELTA=True)
+        first = q_start + seq.k_len - seq.q_len
+        last = first + TILE.block_q - 1
+        span = meeting_range(first, last, behind(RULE), ahead(RULE), seq.k_len, TILE.block_k, TILE.block_k)
+        low = first - behind(RULE)
         k_hi = seq.k_len if SPREAD.keys else tl.minimum(k_lo + TILE.block_k, seq.k_len)
-        for member in range(SPREAD.heads):
-            head = bias_head + member
-            lanes = query_lanes(q, dout, lse2, delta, head, seq)
-            k_lane = tile_lane(k, seq.row, head // TILE.group, seq.k_start)
-            v_lane = tile_lane(v, seq.row, head // TILE.group, seq.k_start)
-            for q_start in range(q_lo, q_hi, TILE.block_q):
-                queries = load_queries(lanes, head, q_start, seq, terms, RULE, TILE, DELTA=True)
-                first = q_start + seq.k_len - seq.q_len
-                last = first + TILE.block_q - 1
-                span = meeting_range(first, last, behind(RULE), ahead(RULE), seq.k_len, TILE.block_k, TILE.block_k)
-                low = first - behind(RULE)
-                for start in range(tl.maximum(span.lo, k_lo), tl.minimum(span.hi, k_hi), TILE.block_k):
-                    _k_tile, _weights, dscores, _slope = meet_keys(
-                        queries, k_lane, v_lane, None, None, start, low, span.hi, seq, terms, RULE, TILE, MASKED=True
-                    )
-                    acc += dscores
+        end = tl.where(q_start < seq.q_len, tl.minimum(span.hi, k_hi), 0)
+        for start in range(tl.maximum(span.lo, k_lo), end, TILE.block_k):
+            _k_tile, _weights, dscores, _slope = meet_keys(
+                queries, k_lane, v_lane, None, None, start, low, span.hi, seq, terms, RULE, TILE, MASKED=True
+            )
+            acc += dscores
 
     # a row's length bounds what was summed, not the bias, which other rows may share
     seq = sequence(bias_row, q_len, k_len, Ragged(None, ragged.q_starts, ragged.k_starts))
@@ -81,5 +87,8 @@ def dbias_kernel(
     if SPREAD.keys:
         acc = tl.sum(acc, 1, keep_dims=True)
         k_offset = tl.full([1, 1], 0, tl.int32)
-    pointers = pair_pointers(dbias, bias_row, bias_head, seq.q_start + q_offset, seq.k_start + k_offset)
+    out_row = place
+    if ragged.q_starts is not None and not (SPREAD.queries and SPREAD.keys):  # sequences have their own elements in it
+        out_row = part
+    pointers = pair_pointers(dbias, out_row, bias_head, seq.q_start + q_offset, seq.k_start + k_offset)
     tl.store(pointers, acc, (q_offset < seq.q_len) & (k_offset < seq.k_len))

@@ -7,12 +7,14 @@ import torch
 
 from ..problem import Settings, describe, empty, output, start, tiles_for
 from ..score import LOG2E
-from ..table import ROWS, loops_over_group
+from ..table import ROWS, loops_over_group, processors
 from ..tiles import aligned, pair_view, view
 from .dbias import Spread, dbias_kernel
 from .dkdv import dkdv_kernel, group_sum_kernel
 from .dq import dq_kernel
 from .forward import forward_kernel
+
+DBIAS_WAVES = 8  # programs per multiprocessor that share the gradient of a small bias
 
 
 def forward(q, k, v, options):
@@ -158,9 +160,13 @@ def launch_dbias(problem, inputs, bias):
     rows, bias_heads, q_len, k_len = bias.shape
     # Packed sequences share an element only if it is broadcast over both axes: then each has its own, added below.
     shared = problem.ragged.q_starts is not None and q_len == 1 and k_len == 1
-    dbias = bias.new_zeros(problem.sequences if shared else rows, bias_heads, q_len, k_len, dtype=torch.float32)
+    parts = problem.once(dbias_settings, bias.shape).constants[-1].parts
+    rows = problem.sequences if shared else rows
+    dbias = bias.new_zeros(rows * parts, bias_heads, q_len, k_len, dtype=torch.float32)
     args = (*inputs, pair_view(dbias), problem.q_len, problem.k_len, problem.ragged, *problem.terms)
     start(dbias_settings, problem, args, bias.shape)
+    if parts > 1:
+        dbias = dbias.unflatten(0, (rows, parts)).sum(1)
     return (dbias.sum(0, keepdim=True) if shared else dbias).to(bias.dtype)
 
 
@@ -173,9 +179,12 @@ def dbias_settings(problem, shape):
         heads=problem.tile.heads // bias_heads,
         queries=q_len == 1,
         keys=k_len == 1,
+        parts=1,
     )
     tile = problem.tile_for(launch := problem.launches["dq"], heads=bias_heads)
     tiles = 1 if spread.queries else -(-problem.q_len // tile.block_q)
     tiles *= 1 if spread.keys else -(-problem.k_len // tile.block_k)
     programs = tiles * bias_heads * (problem.sequences if packed else rows)
-    return Settings(dbias_kernel, programs, launch, (problem.rule, tile, spread))
+    steps = spread.batches * spread.heads * (-(-problem.q_len // tile.block_q) if spread.queries else 1)
+    parts = max(1, min(steps, DBIAS_WAVES * processors(problem.device) // programs))
+    return Settings(dbias_kernel, programs * parts, launch, (problem.rule, tile, spread._replace(parts=parts)))
