@@ -31,7 +31,7 @@ from .gluon import (
 )
 from .ragged import corner
 from .rows import WIDTH
-from .tiles import barriers, keep_columns, tanh
+from .tiles import barriers, keep_columns, ring, tanh
 from .work import advance, hides, plan_work
 
 
@@ -109,12 +109,6 @@ def flat(dq, PLAN: gl.constexpr):
     """
     dq = dq.reshape([PLAN.block_q // 16, 2, 8, PLAN.dim // 8, 4, 2]).permute((0, 3, 2, 4, 1, 5))
     return dq.reshape([PLAN.block_q * PLAN.dim // WIDTH, WIDTH])
-
-
-@gluon.jit
-def ring(step, STAGES: gl.constexpr):
-    """Stage of a step, and the phase in which its full barrier ends; the empty one ends in the other."""
-    return step % STAGES, step // STAGES & 1
 
 
 @gluon.jit

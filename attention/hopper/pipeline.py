@@ -11,7 +11,7 @@ from .gluon import (
     tma_load,
 )
 from .ragged import Rows, corner
-from .tiles import barriers, bounds, listed, meeting_range, query_tile
+from .tiles import barriers, bounds, listed, meeting_range, query_tile, ring
 
 ROWS = gl.constexpr(64)  # queries of a consumer: what one warpgroup multiplies at a time
 MAILBOX = gl.constexpr(2)  # tiles on their way from the loader to the consumers
@@ -67,16 +67,9 @@ def blocks(start, rows, problem, RULE: gl.constexpr, TILE: gl.constexpr):
 
 
 @gluon.jit
-def place(channel, count):
-    """Slot and phase of the count-th tile that passes through a channel."""
-    SLOTS: gl.constexpr = channel.full.shape[0]
-    return count % SLOTS, count // SLOTS & 1
-
-
-@gluon.jit
 def fill(channel, count, desc, at):
     """Load the tile at such coordinates once its slot is empty."""
-    slot, phase = place(channel, count)
+    slot, phase = ring(count, channel.full.shape[0])
     mbarrier.wait(channel.empty.index(slot), phase ^ 1)
     mbarrier.expect(channel.full.index(slot), desc.block_type.nbytes)
     tile = channel.tiles.index(slot).reshape(desc.block_shape)
@@ -86,7 +79,7 @@ def fill(channel, count, desc, at):
 @gluon.jit
 def filled(channel, count):
     """A tile, once it is there."""
-    slot, phase = place(channel, count)
+    slot, phase = ring(count, channel.full.shape[0])
     mbarrier.wait(channel.full.index(slot), phase)
     return channel.tiles.index(slot)
 
@@ -94,7 +87,7 @@ def filled(channel, count):
 @gluon.jit
 def release(channel, count):
     """Let the loader have the slot of a tile back."""
-    slot, _ = place(channel, count)
+    slot, _ = ring(count, channel.full.shape[0])
     mbarrier.arrive(channel.empty.index(slot))
 
 
@@ -114,7 +107,7 @@ def send(mail, visit, message):
     """
     layout: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
     WORDS: gl.constexpr = mail.tiles.shape[0] // MAILBOX
-    slot, phase = place(mail, visit)
+    slot, phase = ring(visit, mail.full.shape[0])
     mbarrier.wait(mail.empty.index(slot), phase ^ 1)
     for word in gl.static_range(WORDS):
         mail.tiles.index(WORDS * slot + word).store(gl.full([1], message[word], gl.int32, layout))
@@ -132,7 +125,7 @@ def read(mail, number):
 def receive(mail, visit):
     """What was sent."""
     WORDS: gl.constexpr = mail.tiles.shape[0] // MAILBOX
-    slot, phase = place(mail, visit)
+    slot, phase = ring(visit, mail.full.shape[0])
     mbarrier.wait(mail.full.index(slot), phase)
     first = WORDS * slot
     message = read(mail, first), read(mail, first + 1)
@@ -143,7 +136,7 @@ def receive(mail, visit):
 
 
 @gluon.jit
-def choose(number, total, n_tiles, tiles, ragged, problem, RULE: gl.constexpr, TILE: gl.constexpr, PIPE: gl.constexpr):
+def tile_at(number, total, n_tiles, tiles, ragged, problem, RULE: gl.constexpr, TILE: gl.constexpr, PIPE: gl.constexpr):
     """Number of `total` tiles -> (tile, head, Sequence), in the order in which they should start."""
     if PIPE.ragged:  # all heads of a tile, then the next one: the keys of neighbours are in the cache
         tile, index, _ = listed(tiles, number // TILE.heads)
@@ -167,7 +160,7 @@ def loader(
     if PIPE.ragged:
         total = gl.load(tiles + 1) * TILE.heads
     while number < total:
-        tile, head, seq = choose(number, total, n_tiles, tiles, ragged, problem, RULE, TILE, PIPE)
+        tile, head, seq = tile_at(number, total, n_tiles, tiles, ragged, problem, RULE, TILE, PIPE)
         q_start = tile * TILE.block_q
         send(shared.mail, visit, (q_start, seq.row * TILE.heads + head, seq.q_start, seq.q_len, seq.k_len))
         queries = Rows(seq.row, seq.row * problem.q_len + seq.q_start + seq.q_len, seq.q_len)

@@ -21,6 +21,12 @@ def barriers(COUNT: gl.constexpr, ARRIVALS: gl.constexpr):
 
 
 @gluon.jit
+def ring(step, SLOTS: gl.constexpr):
+    """Slot of a step, and the phase in which its full barrier ends; the empty one ends in the other."""
+    return step % SLOTS, step // SLOTS & 1
+
+
+@gluon.jit
 def keep_columns(x, begin, end, other):
     """A matmul's result [rows, columns] where begin <= column < end, else `other`; both int32 [rows], or None.
 
