@@ -26,7 +26,7 @@ from .tiles import (
     zeros,
 )
 
-# Not timed yet; they compile without register spills for all chips of tests/test_compile.py.
+# Not tuned; they compile without register spills for all chips of tests/test_compile.py.
 BLOCK_K = 64  # most keys per step
 TILE_BYTES = 2**14  # of a tile of keys; a half or a quarter for a single query, which keeps all of it in registers
 LARGE_CHIPS = ((8, 0), (9, 0), (10, 0))  # shared memory for three stages of these tiles; others have two
@@ -236,7 +236,7 @@ def launch_decode(q, k, v, lengths, options):
     sink = None if options.sink is None else options.sink.contiguous()
     chip = (0, 0) if INTERPRETED.value else torch.cuda.get_device_capability(q.device)
     stages = 3 if block_q == 1 or chip in LARGE_CHIPS else 2
-    overlap = chip >= (9, 0)
+    overlap = chip == (9, 0)  # other GPUs than Hopper's have it too, but were not tried
     parts, lse2 = out, None
     if splits > 1:
         parts = q.new_empty(splits * batch, q_len, heads, value_dim, dtype=torch.float32)
@@ -249,6 +249,14 @@ def launch_decode(q, k, v, lengths, options):
         )  # fmt: skip
         if splits > 1:
             merge_kernel[(batch, heads, q_len)](
-                view(parts), rows_view(lse2), view(out), tile, splits, overlap, num_warps=4, launch_pdl=overlap
+                view(parts),
+                rows_view(lse2),
+                view(out),
+                tile,
+                splits,
+                overlap,
+                num_warps=4,
+                launch_pdl=overlap,
+                enable_fp_fusion=True,
             )
     return out

@@ -24,6 +24,7 @@ from training.step import WARM_UPS, CUDAGraph
 
 DELAY = 3  # steps after which the host reads the tokens of a GPU
 PREFILL = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]  # cuDNN is slow at first calls
+LOGITS = 16  # bytes per token of the vocabulary: logits, scores and what is between them
 THREAD_WORK = 2**25  # multiplications that are worth a thread of a CPU: with less, threads mostly wait for each other
 
 
@@ -104,7 +105,7 @@ class Generator:
         on_gpu = self.device.type == "cuda"
         self.graph, self.graphed = None, on_gpu if graph is None else graph
         self.fused = self.graphed and HAS_TRITON and dtype in (torch.float16, torch.bfloat16)
-        check_memory(batch, Cache.size(model.config, dtype), self.device)
+        check_memory(batch, Cache.size(model.config, dtype) + LOGITS * tokenizer.n_vocab, self.device)
         self.cache = Cache(model.config, batch, self.device, dtype)
 
         def integers():
@@ -317,11 +318,11 @@ class Generator:
 
 
 def check_memory(batch, row, device):
-    """ValueError if the cache, of `row` bytes per sample, does not fit into the free memory of the device."""
+    """ValueError if a batch of `row` bytes per sample does not fit into the free memory of the device."""
     free = free_memory(device)
     if free is not None and batch * row > free:
         raise ValueError(
-            f"num_samples={batch} needs {batch * row / 2**30:.1f} GiB for keys and values, but {device} has "
+            f"num_samples={batch} needs {batch * row / 2**30:.1f} GiB for keys, values and logits, but {device} has "
             f"{free / 2**30:.1f} GiB free; take at most {free // row} samples at a time"
         )
 

@@ -16,7 +16,9 @@ import triton.language as tl
 from torch import nn
 from triton.language.extra.cuda import gdc_launch_dependents
 
-from kernels.shared import INTERPRETED, can_overlap, has_large_shared_memory, tanh, wait_for_inputs
+from kernels.shared import INTERPRETED, can_overlap, shared_memory, tanh, wait_for_inputs
+
+RESERVED = 8 * 2**10  # bytes of shared memory for everything but the stages
 
 
 class Tiles(NamedTuple):
@@ -35,13 +37,13 @@ def choose_tiles(rows, inputs, outputs):
     if rows == 1:
         return Tiles(1, 4, 1024, 4, 1) if head else Tiles(1, 1, 512, 1, 3 if inputs >= 2048 else 1)
     width = min(64, max(8, triton.next_power_of_2(rows)))
-    if head and width == 64:
-        return Tiles(64, 128, 64, 8, 4)
+    if head:
+        return Tiles(64, 128, 64, 8, 4) if width == 64 else Tiles(width, 64, 128, 4, 4)
     if width == 64:
         return Tiles(32, 64 if wide else 16, 256, 4, 4)
-    if head:
-        return Tiles(width, 64, 128, 4, 4)
-    return Tiles(width, 32 if wide else 16, 512 if inputs >= 2048 else 256, 2 if width == 8 else 4, 3)
+    if width == 8:
+        return Tiles(8, 32, 256, 2, 3) if wide else Tiles(8, 16, 512 if inputs >= 2048 else 256, 2, 3)
+    return Tiles(width, 32 if wide else 16, 256, 4, 3)
 
 
 def linear(x, layer, *, norm=None, activation=None, gate=None, residual=None, softcap=None, dtype=None):
@@ -64,7 +66,11 @@ def linear(x, layer, *, norm=None, activation=None, gate=None, residual=None, so
     y = x.new_empty(rows, outputs, dtype=dtype or x.dtype)
     tiles = choose_tiles(rows, inputs, outputs)
     depth = min(tiles.inputs, max(16, triton.next_power_of_2(inputs)))
-    stages = min(tiles.stages, 4 if has_large_shared_memory(x.device) else 2)
+    columns = tiles.rows + tiles.outputs * (1 if gate is None else 2)
+    room = (shared_memory(x.device) - RESERVED) // (2 * columns)  # inputs in all stages
+    while depth > 64 and 2 * depth > room:  # one stage alone would go to registers, and spill
+        depth //= 2
+    stages = max(1, min(tiles.stages, room // depth))
     overlap, eps = can_overlap(x.device), 0.0
     if norm is not None:
         eps = torch.finfo(torch.float32).eps if norm.eps is None else norm.eps
@@ -139,7 +145,7 @@ def linear_kernel(
     if ROWS == 1:
         acc = tl.sum(acc, 1)[:, None]
         gates = tl.sum(gates, 1)[:, None]
-    if OVERLAP and ROWS > 1:  # with thousands of programs, as for one row, starting the next kernel now is slower
+    if OVERLAP and ROWS > 1:  # one row has thousands of programs, and those of the next kernel would take their place
         gdc_launch_dependents()
     if bias is not None:
         acc += tl.load(bias + output, real_output, 0.0).to(tl.float32)[:, None]

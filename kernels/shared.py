@@ -12,21 +12,25 @@ INTERPRETED = tl.constexpr(os.environ.get("TRITON_INTERPRET") == "1")
 
 
 @cache
-def has_large_shared_memory(device):
-    """Whether a multiprocessor has 160 KB of it or more; gaming and workstation GPUs have 100."""
-    return INTERPRETED.value or torch.cuda.get_device_capability(device) in ((8, 0), (9, 0), (10, 0))
+def shared_memory(device):
+    """Bytes that one program may use."""
+    if INTERPRETED.value:
+        return 2**31
+    return {(8, 0): 163, (9, 0): 227, (10, 0): 227}.get(torch.cuda.get_device_capability(device), 99) * 2**10
 
 
 @cache
 def can_overlap(device):
-    """Whether a kernel may start before the one in front of it has ended (programmatic dependent launch): from Hopper
-    GPUs on."""
-    return not INTERPRETED.value and torch.cuda.get_device_capability(device) >= (9, 0)
+    """Whether a kernel may start before the previous one has ended (CUDA's programmatic dependent launch).
+
+    Other GPUs than Hopper's have it too, but were not tried.
+    """
+    return not INTERPRETED.value and torch.cuda.get_device_capability(device) == (9, 0)
 
 
 @triton.jit
 def wait_for_inputs(OVERLAP: tl.constexpr):
-    """Wait for the results of the kernel in front; those launched with launch_pdl begin with it."""
+    """Every kernel launched with launch_pdl calls this before its first load or store."""
     if OVERLAP:
         gdc_wait()
 

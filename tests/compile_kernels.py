@@ -40,6 +40,7 @@ REPORT = re.compile(r"(\d+) bytes spill stores, (\d+) bytes spill loads.*?Used (
 
 
 ARRIVE = re.compile(r"mbarrier\.arrive\.shared")  # not those of the loading warp, which also expect bytes
+ACCESS = re.compile(r"\b(?:ld|st|atom|red)\.(?:\w+\.)*global|\bcp\.async")
 BARRIER = re.compile(r"(?:bar|barrier)(\.warp)?\.sync\s+([^;]*);")
 EFFECT = re.compile(r"(?:@\S+\s+)?(?:ld|st|cp|bra|red|atom|fence|wgmma|mbarrier|ldmatrix|stmatrix)\b")
 
@@ -58,6 +59,12 @@ def barriers_before_arrivals(ptx):
         if EFFECT.match(line):
             barrier = "none"
     return found
+
+
+def early_accesses(ptx):
+    """How many accesses to global memory precede the wait for the previous kernel; None if the kernel does not wait."""
+    before, wait, _ = ptx.partition("griddepcontrol.wait")
+    return len(ACCESS.findall(before)) if wait else None
 
 
 def processor_seconds():
@@ -104,6 +111,7 @@ class Driver:
             warnings=warnings,
             seconds=seconds,
             arrivals=arrivals,
+            early=early_accesses(self.ptx),
         )
         self.report(kernel=name, **found)
         return 0, 0, registers, 0, 1024  # module, function, registers, spills, largest block

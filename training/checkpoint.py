@@ -212,18 +212,18 @@ def load_checkpoint(path, weights=True):
     return contents | {"path": path}
 
 
-class KeepMemory(TorchFunctionMode):
-    """Leaves out torch.nn.init, which takes longer than a file of weights to read, and on "meta" imports Dynamo."""
+class SkipInitialisation(TorchFunctionMode):
+    """Skips torch.nn.init: it takes longer than reading the weights, and on the device "meta" it imports Dynamo."""
 
     def __torch_function__(self, function, types, args=(), kwargs=None):
         if getattr(function, "__module__", None) == "torch.nn.init":
-            return kwargs["tensor"] if kwargs and "tensor" in kwargs else args[0]
+            return None
         return function(*args, **kwargs or {})
 
 
 def empty_model(config, device="cpu"):
     """A GPT with arbitrary weights, or on the device "meta" with none."""
-    with torch.device(device), KeepMemory():
+    with torch.device(device), SkipInitialisation():
         return GPT(config)
 
 
