@@ -12,7 +12,7 @@ from helpers import FAST, at_step, contents, equal, losses, metrics, one_sentenc
 
 import sample
 from model import GPT, GPTConfig
-from training.checkpoint import FORMAT, load_checkpoint, save_checkpoint, to_host
+from training.checkpoint import FORMAT, empty_model, load_checkpoint, save_checkpoint, to_host
 
 CHECKPOINT = "runs/run/checkpoint.pt"
 
@@ -163,3 +163,23 @@ def test_a_malicious_checkpoint_executes_nothing(folder, run, write):
     assert not (folder / "executed").exists()
     pickle.loads(pickle.dumps(Evil()))
     assert (folder / "executed").exists()  # it would have been
+
+
+@pytest.mark.parametrize(
+    "options", [{}, dict(position="rope", norm="rmsnorm", mlp="swiglu")], ids=["classic", "modern"]
+)
+def test_an_empty_model_is_not_initialised_but_complete(options, monkeypatch):
+    model = GPT(GPTConfig(vocab_size=8, block_size=8, n_layer=1, n_head=2, n_embd=16, **options))
+    monkeypatch.setattr(torch.Tensor, "normal_", lambda *args, **kwargs: pytest.fail("a weight is initialised"))
+    empty = empty_model(model.config)
+    for parameter in empty.parameters():
+        parameter.data.fill_(float("nan"))
+    empty.load_state_dict(model.state_dict())
+    values = [
+        {name: x.detach() for name, x in (*net.named_parameters(), *net.named_buffers())} for net in (model, empty)
+    ]
+    assert equal(*values) and (empty.head.weight is empty.embed.weight) == (model.head.weight is model.embed.weight)
+    meta = empty_model(model.config, "meta")
+    assert {name: x.shape for name, x in meta.state_dict().items()} == {
+        k: x.shape for k, x in model.state_dict().items()
+    }
