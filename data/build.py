@@ -28,7 +28,7 @@ from data.tokenizer import encode, end_of_text, from_state, make_tokenizer, to_s
 
 VERSION = 3  # of the prepared files
 FEW, FEW_SHARE, SHARE = 1000, 0.1, 0.005  # with fewer documents than FEW, the larger share is for validation
-SAMPLE_BYTES = 10**9  # of text that bpe:N learns from
+SAMPLE_BYTES = 250 * 10**6  # of text that bpe:N learns from: its distinct words must fit into memory
 SAVE_SECONDS = 10
 BETWEEN = "\n\n"  # documents, if the tokenizer has no end-of-text
 LISTED = 1000  # files that the manifest names
