@@ -25,7 +25,7 @@ import triton
 from triton.runtime.errors import OutOfResources
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
-from attention import problem
+from attention import launcher, problem
 from attention.ops import TENSOR_OPTIONS, Options
 from attention.portable import launch as portable
 from attention.table import Launch
@@ -65,7 +65,7 @@ def runner(kernel, dtype, dim, length, causal):
 
     @cache
     def call_with(settings):
-        return call._replace(launches={kernel: settings}, made={})
+        return call._replace(launches={kernel: settings}, made={}, layouts={})
 
     def run(settings):
         changed = call_with(settings)
@@ -81,7 +81,7 @@ def runner(kernel, dtype, dim, length, causal):
 
 def fits(run, settings):
     """Compile the kernel; returns whether Triton can and whether it fits the shared memory of the chip."""
-    problem.BUFFERS_LESS = False
+    launcher.BUFFERS_LESS = False
     try:
         run(settings)
     except OutOfResources:
@@ -91,7 +91,7 @@ def fits(run, settings):
             raise
         return False
     finally:
-        problem.BUFFERS_LESS = True
+        launcher.BUFFERS_LESS = True
     return True
 
 

@@ -8,7 +8,7 @@ from typing import NamedTuple
 import triton
 import triton.language as tl
 
-from ..score import LOG2E, Terms, ahead, behind, choice
+from ..score import LOG2E, Terms, ahead, behind, dp_factor
 from ..tiles import (
     dot,
     first_step,
@@ -79,7 +79,7 @@ def find_delta(
     else:
         out = tile_lane(out, seq.row, queries.head, seq.q_start)
         out_tile = load_tile(out, start, 0, seq.q_len, TILE.block_q, TILE.value_dim, True)
-        delta = tl.sum(out_tile.to(tl.float32) * queries.dout.to(tl.float32), 1) * choice(seq.k_len, RULE)
+        delta = tl.sum(out_tile.to(tl.float32) * queries.dout.to(tl.float32), 1) * dp_factor(seq.k_len, RULE)
     if dlse is not None:
         dlse = row_lane(dlse, seq.row, queries.head, seq.q_start)
         delta -= load_rows(dlse, start, seq.q_len, 0.0, TILE.block_q, True)
