@@ -8,7 +8,7 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from .portable.forward import Softmax
-from .score import LOG2E, Rule, Terms, behind, shape_scores, slot
+from .score import LOG2E, Rule, Terms, behind, end_softmax, shape_scores, slot
 from .table import float32_precision, processors
 from .tiles import (
     INTERPRETED,
@@ -160,23 +160,16 @@ def decode_kernel(
     if TILE.block_q == 1:
         state = merge_rows(state)
 
-    top, total, fade = state.top, state.total, 1.0
-    if sink is not None:  # one more key, which has no value; a query at a negative position has none
+    logit = None
+    if sink is not None:  # a query at a negative position has none
         logit = tl.load(sink + rows.head).to(tl.float32) * LOG2E
         logit = tl.where((split == 0) & (rows.pos >= 0), logit, float("-inf"))
-        pivot = tl.maximum(top, logit)
-        pivot = tl.where(pivot == float("-inf"), 0.0, pivot)
-        fade = tl.exp2(top - pivot)
-        total = total * fade + tl.exp2(logit - pivot)
-        top = pivot
-    dead = total == 0  # no key in this share
-    total = tl.where(dead, 1.0, total)
-    result = state.acc * (fade / total)[:, None]
+    lse, factor = end_softmax(state.top, state.total, logit)
+    result = state.acc * factor[:, None]
     column = tl.arange(0, padded(TILE.value_dim))
     pointers = row_pointers(out, out_row, rows, TILE.value_dim)
     tl.store(pointers, result.to(out.ptr.dtype.element_ty), exist[:, None] & (column[None, :] < TILE.value_dim))
     if lse2 is not None:
-        lse = tl.where(dead, float("-inf"), top + tl.log2(total))
         tl.store(address(lse2, out_row, rows.head, rows.token), lse, exist)
 
 

@@ -1,37 +1,23 @@
-"""A call, as kernels take it: what its shapes decide, found once for all calls that are alike, and its tensors.
-
-start() runs a kernel for it.
-"""
+"""A call, as kernels take it: what its shapes decide, found once for all calls that are alike, and its tensors."""
 
 from typing import NamedTuple
 
 import torch
-import triton
-from triton.runtime.errors import OutOfResources
-from triton.tools.tensor_descriptor import TensorDescriptor
 
 from .score import Rule, Terms
-from .table import Launch, float32_precision, launches_for, way
-from .tiles import INTERPRETED, Ragged, Tile, View, padded, pair_view, rows_view, view
-
-
-class Settings(NamedTuple):
-    """How a problem starts a kernel: what the functions named *_settings return."""
-
-    kernel: triton.JITFunction
-    programs: int
-    launch: Launch
-    constants: tuple  # its last parameters
-    registers: int | None = None  # at most so many of a thread
+from .table import float32_precision, launches_for, way
+from .tiles import Ragged, Tile, View, pair_view, rows_view, view
 
 
 class Problem(NamedTuple):
     """One call: its sizes, and the arguments that all kernels share.
 
-    What does not depend on the tensors of a call but on their shapes alone is made once, and kept in `made`.
+    What depends on the shapes of its tensors alone is made for the first of the calls that are alike: see once() and
+    view(), and descriptor() in launcher.py.
     """
 
-    made: dict
+    made: dict  # (function, *arguments) -> what once() has made
+    layouts: dict  # name of a tensor -> what is known of its views and descriptors
     batch: int  # rows
     sequences: int  # rows of the batch, or packed sequences
     q_len: int  # longest sequence, in queries and keys
@@ -45,7 +31,7 @@ class Problem(NamedTuple):
     terms: Terms | None
 
     def once(self, make, *args):
-        """make(self, *args), made once for the problem."""
+        """make(self, *args), made once."""
         key = (make, *args)
         found = self.made.get(key)
         if found is None:
@@ -53,15 +39,12 @@ class Problem(NamedTuple):
         return found
 
     def view(self, name, x):
-        """View of a [B, T, H, D] or [B, H, T] tensor; None stays None.
-
-        Its strides are looked at once: the tensors of a name have the same in all calls of the problem.
-        """
+        """View of a [B, T, H, D] or [B, H, T] tensor; None stays None. A name has the same strides in all calls."""
         if x is None:
             return None
-        strides = self.made.get(name)
+        strides = self.layouts.get(name)
         if strides is None:
-            strides = self.made[name] = (view if x.dim() == 4 else rows_view)(x)[1:]
+            strides = self.layouts[name] = (view if x.dim() == 4 else rows_view)(x)[1:]
         return View(x, *strides)
 
     def tile_for(self, launch, **changes):
@@ -72,71 +55,6 @@ class Problem(NamedTuple):
         """One per tile of queries ("q") or keys ("k"), head and sequence."""
         tiles = -(-self.q_len // tile.block_q) if axis == "q" else -(-self.k_len // tile.block_k)
         return tiles * tile.heads * self.sequences
-
-
-def tma_tiles(x, rows):
-    """TMA descriptor of an aligned() [B, T, H, D] tensor in tiles of `rows` positions of a head; past its end are 0."""
-    return TensorDescriptor(x, list(x.shape), list(x.stride()), [1, rows, 1, padded(x.shape[-1])])
-
-
-def descriptor(problem, name, x, make, *args):
-    """TMA descriptor of a tensor, as make(x, *args) makes it.
-
-    It is made and checked, which takes as long as a launch, for the first tensor of a name: the others of the problem
-    differ from that in where they begin.
-    """
-    known = problem.made.get((name, make))
-    if known is None:
-        made = make(x, *args)
-        known = problem.made[name, make] = type(made), vars(made) | dict(base=None)
-    kind, fields = known
-    found = object.__new__(kind)
-    vars(found).update(fields, base=x)
-    return found
-
-
-def tiles_for(problem, kernel, *tensors):
-    """TMA descriptors of the two tensors over which a kernel walks; None and None if it loads by pointers."""
-    launch = problem.launches[kernel]
-    if not launch.tma or any(0 in x.shape + x.stride() for x in tensors):  # empty, or expanded
-        return None, None
-    rows = launch.block_k if kernel in ("forward", "dq") else launch.block_q
-    return [descriptor(problem, (kernel, i), x, tma_tiles, rows) for i, x in enumerate(tensors)]
-
-
-BUFFERS_LESS = True  # benchmarks/tune.py turns it off: it wants to know
-
-
-def start(make_settings, problem, args, *choices):
-    """Run a kernel by make_settings(problem, *choices); args, then the constants of these are its parameters in order.
-
-    From the second call on without Triton's own look-up, which takes longer than a small kernel, and its profiler's
-    hooks: what Triton looks at in args must be decided by the problem and the choices.
-    """
-    key = (start, make_settings, *choices)
-    started = problem.made.get(key)
-    if started is not None:
-        compiled, programs, constants = started
-        stream = triton.runtime.driver.active.get_current_stream(problem.device.index)
-        no_hooks = None, None, None  # nor what they would be told
-        compiled.run(programs, 1, 1, stream, compiled.function, compiled.packed_metadata, *no_hooks, *args, *constants)
-        return
-    kernel, programs, launch, constants, registers = problem.once(make_settings, *choices)
-    if INTERPRETED.value:
-        kernel[(programs,)](*args, *constants)
-        return
-    for stages in range(launch.num_stages, 0, -1):
-        try:
-            compiled = kernel[(programs,)](
-                *args, *constants, num_warps=launch.num_warps, num_stages=stages,
-                enable_fp_fusion=True,  # Triton 3.10 will no longer do so by itself
-                **({} if registers is None else dict(maxnreg=registers)),  # which is NVIDIA's alone
-            )  # fmt: skip
-            problem.made[key] = compiled, programs, constants
-            return
-        except OutOfResources:  # features take shared memory too: buffer less ahead
-            if stages == 1 or not BUFFERS_LESS:
-                raise
 
 
 PROBLEMS = {}
@@ -183,6 +101,7 @@ def analyse(q, k, v, options):
     without = all(x is None for x in options.tensors)
     return Problem(
         made={},
+        layouts={},
         batch=q.shape[0],
         sequences=len(options.q_starts) - 1 if packed else q.shape[0],
         q_len=q_len,

@@ -62,7 +62,7 @@ def slot(positions, RULE: tl.constexpr):
 
 
 @triton.jit
-def choice(k_len, RULE: tl.constexpr):
+def dp_factor(k_len, RULE: tl.constexpr):
     """Factor of dP and of dO.O: 1.0, or 0.0 where each query sees one key at most, of weight 1 whatever its score.
 
     The two then cancel, and what rounding leaves of their difference is more than eager PyTorch's error, which is 0.
@@ -74,6 +74,24 @@ def choice(k_len, RULE: tl.constexpr):
     else:
         found = tl.where(k_len > 1, 1.0, 0.0)
     return found
+
+
+@triton.jit
+def end_softmax(top, total, logit):
+    """What an online softmax ends with: (lse2, what its sum of weighted values is to be multiplied by).
+
+    logit: the sink's in base 2, -inf where there is none, or None. A row without keys has lse2 = -inf and a sum of 0.
+    """
+    fade = 1.0
+    if logit is not None:  # one more key, which has no value
+        pivot = tl.maximum(top, logit)
+        pivot = tl.where(pivot == float("-inf"), 0.0, pivot)
+        fade = tl.exp2(top - pivot)
+        total = total * fade + tl.exp2(logit - pivot)
+        top = pivot
+    dead = total == 0
+    total = tl.where(dead, 1.0, total)
+    return tl.where(dead, float("-inf"), top + tl.log2(total)), fade / total
 
 
 @triton.jit

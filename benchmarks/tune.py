@@ -25,7 +25,7 @@ import triton
 from triton.runtime.errors import OutOfResources
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
-from attention import problem
+from attention import launcher, problem
 from attention.ops import TENSOR_OPTIONS, Options
 from attention.portable import launch as portable
 from attention.table import Launch
@@ -54,7 +54,7 @@ def candidates(kernel, element_size, dim):
 
 
 def runner(kernel, dtype, dim, length, causal):
-    """A function of a Launch that runs one kernel on a random problem. In float32, "dq" includes the walk for delta."""
+    """A function of a Launch that runs one kernel on a random problem."""
     batch, heads = TOKENS[dtype.itemsize] // length, 2048 // dim
     q, k, v, dout = (torch.randn(batch, length, heads, dim, device="cuda", dtype=dtype) for _ in range(4))
     options = Options(*[None] * TENSOR_OPTIONS, 0, 0, causal, window=0, softcap=0.0, dropout=0.0, scale=dim**-0.5)
@@ -65,14 +65,14 @@ def runner(kernel, dtype, dim, length, causal):
 
     @cache
     def call_with(settings):
-        return call._replace(launches={kernel: settings}, made={})
+        return call._replace(launches={kernel: settings}, made={}, layouts={})
 
     def run(settings):
         changed = call_with(settings)
         if kernel == "forward":
             portable.launch_forward(changed, q, k, v, out, lse2, None)
         elif kernel == "dq":
-            portable.launch_dq(changed, inputs, out, None, None, None, first, None)
+            portable.launch_dq(changed, inputs, out, None, first, None)
         else:
             portable.launch_dkdv(changed, inputs, first, second, None)
 
@@ -81,7 +81,7 @@ def runner(kernel, dtype, dim, length, causal):
 
 def fits(run, settings):
     """Compile the kernel; returns whether Triton can and whether it fits the shared memory of the chip."""
-    problem.BUFFERS_LESS = False
+    launcher.BUFFERS_LESS = False
     try:
         run(settings)
     except OutOfResources:
@@ -91,7 +91,7 @@ def fits(run, settings):
             raise
         return False
     finally:
-        problem.BUFFERS_LESS = True
+        launcher.BUFFERS_LESS = True
     return True
 
 

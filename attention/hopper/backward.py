@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 import triton.language as tl
 
-from ..score import LOG2E, ahead, behind, choice
+from ..score import LOG2E, ahead, behind, dp_factor
 from ..tiles import (
     FAR,
 )
@@ -96,7 +96,7 @@ def keys_layout(plan):
 
 
 @gluon.jit
-def zeros(ROWS: gl.constexpr, COLUMNS: gl.constexpr, PLAN: gl.constexpr):
+def accumulator(ROWS: gl.constexpr, COLUMNS: gl.constexpr, PLAN: gl.constexpr):
     """A float32 accumulator of a matmul."""
     return gl.full([ROWS, COLUMNS], 0.0, gl.float32, mma_layout(PLAN.warps, ROWS, COLUMNS))
 
@@ -117,7 +117,7 @@ def load(q, k, v, dout, rows, shared, signals, work, RULE: gl.constexpr, PLAN: g
     mbarrier.expect(signals.keys_full, k.block_type.nbytes + v.block_type.nbytes)
     at = corner(work.keys, work.k_start, work.kv_head, PLAN.ragged)
     tma_load(k, at, signals.keys_full, shared.k.reshape(k.block_shape))
-    if choice(work.keys.length, RULE) == 0.0:
+    if dp_factor(work.keys.length, RULE) == 0.0:
         # values past the end, which are 0, make dP 0; dO.O prepare_kernel leaves out
         at = corner(work.keys, work.keys.length, work.kv_head, PLAN.ragged)
     tma_load(v, at, signals.keys_full, shared.v.reshape(v.block_shape))
@@ -214,14 +214,14 @@ def meet(
     q, dout = shared.q.index(slot), shared.dout.index(slot)
 
     mbarrier.wait(signals.q_full.index(slot), phase)
-    empty = zeros(PLAN.block_k, PLAN.block_q, PLAN)
+    empty = accumulator(PLAN.block_k, PLAN.block_q, PLAN)
     scores = warpgroup_mma(k, q.permute((1, 0)), empty, use_acc=False, is_async=True)
     mbarrier.wait(signals.dout_full.index(slot), phase)
     dweights = warpgroup_mma(v, dout.permute((1, 0)), empty, use_acc=False, is_async=True)
     lse2 = shared.lse2.index(slot).load(columns)
     scores = warpgroup_mma_wait(1, deps=(scores,))
     weights, sloped = weigh(scores, lse2, place, work, scale, RULE, PLAN, TAIL)
-    no_dq = zeros(PLAN.block_q, PLAN.dim, PLAN)
+    no_dq = accumulator(PLAN.block_q, PLAN.dim, PLAN)
     # weights and dscores may be written: since the products of the last step all warps have met, because Triton lets
     # them meet before each mbarrier.arrive (tests/test_compile.py looks for it in the PTX)
     if staged(PLAN):
@@ -276,8 +276,8 @@ def multiply(
     if PLAN.hold:
         left: gl.constexpr = gl.DotOperandLayout(0, scores_layout(PLAN), 2)
         k, v = k.load(left), v.load(left)
-    dk = zeros(PLAN.block_k, PLAN.dim, PLAN)
-    dv = zeros(PLAN.block_k, PLAN.dim, PLAN)
+    dk = accumulator(PLAN.block_k, PLAN.dim, PLAN)
+    dv = accumulator(PLAN.block_k, PLAN.dim, PLAN)
     tile = work.start
     member = 0
     for step in range(work.steps):  # one loop over all heads and tiles: nested ones cost registers

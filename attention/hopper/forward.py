@@ -37,7 +37,7 @@ from .pipeline import (
     take_turn,
 )
 from .ragged import Rows, corner
-from .tiles import barriers, keep_columns, tanh
+from .tiles import barriers, end_softmax, keep_columns, tanh
 
 
 class State(NamedTuple):
@@ -206,24 +206,19 @@ def consumer(
         v_tile = filled(shared.v, count - 1)
         acc = warpgroup_mma(unpack(state.weights, state.acc, dtype), v_tile, state.acc, is_async=True)
 
-        top, total, fade = state.top, state.total, 1.0
-        dead = total == 0  # a row that sees no key outputs zero and lse2 = -inf
-        if sink is not None:  # one more key, which has no value; dead rows stay dead
+        logit = None
+        if sink is not None:  # a row that sees no key has no sink either
             logit = gl.load(sink + lane % TILE.heads).to(gl.float32) * LOG2E
-            pivot = gl.maximum(top, logit)
-            pivot = gl.where(pivot == float("-inf"), 0.0, pivot)
-            fade = gl.exp2(top - pivot)
-            total = total * fade + gl.exp2(logit - pivot)
-            top = gl.where(dead, top, pivot)
-        total = gl.where(dead, 1.0, total)
+            logit = gl.where(state.total > 0, logit, float("-inf"))
+        lse, factor = end_softmax(state.top, state.total, logit)
         offset = q_start + gl.arange(0, ROWS, row_layout)
         rows = lse2 + (lane.to(gl.int64) * problem.q_len + first)
-        gl.store(rows + offset, top + gl.log2(total), offset < own.q_len)
+        gl.store(rows + offset, lse, offset < own.q_len)
 
         acc = warpgroup_mma_wait(0, deps=(acc,))
         release(shared.v, count - 1)
         count = skip(shared, count, next_tile - count, INDEX, PIPE)
-        acc = acc * gl.convert_layout(fade / total, gl.SliceLayout(1, out_layout))[:, None]
+        acc = acc * gl.convert_layout(factor, gl.SliceLayout(1, out_layout))[:, None]
         tma_wait(0)  # the tile before has left
         partition_barrier()
         shared.out.index(INDEX).store(acc.to(dtype))

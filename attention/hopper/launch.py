@@ -11,8 +11,9 @@ import torch
 import triton
 
 from .. import table
+from ..launcher import Launcher, descriptor
 from ..portable import launch as portable
-from ..problem import Settings, describe, descriptor, empty, output, start
+from ..problem import describe, empty, output
 from ..table import Launch, processors
 from ..tiles import aligned
 from .backward import backward_kernel
@@ -52,7 +53,7 @@ BACKWARD = {
 }
 
 
-def padded(dim):
+def tile_dim(dim):
     """Head dim as tiles hold it."""
     return max(64, triton.next_power_of_2(dim))
 
@@ -83,7 +84,7 @@ def described(x, block, shape=None, strides=None):
 
 def described_tiles(x, rows, ragged):
     """The same of a [B, T, H, D] tensor in tiles of `rows` positions of one head, at corner()."""
-    block = (1, rows, 1, padded(x.shape[-1]))
+    block = (1, rows, 1, tile_dim(x.shape[-1]))
     return described(x, (1, *block), end_shape(x), end_strides(x)) if ragged else described(x, block)
 
 
@@ -103,24 +104,26 @@ def list_tiles(problem, q, block_q, block_k=None):
     """Lists of the tiles of queries and, if block_k, of keys, int32 [2 + 2 slots]: see list_kernel."""
     sizes = [slots(problem, n, block) for n, block in ((problem.q_len, block_q), (problem.k_len, block_k)) if block]
     lists = [q.new_empty(2 + 2 * size, dtype=torch.int32) for size in sizes]
-    args = (*lists, *[None] * (2 - len(lists)), problem.sequences, problem.q_len, problem.k_len, problem.ragged)
-    start(list_settings, problem, args, block_q, block_k)
+    problem.once(list_launcher, block_q, block_k).start(
+        *lists, *[None] * (2 - len(lists)), problem.sequences, problem.q_len, problem.k_len, problem.ragged
+    )
     return lists
 
 
-def list_settings(problem, block_q, block_k):
-    return Settings(list_kernel, 1 if block_k is None else 2, table.ROWS, (problem.rule, block_q, block_k))
+def list_launcher(problem, block_q, block_k):
+    return Launcher(list_kernel, 1 if block_k is None else 2, table.ROWS, (problem.rule, block_q, block_k))
 
 
 def blank(problem, x, keys=False):
     """Zero those positions of an output or a gradient that the other kernels leave out: of no sequence."""
-    args = (x, problem.ragged, problem.sequences - problem.batch, problem.q_len, problem.k_len)
-    start(blank_settings, problem, args, x.shape, keys)
+    problem.once(blank_launcher, x.shape, keys).start(
+        x, problem.ragged, problem.sequences - problem.batch, problem.q_len, problem.k_len
+    )
 
 
-def blank_settings(problem, shape, keys):
+def blank_launcher(problem, shape, keys):
     batch, length, heads, dim = shape
-    return Settings(blank_kernel, -(-length // POSITIONS.value) * batch, table.ROWS, (heads * dim, keys))
+    return Launcher(blank_kernel, -(-length // POSITIONS.value) * batch, table.ROWS, (heads * dim, keys))
 
 
 def of_whole_rows(options, q, k):
@@ -132,7 +135,7 @@ def forward(q, k, v, options):
     """As forward() of portable/launch.py."""
     q, k, v = (reachable(x, options.bounded) for x in (q, k, v))
     problem = describe(q, k, v, of_whole_rows(options, q, k))
-    _, tile, _ = problem.once(forward_settings).constants
+    _, tile, _ = problem.once(forward_launcher).constants
     rows, block_k, n_tiles = ROWS.value, tile.block_k, -(-problem.q_len // tile.block_q)
     out = empty(q)
     lse2 = output(problem, q, (problem.batch, tile.heads, problem.q_len), fill=float("-inf"), dtype=torch.float32)
@@ -142,25 +145,24 @@ def forward(q, k, v, options):
             blank(problem, out)
         else:
             tiles = q.new_zeros(1, dtype=torch.int32)
-        args = (
+        problem.once(forward_launcher).start(
             tiles_of(problem, "q", q, rows), tiles_of(problem, "k", k, block_k), tiles_of(problem, "v", v, block_k),
             tiles_of(problem, "out", out, rows), lse2, None if options.sink is None else options.sink.contiguous(),
             tiles, problem.ragged, problem.q_len, problem.k_len, n_tiles, tile.heads * problem.batch,
             max(abs(options.scale), 1e-30),  # 0 would turn the -inf of a hidden key into NaN
         )  # fmt: skip
-        start(forward_settings, problem, args)
     return out, lse2
 
 
-def forward_settings(problem):
-    dim = padded(problem.tile.dim)
+def forward_launcher(problem):
+    dim = tile_dim(problem.tile.dim)
     block_k, pipe, registers = FORWARD[dim]
     pipe = pipe._replace(flip=problem.terms.scale < 0, ragged=problem.bounded)
     block_q = ROWS.value * pipe.consumers
     tile = problem.tile._replace(block_q=block_q, block_k=block_k, dim=dim, value_dim=dim)
     programs = min(slots(problem, problem.q_len, block_q) * tile.heads, processors(problem.device))
     constants = (problem.rule, tile, pipe)
-    return Settings(hopper_forward_kernel, programs, Launch(block_q, block_k, 4, 1), constants, registers)
+    return Launcher(hopper_forward_kernel, programs, Launch(block_q, block_k, 4, 1), constants, registers)
 
 
 class Share(NamedTuple):
@@ -175,7 +177,7 @@ class Share(NamedTuple):
 
 def share(problem):
     """The Share of a problem."""
-    plan, registers = BACKWARD[padded(problem.tile.dim)]
+    plan, registers = BACKWARD[tile_dim(problem.tile.dim)]
     heads, group = problem.tile.heads, problem.tile.group
     k_tiles = -(-problem.k_len // plan.block_k) * problem.batch
     # the group in one program if that leaves two programs per multiprocessor, else each query head in its own
@@ -217,19 +219,17 @@ def backward(q, k, v, out, lse2, dout, dlse, bias_grad, options, deterministic=N
         dq_sum = empty(q, (q_slots * heads * size, WIDTH.value), dtype=torch.float32)
         sums = descriptor(problem, "dq_sum", dq_sum, described, (size, WIDTH.value)) if plan.dq_stages > 0 else dq_sum
         where = (q_tiles, problem.ragged, q_slots, q_len, k_len)
-        args = (
+        problem.once(prepare_launcher).start(
             view("out", out), view("dout", dout), view("lse2", lse2), view("dlse", dlse), rows, dq_sum,
             view("delta", delta), *where,
         )  # fmt: skip
-        start(prepare_settings, problem, args)
-        args = (
+        problem.once(backward_launcher).start(
             tiles_of(problem, "q", q, block_q), tiles_of(problem, "k", k, block_k), tiles_of(problem, "v", v, block_k),
             tiles_of(problem, "dout", dout, block_q), descriptor(problem, "rows", rows, described, (block_q,)), sums,
             tiles_of(problem, "dk", dk, block_k), tiles_of(problem, "dv", dv, block_k), *parts,
             q_len, k_len, batch, heads, group, span, options.scale, k_tiles, problem.ragged, q_slots,
         )  # fmt: skip
-        start(backward_settings, problem, args)
-        start(finish_settings, problem, (dq_sum, view("dq", dq), *where, options.scale))
+        problem.once(finish_launcher).start(dq_sum, view("dq", dq), *where, options.scale)
         if span < group:
             for part, total in zip(parts, (dk, dv), strict=True):
                 portable.launch_group_sum(problem, part[..., :dim], total)
@@ -242,19 +242,19 @@ def backward(q, k, v, out, lse2, dout, dlse, bias_grad, options, deterministic=N
     return dq, dk, dv, None, None, dsink
 
 
-def prepare_settings(problem):
+def prepare_launcher(problem):
     plan, _, q_slots, _, _ = problem.once(share)
     tile = problem.tile._replace(block_q=plan.block_q, block_k=plan.block_q)
-    return Settings(prepare_kernel, q_slots * tile.heads, table.ROWS, (problem.rule, tile))
+    return Launcher(prepare_kernel, q_slots * tile.heads, table.ROWS, (problem.rule, tile))
 
 
-def finish_settings(problem):
-    settings = prepare_settings(problem)
-    return settings._replace(kernel=finish_kernel, constants=settings.constants[1:])
+def finish_launcher(problem):
+    before = problem.once(prepare_launcher)
+    return Launcher(finish_kernel, before.programs, before.launch, before.constants[1:])
 
 
-def backward_settings(problem):
+def backward_launcher(problem):
     plan, registers, _, k_slots, span = problem.once(share)
     constants = (problem.rule, plan, problem.bounded or problem.k_len % plan.block_k != 0)
     tiles = Launch(plan.block_q, plan.block_k, plan.warps, 1)
-    return Settings(backward_kernel, k_slots * problem.tile.heads // span, tiles, constants, registers)
+    return Launcher(backward_kernel, k_slots * problem.tile.heads // span, tiles, constants, registers)

@@ -3,7 +3,7 @@
 import triton
 import triton.language as tl
 
-from ..score import choice
+from ..score import dp_factor
 from ..tiles import (
     Sequence,
     load_rows,
@@ -46,7 +46,7 @@ def prepare_kernel(
 ):  # fmt: skip
     """Before backward_kernel, for one tile of queries of one head: rows = [lse2, delta], and a dQ sum of zeros.
 
-    delta_i = choice() sum_d dO_id O_id - dlse_i; dlse may be None. lse2 is +inf, which makes all weights 0, for rows
+    delta_i = dp_factor() sum_d dO_id O_id - dlse_i; dlse may be None. lse2 is +inf, which makes all weights 0, for rows
     that see no key or do not exist; delta of these is 0. With delta [B, H, Tq] not None that is filled too.
     """
     start, count, head, seq, number = locate_queries(q_tiles, ragged, q_slots, q_len, k_len, TILE)
@@ -57,7 +57,7 @@ def prepare_kernel(
     dout_tile = load_tile(tile_lane(dout, seq.row, head, first), start, 0, seq.q_len, TILE.block_q, TILE.dim, True)
     lse = load_rows(row_lane(lse2, seq.row, head, first), start, seq.q_len, float("inf"), TILE.block_q, True)
     lse = tl.where(lse == float("-inf"), float("inf"), lse)
-    sums = tl.sum(out_tile.to(tl.float32) * dout_tile.to(tl.float32), 1) * choice(seq.k_len, RULE)
+    sums = tl.sum(out_tile.to(tl.float32) * dout_tile.to(tl.float32), 1) * dp_factor(seq.k_len, RULE)
     if dlse is not None:
         sums -= load_rows(row_lane(dlse, seq.row, head, first), start, seq.q_len, 0.0, TILE.block_q, True)
     if delta is not None:

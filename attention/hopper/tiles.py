@@ -4,6 +4,7 @@ from .. import score, tiles
 from . import ragged
 from .gluon import gl, gluon, mbarrier
 
+end_softmax = gluon.jit(score.end_softmax.fn)
 bounds = gluon.jit(ragged.bounds.fn)
 listed = gluon.jit(ragged.listed.fn)
 meeting_range = gluon.jit(tiles.meeting_range.fn)

@@ -5,8 +5,8 @@ With P = 2^(score - lse2), delta_i = sum_d dO_id O_id - dlse_i and slope = d sco
     dP = drop(dO V^T)
     dS = P * (dP - delta)              (gradient of the score: of bias, and of the gates as dS_ij (gate_i - gate_j))
     dQ = scale (dS slope) K,  dK = scale (dS slope)^T Q
-Except for rounding, sum_d dO_id O_id equals sum_j P_ij dP_ij: see find_delta() in dq.py, and choice() for queries of a
-single key.
+Except for rounding, sum_d dO_id O_id equals sum_j P_ij dP_ij: see find_delta() in dq.py, and dp_factor() for queries
+of a single key.
 Each output element is summed by one program in a fixed order: no atomics, so two runs give the same bits.
 Source: Dao et al., FlashAttention, algorithm 4, split in two so that dq needs no atomics.
 """
@@ -16,7 +16,7 @@ from typing import NamedTuple
 import triton
 import triton.language as tl
 
-from ..score import choice, drop, dropout_key, shape_scores
+from ..score import dp_factor, drop, dropout_key, shape_scores
 from ..tiles import (
     Lane,
     dot,
@@ -104,7 +104,7 @@ def load_queries(lanes, head, start, seq, terms, RULE: tl.constexpr, TILE: tl.co
 @triton.jit
 def score_gradient(weights, dweights, delta, q_pos, k_pos, key, seq, terms, RULE: tl.constexpr, MASKED: tl.constexpr):
     """dS; dweights is dO.v, the gradient of the weights after dropout."""
-    dscores = weights * (drop(dweights, key, q_pos, k_pos, RULE) * choice(seq.k_len, RULE) - delta)
+    dscores = weights * (drop(dweights, key, q_pos, k_pos, RULE) * dp_factor(seq.k_len, RULE) - delta)
     if MASKED or terms.bias is not None:  # an invisible key may hold NaN, and so may delta of a row that sees no key
         dscores = tl.where(weights > 0, dscores, 0.0)
     return dscores

@@ -5,7 +5,7 @@ from typing import NamedTuple
 import triton
 import triton.language as tl
 
-from ..score import LOG2E, Terms, ahead, behind, drop, dropout_key, shape_scores
+from ..score import LOG2E, Terms, ahead, behind, drop, dropout_key, end_softmax, shape_scores
 from ..tiles import (
     dot,
     fetch_tile,
@@ -33,7 +33,7 @@ class Softmax(NamedTuple):
     total: tl.tensor  # [queries] sum of exp2(score - top)
 
 
-class Queries(NamedTuple):
+class QueryTile(NamedTuple):
     """A tile of queries of one head, and the span of keys that any of them can see."""
 
     tile: tl.tensor  # [queries, dim]
@@ -103,7 +103,7 @@ def forward_kernel(
     k = tile_lane(k, seq.row, head // TILE.group, seq.k_start)
     v = tile_lane(v, seq.row, head // TILE.group, seq.k_start)
     out = tile_lane(out, seq.row, head, seq.q_start)
-    queries = Queries(
+    queries = QueryTile(
         load_tile(q, q_start, 0, seq.q_len, TILE.block_q, TILE.dim, True),
         first + tl.arange(0, TILE.block_q),
         head,
@@ -118,16 +118,9 @@ def forward_kernel(
     state = attend(state, queries, k, v, k_tiles, v_tiles, seq, terms, span, RULE, TILE, MASKED=False)
     state = attend(state, queries, k, v, k_tiles, v_tiles, seq, terms, span, RULE, TILE, MASKED=True)
 
-    dead = state.total == 0  # a row that sees no key outputs zero and lse2 = -inf
-    top, total, fade = state.top, state.total, 1.0
-    if sink is not None:  # one more key, which has no value; dead rows stay dead
-        logit = tl.load(sink + head).to(tl.float32) * LOG2E
-        pivot = tl.maximum(top, logit)
-        pivot = tl.where(pivot == float("-inf"), 0.0, pivot)
-        fade = tl.exp2(top - pivot)
-        total = total * fade + tl.exp2(logit - pivot)
-        top = tl.where(dead, top, pivot)
-    total = tl.where(dead, 1.0, total)
-    lse = top + tl.log2(total)
-    store_tile(out, state.acc * (fade / total)[:, None], q_start, seq.q_len, TILE.block_q, TILE.value_dim)
+    logit = None
+    if sink is not None:  # a row that sees no key has no sink either
+        logit = tl.where(state.total > 0, tl.load(sink + head).to(tl.float32) * LOG2E, float("-inf"))
+    lse, factor = end_softmax(state.top, state.total, logit)
+    store_tile(out, state.acc * factor[:, None], q_start, seq.q_len, TILE.block_q, TILE.value_dim)
     store_rows(lse2, lse, seq.row, head, seq.q_start + q_start, 0, count, TILE.block_q)

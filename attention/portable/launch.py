@@ -5,7 +5,8 @@ hopper/launch.py does the same for Hopper's own.
 
 import torch
 
-from ..problem import Settings, describe, empty, output, start, tiles_for
+from ..launcher import Launcher, tiles_for
+from ..problem import describe, empty, output
 from ..score import LOG2E
 from ..table import ROWS, loops_over_group, processors
 from ..tiles import aligned, pair_view, view
@@ -35,16 +36,15 @@ def forward(q, k, v, options):
 def launch_forward(problem, q, k, v, out, lse2, sink):
     """Fill out and lse2."""
     view = problem.view
-    args = (
+    problem.once(forward_launcher).start(
         view("q", q), view("k", k), view("v", v), *tiles_for(problem, "forward", k, v), view("out", out),
         view("lse2", lse2), sink, problem.q_len, problem.k_len, problem.ragged, *problem.terms,
     )  # fmt: skip
-    start(forward_settings, problem, args)
 
 
-def forward_settings(problem):
+def forward_launcher(problem):
     tile = problem.tile_for(launch := problem.launches["forward"])
-    return Settings(forward_kernel, problem.programs(tile), launch, (problem.rule, tile))
+    return Launcher(forward_kernel, problem.programs(tile), launch, (problem.rule, tile))
 
 
 def backward(q, k, v, out, lse2, dout, dlse, bias_grad, options):
@@ -70,7 +70,7 @@ def backward(q, k, v, out, lse2, dout, dlse, bias_grad, options):
     q_gate, k_gate = (None if gate is None else empty(gate, dtype=sum_type).zero_() for _ in range(2))
 
     with torch.cuda.device_of(q):
-        launch_dq(problem, inputs, out, view("dlse", dlse), sink, bias, dq, q_gate)
+        launch_dq(problem, inputs, out, view("dlse", dlse), dq, q_gate)
         launch_dkdv(problem, inputs, dk, dv, k_gate)
         dbias = None if bias is None else launch_dbias(problem, inputs, bias)
 
@@ -85,27 +85,18 @@ def sink_gradient(sink, lse2, delta):
     return -torch.where(lse2 == float("-inf"), 0.0, weight * delta).sum((0, 2)).to(sink.dtype)
 
 
-def launch_dq(problem, inputs, out, dlse, sink, bias, dq, q_gate):
-    """Fill dq [B, Tq, H, D], delta [B, H, Tq], which is among the inputs, and the query half of dgate [B, H, Tk].
-
-    bias: of which the gradient is asked, or None.
-    """
-    # What rounding leaves in sums of dS over rows shows in float32, and where a bias over whole rows learns them alone.
-    walks = dq.element_size() > 2 or (bias is not None and bias.shape[-1] < problem.k_len)
+def launch_dq(problem, inputs, out, dlse, dq, q_gate):
+    """Fill dq [B, Tq, H, D], delta [B, H, Tq], which is among the inputs, and the query half of dgate [B, H, Tk]."""
     _, k, v, *_ = inputs
-    args = (
-        *inputs, *tiles_for(problem, "dq", k.ptr, v.ptr), problem.view("out", out), dlse,
-        None if sink is None else sink.contiguous(), problem.view("dq", dq), problem.view("q_gate", q_gate),
-        problem.q_len, problem.k_len, problem.ragged, *problem.terms,
+    problem.once(dq_launcher).start(
+        *inputs, *tiles_for(problem, "dq", k.ptr, v.ptr), problem.view("out", out), dlse, problem.view("dq", dq),
+        problem.view("q_gate", q_gate), problem.q_len, problem.k_len, problem.ragged, *problem.terms,
     )  # fmt: skip
-    for outputs in ("delta", "dq") if walks else ("both",):
-        start(dq_settings, problem, args, outputs)
 
 
-def dq_settings(problem, outputs):
-    """outputs: of dq_kernel."""
+def dq_launcher(problem):
     tile = problem.tile_for(launch := problem.launches["dq"])
-    return Settings(dq_kernel, problem.programs(tile), launch, (problem.rule, tile, outputs))
+    return Launcher(dq_kernel, problem.programs(tile), launch, (problem.rule, tile))
 
 
 def launch_dkdv(problem, inputs, dk, dv, k_gate):
@@ -118,7 +109,7 @@ def launch_dkdv(problem, inputs, dk, dv, k_gate):
     parts = ("dkdv",) if "dkdv" in problem.launches else [x for x in ("dk", "dv") if x in problem.launches]
     partials = False
     if heads != kv_heads:
-        programs = problem.once(dkdv_settings, parts[0], kv_heads).programs
+        programs = problem.once(dkdv_launcher, parts[0], kv_heads).programs
         partials = not loops_over_group(problem, programs, problem.device)
     dk_sum, dv_sum = dk, dv
     if partials:
@@ -131,28 +122,28 @@ def launch_dkdv(problem, inputs, dk, dv, k_gate):
     q, _, _, dout, *_ = inputs
     for outputs in parts:
         tiles = tiles_for(problem, outputs, q.ptr, dout.ptr)
-        start(dkdv_settings, problem, (*inputs, *tiles, *args), outputs, kv_heads)
+        problem.once(dkdv_launcher, outputs, kv_heads).start(*inputs, *tiles, *args)
     if partials:
         launch_group_sum(problem, dk_sum, dk)
         launch_group_sum(problem, dv_sum, dv)
 
 
-def dkdv_settings(problem, outputs, heads):
+def dkdv_launcher(problem, outputs, heads):
     """outputs: of dkdv_kernel; heads: over which programs are spread."""
     tile = problem.tile_for(launch := problem.launches[outputs], heads=heads)
     constants = (problem.rule, tile, problem.tile.heads // heads, outputs)
-    return Settings(dkdv_kernel, problem.programs(tile, "k"), launch, constants)
+    return Launcher(dkdv_kernel, problem.programs(tile, "k"), launch, constants)
 
 
 def launch_group_sum(problem, partial, total):
     """Fill total [B, Tk, Hkv, D] with the sums over groups of partial [B, Tk, H, D] float32."""
-    start(group_sum_settings, problem, (view(partial), view(total), total.shape[1]), total.shape)
+    problem.once(group_sum_launcher, total.shape).start(view(partial), view(total), total.shape[1])
 
 
-def group_sum_settings(problem, shape):
+def group_sum_launcher(problem, shape):
     batch, k_len, kv_heads, dim = shape
     tile = problem.tile_for(ROWS, dim=dim, heads=kv_heads)
-    return Settings(group_sum_kernel, -(-k_len // tile.block_k) * kv_heads * batch, ROWS, (tile,))
+    return Launcher(group_sum_kernel, -(-k_len // tile.block_k) * kv_heads * batch, ROWS, (tile,))
 
 
 def launch_dbias(problem, inputs, bias):
@@ -160,17 +151,18 @@ def launch_dbias(problem, inputs, bias):
     rows, bias_heads, q_len, k_len = bias.shape
     # Packed sequences share an element only if it is broadcast over both axes: then each has its own, added below.
     shared = problem.ragged.q_starts is not None and q_len == 1 and k_len == 1
-    parts = problem.once(dbias_settings, bias.shape).constants[-1].parts
+    parts = problem.once(dbias_launcher, bias.shape).constants[-1].parts
     rows = problem.sequences if shared else rows
     dbias = bias.new_zeros(rows * parts, bias_heads, q_len, k_len, dtype=torch.float32)
-    args = (*inputs, pair_view(dbias), problem.q_len, problem.k_len, problem.ragged, *problem.terms)
-    start(dbias_settings, problem, args, bias.shape)
+    problem.once(dbias_launcher, bias.shape).start(
+        *inputs, pair_view(dbias), problem.q_len, problem.k_len, problem.ragged, *problem.terms
+    )
     if parts > 1:
         dbias = dbias.unflatten(0, (rows, parts)).sum(1)
     return (dbias.sum(0, keepdim=True) if shared else dbias).to(bias.dtype)
 
 
-def dbias_settings(problem, shape):
+def dbias_launcher(problem, shape):
     """shape: of the bias."""
     rows, bias_heads, q_len, k_len = shape
     packed = problem.ragged.q_starts is not None
@@ -187,4 +179,4 @@ def dbias_settings(problem, shape):
     programs = tiles * bias_heads * (problem.sequences if packed else rows)
     steps = spread.batches * spread.heads * (-(-problem.q_len // tile.block_q) if spread.queries else 1)
     parts = max(1, min(steps, DBIAS_WAVES * processors(problem.device) // programs))
-    return Settings(dbias_kernel, programs * parts, launch, (problem.rule, tile, spread._replace(parts=parts)))
+    return Launcher(dbias_kernel, programs * parts, launch, (problem.rule, tile, spread._replace(parts=parts)))

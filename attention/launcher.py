@@ -1,0 +1,86 @@
+"""How a problem starts a kernel: from the second time on without looking things up, which can take longer than it.
+
+All that goes around Triton's own way is in this file; LOG.md has what it saves.
+"""
+
+import triton
+from triton.runtime.errors import OutOfResources
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from .tiles import INTERPRETED, padded
+
+BUFFERS_LESS = True  # benchmarks/tune.py turns it off: it wants to know
+
+
+class Launcher:
+    """A kernel with its settings for a problem, which keeps it: see Problem.once()."""
+
+    def __init__(self, kernel, programs, launch, constants, registers=None):
+        self.kernel = kernel  # triton.JITFunction
+        self.programs = programs
+        self.launch = launch
+        self.constants = constants  # its last parameters
+        self.registers = registers  # at most so many of a thread
+        self.compiled = None
+
+    def start(self, *args):
+        """Run the kernel; args come before the constants, and what Triton looks at in them is the problem's.
+
+        So later runs can do without its look-up, and without its profiler's hooks.
+        """
+        if self.compiled is None:
+            self._compile_and_run(args)
+            return
+        compiled, driver = self.compiled, triton.runtime.driver.active
+        stream = driver.get_current_stream(driver.get_current_device())
+        no_hooks = None, None, None  # nor what they would be told
+        compiled.run(
+            self.programs, 1, 1, stream, compiled.function, compiled.packed_metadata, *no_hooks, *args, *self.constants
+        )
+
+    def _compile_and_run(self, args):
+        if INTERPRETED.value:
+            self.kernel[(self.programs,)](*args, *self.constants)
+            return
+        registers = {} if self.registers is None else dict(maxnreg=self.registers)  # which is NVIDIA's alone
+        for stages in range(self.launch.num_stages, 0, -1):
+            try:
+                self.compiled = self.kernel[(self.programs,)](
+                    *args, *self.constants, num_warps=self.launch.num_warps, num_stages=stages,
+                    enable_fp_fusion=True,  # Triton 3.10 will no longer do so by itself
+                    **registers,
+                )  # fmt: skip
+                return
+            except OutOfResources:  # features take shared memory too: buffer less ahead
+                if stages == 1 or not BUFFERS_LESS:
+                    raise
+
+
+def descriptor(problem, name, x, make, *args):
+    """TMA descriptor of a tensor, as make(x, *args) makes it.
+
+    It is made and checked, which takes as long as a launch, for the first tensor of a name: the others of the problem
+    differ from that in where they begin.
+    """
+    known = problem.layouts.get((name, make))
+    if known is None:
+        made = make(x, *args)
+        known = problem.layouts[name, make] = type(made), vars(made) | dict(base=None)
+    kind, fields = known
+    found = object.__new__(kind)
+    vars(found).update(fields, base=x)
+    return found
+
+
+def tma_tiles(x, rows):
+    """TMA descriptor of an aligned() [B, T, H, D] tensor in tiles of `rows` positions of a head; past its end are 0."""
+    return TensorDescriptor(x, list(x.shape), list(x.stride()), [1, rows, 1, padded(x.shape[-1])])
+
+
+def tiles_for(problem, kernel, *tensors):
+    """TMA descriptors of the two tensors over which a kernel walks; None and None if it loads by pointers."""
+    launch = problem.launches[kernel]
+    if not launch.tma or any(0 in x.shape + x.stride() for x in tensors):  # empty, or expanded
+        return None, None
+    rows = launch.block_k if kernel in ("forward", "dq") else launch.block_q
+    return [descriptor(problem, (kernel, i), x, tma_tiles, rows) for i, x in enumerate(tensors)]
