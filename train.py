@@ -26,7 +26,7 @@ from training.config import load_config
 from training.distributed import STOP, Signals, fail, lost_a_rank, open_on_all_ranks, start_distributed
 from training.optimizer import learning_rate, make_optimizer
 from training.report import Report
-from training.step import TrainStep, choose_micro_batch, evaluate, prefetch
+from training.step import TrainStep, choose_micro_batch, eagerly, evaluate, prefetch
 from training.weights import load_pretrained
 
 SAMPLE_PROMPT, SAMPLE_TOKENS = 16, 100  # of --sample_every
@@ -115,7 +115,7 @@ def write_sample(model, corpus, config):
     model.eval()
     try:
         generator = Generator(model, corpus.tokenizer, seed=config.seed, graph=False)
-        with torch.compiler.set_stance("force_eager"):  # the model is compiled for the shapes of training only
+        with eagerly():  # the model is compiled for the shapes of training only
             tokens = [token for [token] in generator.tokens([prompt], SAMPLE_TOKENS)]
     finally:
         model.train()
