@@ -37,7 +37,7 @@ class KernelsAhead:
     """Compiles the kernels of a run in threads, while the main thread goes on: call wait() before the first step.
 
     One thread runs an evaluation of a network with one layer, in which attention checks itself. The other runs a
-    training step of one, with the kernels that attention will probably choose. Both draw random numbers, and CUDA
+    training step of one, with the kernels that attention will probably choose. The step draws random numbers, and CUDA
     graphs cannot be recorded beside them. Without a GPU there is nothing to compile.
 
     Args:
@@ -54,8 +54,9 @@ class KernelsAhead:
             with suppress(ImportError):  # Triton; imported here, because threads that import it together may fail
                 import kernels.cross_entropy  # noqa: F401
 
-            jobs = (self.evaluate, one_layer), (self.train, one_layer)
-            self.threads = [Thread(target=quietly, args=job, daemon=True) for job in jobs]
+            self.threads = [
+                Thread(target=self.quietly, args=(job, one_layer), daemon=True) for job in (self.evaluate, self.train)
+            ]
         for thread in self.threads:
             thread.start()
 
@@ -64,6 +65,13 @@ class KernelsAhead:
             thread.join()
         if self.threads:
             torch.cuda.empty_cache()
+
+    def quietly(self, job, model_config):
+        """Errors are left to the main thread, which will meet them too, and reports them."""
+        with suppress(Exception):
+            if self.device.startswith("cuda:"):
+                torch.cuda.set_device(self.device)  # of this thread, which otherwise has the first GPU
+            job(model_config)
 
     def evaluate(self, model_config):
         with torch.no_grad():
@@ -84,12 +92,6 @@ class KernelsAhead:
         tokens = torch.zeros(self.rows, self.config.block_size, dtype=torch.int64, device=self.device)
         with autocast(self.config.dtype, self.device):
             return model(tokens, tokens)
-
-
-def quietly(function, *arguments):
-    """function(*arguments); the main thread will meet any error again, and report it."""
-    with suppress(Exception):
-        function(*arguments)
 
 
 def compile_mode(config, ranks):
