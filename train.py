@@ -26,7 +26,8 @@ from training.config import load_config
 from training.distributed import STOP, Signals, fail, lost_a_rank, open_on_all_ranks, start_distributed
 from training.optimizer import learning_rate, make_optimizer
 from training.report import Report
-from training.step import TrainStep, choose_micro_batch, evaluate, prefetch
+from training.start import KernelsAhead, StartClock, compile_mode, compile_network
+from training.step import TrainStep, choose_micro_batch, eagerly, evaluate, prefetch
 from training.weights import load_pretrained
 
 SAMPLE_PROMPT, SAMPLE_TOKENS = 16, 100  # of --sample_every
@@ -34,6 +35,7 @@ SAMPLE_PROMPT, SAMPLE_TOKENS = 16, 100  # of --sample_every
 
 def train(config):
     """One run; returns the best validation loss in nats per token."""
+    clock = StartClock()
     ranks = start_distributed(config)
     config = ranks.share(config)  # each rank may have found another newest run
     if config.deterministic:
@@ -45,6 +47,7 @@ def train(config):
     saved = load_first(checkpoints(config.resume)) if config.resume else {}
     corpus = open_on_all_ranks(config, ranks, saved.get("tokens_sha256"))
     batches = Batches(corpus.train, config.block_size, config.batch_size, config.seed)
+    clock.end("data")
 
     torch.manual_seed(config.seed)
     model = GPT(config.model(corpus.tokenizer)).to(ranks.device)
@@ -52,6 +55,7 @@ def train(config):
         load_pretrained(model, config.init_from, corpus.tokenizer)
     optimizer = make_optimizer(model, config, ranks)
     micro_batch = choose_micro_batch(model, config, ranks, saved.get("take_step", {}).get("micro_batch"))
+    kernels = KernelsAhead(model.config, config, ranks, micro_batch)
     # the same tokens for any micro-batch
     eval_batches = config.eval_batches * (config.batch_size // micro_batch) or None
     validation = validation_batches(corpus.val, config.block_size, micro_batch, eval_batches)
@@ -62,6 +66,10 @@ def train(config):
     start, best = run.load(model, optimizer, take_step)  # 0 and infinity for a new run
     report = Report(run.folder, config, model, corpus, ranks, start)
     report.describe(model, corpus, ranks, micro_batch)
+    clock.end("model")
+    compile_network(network, config, ranks, micro_batch)
+    kernels.wait()
+    clock.end("compilation")
 
     steps = prefetch(batches, range(start, config.steps), ranks)
     with Signals(ranks) as signals, closing(steps):
@@ -82,8 +90,14 @@ def train(config):
             if asked == STOP or step == config.steps:
                 break  # after config.steps updates and one last evaluation
 
+            if step == start:
+                clock.end("evaluation")
             rate = learning_rate(step, config)
             loss, grad_norm = take_step(step, *next(steps), rate)
+            if step == start:
+                loss.item()  # waits for the device
+                clock.end("first step")
+                report.start(clock.parts)
             if (step + 1) % config.log_every == 0:
                 report.step(step + 1, rate, loss, grad_norm, take_step.skipped)
                 take_step.check_bad_steps(step + 1, batches, run.folder)
@@ -97,9 +111,7 @@ def train(config):
 
 def compile_and_wrap(model, config, ranks):
     """The network to train: the model, compiled as config.compile says, and in DDP if there are several ranks."""
-    compiled = config.compile
-    if compiled == "auto":
-        compiled = "model" if ranks.on_gpu else "off"
+    compiled = compile_mode(config, ranks)
     if compiled == "blocks":
         for block in model.blocks:
             block.compile()
@@ -115,7 +127,7 @@ def write_sample(model, corpus, config):
     model.eval()
     try:
         generator = Generator(model, corpus.tokenizer, seed=config.seed, graph=False)
-        with torch.compiler.set_stance("force_eager"):  # the model is compiled for the shapes of training only
+        with eagerly():  # the model is compiled for the shapes of training only
             tokens = [token for [token] in generator.tokens([prompt], SAMPLE_TOKENS)]
     finally:
         model.train()

@@ -31,7 +31,8 @@ def linear_cross_entropy(x, weight, targets, softcap=None):
     if torch.is_autocast_enabled(kind):
         x = x.to(torch.get_autocast_dtype(kind))
     needs_gradients = torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad)
-    total, _, _ = _chunked_cross_entropy(x, weight, targets, softcap or 0.0, needs_gradients)
+    run = _chunked_cross_entropy if torch.compiler.is_compiling() else LossAndGradients.apply
+    total, _, _ = run(x, weight, targets, softcap or 0.0, needs_gradients)
     return total / (targets >= 0).sum()
 
 
@@ -125,8 +126,7 @@ def cross_entropy_kernel(
         tl.store(logits + target, gradient.to(logits.dtype.element_ty), target < vocabulary)
 
 
-@torch.library.custom_op("gpt::linear_cross_entropy", mutates_args=())
-def _chunked_cross_entropy(
+def chunked_cross_entropy(
     x: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor, softcap: float, gradients: bool
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Sum of the losses and, with gradients, dx in the dtype of x and dweight [V, C] float32 (else empty tensors)."""
@@ -164,6 +164,9 @@ def _matmul_float32(a, b):
         return a.float() @ b.float()
 
 
+_chunked_cross_entropy = torch.library.custom_op("gpt::linear_cross_entropy", chunked_cross_entropy, mutates_args=())
+
+
 @_chunked_cross_entropy.register_fake
 def _(x, weight, targets, softcap, gradients):
     shapes = (x.shape, weight.shape) if gradients else ((0,), (0,))
@@ -184,3 +187,10 @@ def _backward(ctx, dtotal, *_):
 
 
 _chunked_cross_entropy.register_autograd(_backward, setup_context=_save)
+
+
+class LossAndGradients(torch.autograd.Function):
+    """The op for eager mode: the first call of a torch.library.custom_op imports torch._dynamo, which takes seconds."""
+
+    forward, setup_context = staticmethod(chunked_cross_entropy), staticmethod(_save)
+    backward = staticmethod(_backward)

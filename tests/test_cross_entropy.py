@@ -1,5 +1,9 @@
 """linear_cross_entropy() against PyTorch's cross-entropy in float64."""
 
+import subprocess
+import sys
+from pathlib import Path
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -107,3 +111,13 @@ def test_compiles_in_one_graph(device):
     (ours,) = torch.autograd.grad(compiled(x, weight, targets), x)
     (eager,) = torch.autograd.grad(F.cross_entropy(x @ weight.T, targets), x)
     torch.testing.assert_close(ours, eager, rtol=1e-3 if ON_GPU else 1e-4, atol=1e-5)
+
+
+def test_torch_dynamo_is_imported_only_to_compile(device):
+    code = f"""import sys, torch
+from kernels.cross_entropy import linear_cross_entropy
+x, weight = (torch.randn(rows, 8, device="{device}", requires_grad=True) for rows in (20, 30))
+linear_cross_entropy(x, weight, torch.zeros(20, dtype=torch.int64, device="{device}")).backward()
+sys.exit("torch._dynamo" in sys.modules)
+"""
+    assert subprocess.run([sys.executable, "-c", code], cwd=Path(__file__).parents[1]).returncode == 0

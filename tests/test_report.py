@@ -85,6 +85,19 @@ def test_pauses_do_not_count_as_training_time(tmp_path, monkeypatch):
     assert read_metrics(tmp_path)[0]["tokens_per_second"] == pytest.approx(tokens / 11)
 
 
+@pytest.mark.parametrize("log_every, steps, seconds", [(4, 3, 6.0), (1, 1, 40.0)])
+def test_the_first_step_does_not_count_in_the_tokens_per_second(tmp_path, monkeypatch, log_every, steps, seconds):
+    """It takes 40 s here, and the next three 2 s each. If every step has a line, the first step's is its own."""
+    clock = iter([0.0, 40.0, 46.0] if log_every == 4 else [0.0, 40.0]).__next__
+    report = make_report(tmp_path, log_every=log_every)
+    monkeypatch.setattr("training.report.time.perf_counter", clock)
+    report.last_time = report.began = clock()
+    report.start({"first step": 40.0})
+    record_step(report, log_every)
+    tokens = steps * FAST["batch_size"] * FAST["block_size"]
+    assert read_metrics(tmp_path)[0]["tokens_per_second"] == pytest.approx(tokens / seconds)
+
+
 def test_resuming_drops_later_records_and_a_cut_line(folder, run):
     """The rest is kept byte for byte, and the steps after the checkpoint are reported anew."""
     run(**SHORT)

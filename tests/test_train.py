@@ -6,7 +6,7 @@ import random
 import numpy as np
 import pytest
 import torch
-from helpers import FAST, TINY, contents, in_process, launch, losses, metrics, one_sentence, same
+from helpers import FAST, TINY, contents, finish, in_process, launch, losses, metrics, one_sentence, same, start
 
 import train
 from data import open_corpus
@@ -196,3 +196,17 @@ def test_a_sample_leaves_model_and_random_state_as_they_were(folder):
     assert torch.equal(torch.get_rng_state(), before) and model.training
     prompt = bytes(corpus.val.windows([0], train.SAMPLE_PROMPT)[0].tolist()).decode()
     assert text.startswith(prompt) and text == train.write_sample(model, corpus, config)
+
+
+def test_torch_dynamo_is_imported_only_to_compile(folder):
+    """It takes seconds. Neither optimizer imports it, nor evaluation, samples, or loading a checkpoint."""
+    code = """import os, sys, train
+train.main(sys.argv[1:])
+os.remove("runs/run/checkpoint.pt")
+train.main(["--resume"])
+sys.exit("torch._dynamo" in sys.modules)
+"""
+    (folder / "twice.py").write_text(code)
+    options = FAST | dict(steps=4, eval_every=2, sample_every=2, optimizer="muon")
+    finish(start(folder, script=folder / "twice.py", **options))
+    assert len(losses(folder)) == 4

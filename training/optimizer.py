@@ -1,5 +1,6 @@
 """The optimizer of a run, AdamW or Muon, and the learning rate of each step."""
 
+import inspect
 import math
 
 import torch
@@ -20,7 +21,7 @@ def make_optimizer(model, config, ranks):
     if config.optimizer == "muon":
         scale = config.muon_scale
         blocks = dict(momentum=MOMENTUM, lr=rate(scale * config.learning_rate), relative=scale)
-    kind = Muon if blocks else torch.optim.AdamW
+    kind = Muon if blocks else AdamW
     groups = model.parameter_groups(config.weight_decay, **blocks)
     # fused: fast, and skips a step on the device where its found_inf is 1
     return kind(groups, rate(config.learning_rate), (0.9, config.beta2), fused=True, capturable=ranks.on_gpu)
@@ -48,7 +49,20 @@ def set_learning_rate(optimizer, rate):
             group["lr"] = own
 
 
-class Muon(torch.optim.AdamW):
+def without_dynamo(name):
+    """A method of torch's AdamW without its decorators, which import torch._dynamo so that it will not trace them."""
+    return inspect.unwrap(getattr(torch.optim.AdamW, name))
+
+
+class AdamW(torch.optim.AdamW):
+    """torch's AdamW, not to be traced. The import of torch._dynamo takes seconds, and a run may do without it."""
+
+    step = torch.no_grad()(without_dynamo("step"))
+    add_param_group, zero_grad = without_dynamo("add_param_group"), without_dynamo("zero_grad")
+    state_dict, load_state_dict = without_dynamo("state_dict"), without_dynamo("load_state_dict")
+
+
+class Muon(AdamW):
     """Muon for parameter groups with a "momentum", whose parameters must be matrices; AdamW for the other groups.
 
     The "lr" of a Muon group is on AdamW's scale: the entries of a step have a root mean square of 0.2 lr. A parameter

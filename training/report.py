@@ -75,6 +75,17 @@ class Report:
             flush=True,
         )
 
+    def start(self, parts):
+        """Print where the time until the end of the first step went: {part: seconds}, in this order.
+
+        The first step is left out of the tokens per second, because it may compile; not if it has a line of its own.
+        """
+        if (self.first_step + 1) % self.config.log_every:
+            self.last_time, self.last_step, self.paused = time.perf_counter(), self.first_step + 1, 0.0
+        if self.enabled:
+            each = ", ".join(f"{seconds:.1f} s {part}" for part, seconds in parts.items())
+            show(f"start      {sum(parts.values()):.1f} s: {each}")
+
     def step(self, step, learning_rate, loss, grad_norm, skipped):
         """Record a training step. loss (nats per token), grad_norm, skipped: [] tensors, whose values it waits for."""
         loss, grad_norm, skipped = torch.stack((loss, grad_norm, skipped)).tolist()

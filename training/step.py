@@ -1,6 +1,7 @@
 """A training step, the choice of its micro-batch, and evaluation."""
 
 import math
+import sys
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 
@@ -24,6 +25,14 @@ def autocast(dtype, device):
     """The context in which the network computes in a dtype, an option of config.dtype."""
     dtype = resolve_dtype(dtype, device)
     return nullcontext() if dtype == torch.float32 else torch.autocast(torch.device(device).type, dtype)
+
+
+def eagerly():
+    """The context in which compiled modules run as they are written.
+
+    Without torch._dynamo, which takes seconds to import, none is compiled.
+    """
+    return torch.compiler.set_stance("force_eager") if "torch._dynamo" in sys.modules else nullcontext()
 
 
 class TrainStep:
@@ -158,7 +167,7 @@ def evaluate(model, batches, config, ranks):
     for index in range(ranks.rank, len(batches), ranks.world):
         inputs, targets = (x.to(ranks.device) for x in batches[index]())
         # compiling the evaluation takes longer than it saves
-        with torch.compiler.set_stance("force_eager"), autocast(config.dtype, ranks.device):
+        with eagerly(), autocast(config.dtype, ranks.device):
             parts.append((model(inputs, targets), targets.numel()))
     model.train()
     total = sum(loss.item() * count for loss, count in parts)  # at the end, so that the host does not wait for each

@@ -1,0 +1,78 @@
+"""The start of a run: kernels and network compiled ahead, and the line that says where the time went."""
+
+import re
+from dataclasses import replace
+from types import SimpleNamespace
+
+import pytest
+import torch
+from helpers import FAST, in_process, metrics
+
+from data import make_tokenizer
+from model import GPT
+from training.config import Config
+from training.distributed import Ranks
+from training.start import KernelsAhead, StartClock, compile_network, process_age
+from training.step import autocast
+
+MODERN = dict(norm="rmsnorm", position="rope", qk_norm=True, n_kv_head=1, dropout=0.0)
+PARTS = ["imports", "data", "model", "compilation", "evaluation", "first step"]
+
+
+def make_config(**options):
+    config = Config(**FAST | options)
+    return config, config.model(make_tokenizer("bytes"))
+
+
+@pytest.mark.parametrize("options", [dict(dropout=0.1), MODERN], ids=["gpt2", "modern"])
+def test_kernels_ahead_are_those_of_a_step(device, options):
+    """A step then meets no attention problem that is new. Without a GPU, in Triton's interpreter."""
+    problem = pytest.importorskip("attention.problem", reason="Triton exists for Linux only")
+    config, model_config = make_config(attention="auto", **options)
+    problem.PROBLEMS.clear()
+    KernelsAhead(model_config, config, SimpleNamespace(device=device, on_gpu=True), 3).wait()
+    ahead = set(problem.PROBLEMS)
+    model = GPT(model_config if device == "cuda" else replace(model_config, attention="triton")).to(device)
+    tokens = torch.randint(256, (3, config.block_size), device=device)
+    with autocast(config.dtype, device):
+        model(tokens, tokens).backward()
+    assert len(ahead) >= 2 and set(problem.PROBLEMS) == ahead  # forward and backward at least
+
+
+def test_kernels_ahead_leave_torchs_random_state(device):
+    """For the CPU it is the state of the weights' initialisation; that of a GPU is set anew by every step."""
+    config, model_config = make_config(attention="auto", dropout=0.0)
+    before = torch.get_rng_state()
+    KernelsAhead(model_config, config, SimpleNamespace(device=device, on_gpu=True), 3).wait()
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_the_network_is_compiled_once_and_stays_as_it_is():
+    """The first step compiles nothing new."""
+    config, model_config = make_config(compile="model")
+    model = GPT(model_config)
+    before = {name: p.clone() for name, p in model.named_parameters()}
+    torch.compiler.reset(), torch._dynamo.utils.counters.clear()
+    network = torch.compile(model, backend="aot_eager")
+    compile_network(network, config, Ranks(0, 1, "cpu"), config.batch_size)
+    graphs = torch._dynamo.utils.counters["stats"]["unique_graphs"]
+    assert all(p.grad is None and torch.equal(p, before[name]) for name, p in model.named_parameters())
+    tokens, targets = torch.randint(256, (2, config.batch_size, config.block_size))
+    network(tokens, targets).backward()
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == graphs == 1
+
+
+def test_the_start_is_printed_by_part(folder, capsys):
+    out = in_process(capsys, **FAST | dict(steps=4, eval_every=2)).stdout
+    [line] = [line for line in out.splitlines() if line.startswith("start ")]
+    total, *seconds = map(float, re.findall(r"([\d.]+) s", line))
+    assert re.findall(r"s ([a-z ]+)", line) == PARTS
+    assert abs(sum(seconds) - total) < 0.05 * len(PARTS) + 0.05  # they are rounded
+    assert len(metrics(folder)) == 7  # the line is no record
+
+
+def test_the_clock_starts_with_the_process():
+    clock = StartClock()
+    clock.end("data")
+    assert clock.parts["imports"] == pytest.approx(process_age(), abs=1.0) and 0 <= clock.parts["data"] < 1
+    assert clock.parts["imports"] > 0

@@ -1,0 +1,120 @@
+"""The start of a run: kernels and the network are compiled side by side, and a clock says where the seconds went."""
+
+import os
+import time
+from contextlib import suppress
+from dataclasses import replace
+from pathlib import Path
+from threading import Thread
+
+import torch
+
+from training.checkpoint import empty_model
+from training.step import autocast
+
+
+class StartClock:
+    """The parts of a start and the seconds each took: `parts`, a dict in their order. Imports end now."""
+
+    def __init__(self):
+        self.parts, self.since = {"imports": process_age()}, time.perf_counter()
+
+    def end(self, part):
+        """The time since the part before ended was that of `part`."""
+        now = time.perf_counter()
+        self.parts[part], self.since = now - self.since, now
+
+
+def process_age():
+    """Seconds since this process was started; 0.0 on systems without Linux's /proc."""
+    with suppress(OSError, AttributeError):
+        ticks = int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19])
+        return time.clock_gettime(time.CLOCK_BOOTTIME) - ticks / os.sysconf("SC_CLK_TCK")
+    return 0.0
+
+
+class KernelsAhead:
+    """Compiles the kernels of a run in threads, while the main thread goes on: call wait() before the first step.
+
+    One thread runs an evaluation of a network with one layer, in which attention checks itself. The other runs a
+    training step of one, with the kernels that attention will probably choose. The step draws random numbers, and CUDA
+    graphs cannot be recorded beside them. Without a GPU there is nothing to compile.
+
+    Args:
+        model_config: GPTConfig. config: Config. ranks: Ranks. micro_batch: sequences per forward pass.
+    """
+
+    def __init__(self, model_config, config, ranks, micro_batch):
+        self.config, self.device = config, ranks.device
+        # fewer rows take less memory, and Triton compiles for multiples of 16 alike
+        self.rows = micro_batch if micro_batch % 16 else 16
+        one_layer = replace(model_config, n_layer=1)
+        self.threads = []
+        if ranks.on_gpu:
+            with suppress(ImportError):  # Triton; imported here, because threads that import it together may fail
+                import kernels.cross_entropy  # noqa: F401
+
+            self.threads = [
+                Thread(target=self.quietly, args=(job, one_layer), daemon=True) for job in (self.evaluate, self.train)
+            ]
+        for thread in self.threads:
+            thread.start()
+
+    def wait(self):
+        for thread in self.threads:
+            thread.join()
+        if self.threads:
+            torch.cuda.empty_cache()
+
+    def quietly(self, job, model_config):
+        """Errors are left to the main thread, which will meet them too, and reports them."""
+        with suppress(Exception):
+            if self.device.startswith("cuda:"):
+                torch.cuda.set_device(self.device)  # of this thread, which otherwise has the first GPU
+            job(model_config)
+
+    def evaluate(self, model_config):
+        with torch.no_grad():
+            self.loss(empty_model(model_config, self.device).eval())
+
+    def train(self, model_config):
+        guesses = [model_config.attention]
+        if guesses == ["auto"]:
+            guesses = ["triton"] if model_config.dropout > 0 else ["hopper", "triton"]
+        for guess in guesses:
+            with suppress(ValueError):  # the Hopper kernels do not serve it
+                # in this thread: otherwise the GPU's only thread for gradients would wait for the compiler
+                with torch.autograd.set_multithreading_enabled(False):
+                    self.loss(empty_model(replace(model_config, attention=guess), self.device)).backward()
+                break
+
+    def loss(self, model):
+        tokens = torch.zeros(self.rows, self.config.block_size, dtype=torch.int64, device=self.device)
+        with autocast(self.config.dtype, self.device):
+            return model(tokens, tokens)
+
+
+def compile_mode(config, ranks):
+    """What torch.compile compiles: "model", "blocks" or "off"."""
+    if config.compile == "auto":
+        return "model" if ranks.on_gpu else "off"
+    return config.compile
+
+
+def compile_network(network, config, ranks, micro_batch):
+    """Compile the network now, forward and backward, by a pass over zeros; weights and their .grad stay as they are.
+
+    Not with several ranks: DDP compiles in the first step, in which it must see the gradients.
+    """
+    if ranks.world > 1 or compile_mode(config, ranks) == "off":
+        return
+    # two tensors: given one twice, it would be compiled for that
+    tokens, targets = (
+        torch.zeros(micro_batch, config.block_size, dtype=torch.int64, device=ranks.device) for _ in range(2)
+    )
+    with autocast(config.dtype, ranks.device):
+        loss = network(tokens, targets)
+    torch.autograd.grad(loss, list(network.parameters()))
+    del loss
+    if ranks.on_gpu:
+        torch.cuda.empty_cache()  # the step may run on another stream, which could not use this memory
