@@ -31,8 +31,9 @@ BLOCK_K = 64  # most keys per step
 TILE_BYTES = 2**14  # of a tile of keys; a half or a quarter for a single query, which keeps all of it in registers
 LARGE_CHIPS = ((8, 0), (9, 0), (10, 0))  # shared memory for three stages of these tiles; others have two
 ROWS = 64  # most queries of a key head in one program; half as many if the head dim is above 128
-WAVES = 4  # programs per multiprocessor to split the keys into
-MAX_SPLITS = 256  # enough for all multiprocessors if there is one program without splits
+# (programs per multiprocessor to split the keys into, most shares) of a single query, and of the queries of a group, whose
+# programs take more registers; tuned on an H200 (benchmarks/LOG.md)
+SHARES = {False: (4, 256), True: (2, 128)}
 MERGED = tl.constexpr(32)  # most shares that the merge kernel loads at once
 
 
@@ -201,9 +202,10 @@ def merge_kernel(parts, lse2, out, TILE: tl.constexpr, SPLITS: tl.constexpr, OVE
     tl.store(tile_lane(out, row, head, token).ptr + column, result.to(out.ptr.dtype.element_ty), inside)
 
 
-def splits_for(programs, keys, device):
-    """Number of shares of at most `keys` keys, a power of two: enough for WAVES programs per multiprocessor."""
-    wanted = min(WAVES * processors(device) // programs, keys // (2 * BLOCK_K), MAX_SPLITS)
+def splits_for(programs, keys, grouped, device):
+    """Number of shares of at most `keys` keys, a power of two: see SHARES."""
+    waves, most = SHARES[grouped]
+    wanted = min(waves * processors(device) // programs, keys // (2 * BLOCK_K), most)
     return triton.next_power_of_2(wanted + 1) // 2 if wanted > 1 else 1
 
 
@@ -224,7 +226,7 @@ def launch_decode(q, k, v, lengths, options):
     rule = Rule(True, options.window, options.softcap, 0.0, options.sink is not None, slots if options.ring else 0)
     tile = Tile(block_q, block_k, dim, value_dim, heads, group, float32_precision(q.dtype))
     most = min(slots, options.window + q_len - 1) if options.window else slots
-    splits = splits_for(kv_heads * tiles * batch, most, q.device)
+    splits = splits_for(kv_heads * tiles * batch, most, block_q > 1, q.device)
     gate = None if options.decay_sum is None else options.decay_sum.transpose(1, 2)
     sink = None if options.sink is None else options.sink.contiguous()
     chip = (0, 0) if INTERPRETED.value else torch.cuda.get_device_capability(q.device)

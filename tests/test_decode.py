@@ -182,12 +182,14 @@ def test_empty_batches(device):
 
 def test_number_of_splits(monkeypatch):
     monkeypatch.setattr(kernel, "processors", lambda device: 132)
-    for programs, keys in itertools.product((1, 8, 12, 96, 768, 10**6), (1, 64, 128, 1024, 2**17)):
-        splits = kernel.splits_for(programs, keys, None)
+    sizes = (1, 8, 12, 96, 768, 10**6), (1, 64, 128, 1024, 2**17), (False, True)
+    for programs, keys, grouped in itertools.product(*sizes):
+        splits = kernel.splits_for(programs, keys, grouped, None)
         assert splits in [2**i for i in range(9)]
-        assert splits == 1 or (splits * programs <= kernel.WAVES * 132 and keys >= splits * 128)
-    assert kernel.splits_for(12, 1024, None) == 8 and kernel.splits_for(768, 1024, None) == 1
-    assert kernel.splits_for(1, 2**17, None) == 256  # more than there are multiprocessors
+        assert splits == 1 or (splits * programs <= kernel.SHARES[grouped][0] * 132 and keys >= splits * 128)
+    assert kernel.splits_for(12, 1024, False, None) == 8 and kernel.splits_for(768, 1024, False, None) == 1
+    assert kernel.splits_for(1, 2**17, False, None) == 256  # more than there are multiprocessors
+    assert kernel.splits_for(1, 2**17, True, None) == 128
 
 
 def test_many_rows(device, monkeypatch):
