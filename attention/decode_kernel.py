@@ -31,8 +31,8 @@ BLOCK_K = 64  # most keys per step
 TILE_BYTES = 2**14  # of a tile of keys; a half or a quarter for a single query, which keeps all of it in registers
 LARGE_CHIPS = ((8, 0), (9, 0), (10, 0))  # shared memory for three stages of these tiles; others have two
 ROWS = 64  # most queries of a key head in one program; half as many if the head dim is above 128
-# (programs per multiprocessor to split the keys into, most shares) of a single query, and of the queries of a group, whose
-# programs take more registers; tuned on an H200 (benchmarks/LOG.md)
+# Whether the queries of a group share a program -> (programs per multiprocessor to split the keys into, most shares);
+# tuned on an H200 (benchmarks/LOG.md).
 SHARES = {False: (4, 256), True: (2, 128)}
 MERGED = tl.constexpr(32)  # most shares that the merge kernel loads at once
 
