@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from attention import attention
+from attention import attention, attention_qkv
 
 HAS_TRITON = find_spec("triton") is not None
 SHORTEST = 8  # tokens: mean length of the shortest documents of a row that mask_documents tells apart
@@ -167,19 +167,25 @@ class Attention(nn.Module):
         B, T, C = x.shape
         config = self.config
         heads = (config.n_head, config.kv_heads, config.kv_heads)
-        q, k, v = self.qkv(x).view(B, T, -1, config.head_dim).split(heads, dim=2)  # slices, no copies
-        if config.qk_norm:
-            q, k = (F.rms_norm(z, (config.head_dim,)) for z in (q, k))
-        if rotary is not None:
-            q, k = (rotate(z, *rotary) for z in (q, k))
-        if layer is not None:  # of a cache
-            y = layer.attend(q, k, v)
+        options = dict(dropout=config.dropout if self.training else 0.0, impl=config.attention_impl)
+        rows = B, T
+        if documents is not None:  # packed in one row
+            rows = 1, B * T
+            options |= dict(cu_seqlens=documents, max_seqlen=T)
+        qkv = self.qkv(x)
+        if rotary is None and layer is None and not config.qk_norm:  # its gradient is written in one piece
+            y = attention_qkv(qkv.view(*rows, -1), config.n_head, config.kv_heads, causal=True, **options)
         else:
-            options = dict(dropout=config.dropout if self.training else 0.0, impl=config.attention_impl)
-            if documents is not None:  # packed in one row: [1, B T, heads, D]
-                q, k, v = (z.flatten(0, 1)[None] for z in (q, k, v))
-                options |= dict(cu_seqlens=documents, max_seqlen=T)
-            y = attention(q, k, v, causal=True, **options)  # [B, T, H, D]
+            q, k, v = qkv.view(B, T, -1, config.head_dim).split(heads, dim=2)  # slices, no copies
+            if config.qk_norm:
+                q, k = (F.rms_norm(z, (config.head_dim,)) for z in (q, k))
+            if rotary is not None:
+                q, k = (rotate(z, *rotary) for z in (q, k))
+            if layer is not None:  # of a cache
+                y = layer.attend(q, k, v)
+            else:
+                q, k, v = (z.view(*rows, -1, config.head_dim) for z in (q, k, v))
+                y = attention(q, k, v, causal=True, **options)  # [B, T, H, D]
         return self.drop(self.project(y.reshape(B, T, C)))
 
 

@@ -1,13 +1,12 @@
 """attention(): what it computes, what it accepts, and which implementation serves a call."""
 
-import inspect
 import math
 
 import torch
 
 from . import ops
 from .call import Call
-from .checks import DTYPES, check_is_tensor, pair
+from .checks import DTYPES, check_is_tensor, check_qkv, pair
 from .choose import decide
 from .reference import reference_attention
 from .sdpa import sdpa_attention
@@ -75,9 +74,48 @@ def attention(
     Source: Dao et al., FlashAttention (2022) and FlashAttention-2 (2023); Ainslie et al., GQA (2023); Lin et al.,
     Forgetting Transformer (2025), for decay.
     """
-    q, k, v = _cast_for_autocast(q, k, v)
+    q, k, v = _cast_for_autocast(q=q, k=k, v=v)
     given = q, k, v, causal, window, scale, softcap, dropout, seed, bias, decay, sink, lengths, cu_seqlens, max_seqlen
-    impl, _ = decide(Call(*given, return_lse, impl))
+    return _attend(Call(*given, return_lse, impl))
+
+
+DEFAULTS = attention.__kwdefaults__
+
+
+def attention_qkv(qkv, n_head, n_kv_head=None, **options):
+    """attention() of a QKV projection: queries, keys and values are in one tensor, and their gradients in another.
+
+    It saves the copy that autograd makes of the gradients of three slices: the kernels write dq, dk and dv into one
+    tensor. SDPA and the reference get the slices.
+
+    Args:
+        qkv: [B, T, (H + 2 Hkv) D]: all query heads, then all key heads, then all value heads. Else as q of attention().
+        n_head: H.
+        n_kv_head: Hkv, a divisor of H; None = H.
+        options: the keyword arguments of attention().
+
+    Returns:
+        As attention(): [B, T, H, D]; with return_lse also [B, H, T].
+
+    Raises:
+        ValueError, RuntimeError: as attention(); the last dimension is no multiple of H + 2 Hkv, or H none of Hkv.
+    """
+    (qkv,) = _cast_for_autocast(qkv=qkv)
+    kv_heads = n_head if n_kv_head is None else n_kv_head
+    check_qkv(qkv, n_head, kv_heads)
+    heads = n_head + 2 * kv_heads
+    qkv = qkv.unflatten(2, (heads, qkv.shape[2] // heads))
+    q, k, v = qkv.split((n_head, kv_heads, kv_heads), 2)
+    return _attend(call_of(q, k, v, **options), qkv)
+
+
+def _attend(call, qkv=None):
+    """attention() of a Call; qkv: [B, T, H + 2 Hkv, D] if q, k and v are views of one tensor."""
+    (
+        q, k, v, causal, window, scale, softcap, dropout, seed, bias, decay, sink, lengths, cu_seqlens, max_seqlen,
+        return_lse, _,
+    ) = call  # fmt: skip
+    impl, _ = decide(call)
     scale = q.shape[-1] ** -0.5 if scale is None else float(scale)
     if bias is not None:
         bias = bias.reshape((1,) * (4 - bias.dim()) + bias.shape)
@@ -108,7 +146,10 @@ def attention(
         dropout=dropout,
         scale=scale,
         hopper=impl == "hopper",
+        kv_heads=0 if qkv is None else k.shape[2],
     )
+    if qkv is not None:
+        q, k, v = qkv, None, None
     # else what the op does, since the way through PyTorch's dispatcher takes as long as a kernel
     if torch.compiler.is_compiling() or ops.transformed():
         out, lse2 = ops.forward(q, k, v, *options)
@@ -119,15 +160,13 @@ def attention(
 
 def explain(q, k, v, **arguments):
     """Which implementation serves attention(q, k, v, **arguments), and why: a line of text. Raises as attention()."""
-    impl, reason = decide(call_of(*_cast_for_autocast(q, k, v), **arguments))
+    impl, reason = decide(call_of(*_cast_for_autocast(q=q, k=k, v=v), **arguments))
     return f"{impl}: {reason}"
 
 
 def call_of(q, k, v, **arguments):
     """The Call of attention(q, k, v, **arguments)."""
-    given = inspect.signature(attention).bind(q, k, v, **arguments)
-    given.apply_defaults()
-    return Call(**given.arguments)
+    return Call(q, k, v, **DEFAULTS | arguments)
 
 
 def _cumulative(decay):
@@ -146,10 +185,11 @@ def _seed_tensor(seed, device):
     return seed
 
 
-def _cast_for_autocast(*tensors):
+def _cast_for_autocast(**tensors):
     """As torch does it: float64 and integers stay what they are."""
-    for name, x in zip("qkv", tensors, strict=True):
+    for name, x in tensors.items():
         check_is_tensor(name, x)
+    tensors = list(tensors.values())
     device = tensors[0].device.type
     if device in AUTOCAST_DEVICES and torch.is_autocast_enabled(device):
         dtype = torch.get_autocast_dtype(device)

@@ -78,6 +78,19 @@ def check_tensors(q, k, v):
         raise ValueError(f"q has {q.shape[2]} heads, k and v {k.shape[2]}; the first must be a multiple of the second")
 
 
+def check_qkv(qkv, n_head, n_kv_head):
+    check_is("n_head", n_head, int)
+    check_is("n_kv_head", n_kv_head, int)
+    if not 1 <= n_kv_head <= n_head or n_head % n_kv_head:
+        raise ValueError(f"n_head={n_head} must be a multiple of n_kv_head={n_kv_head}, and both at least 1")
+    heads = n_head + 2 * n_kv_head
+    if qkv.dim() != 3 or qkv.shape[2] % heads:
+        raise ValueError(
+            f"qkv has shape {tuple(qkv.shape)}; with n_head={n_head} and n_kv_head={n_kv_head} it must be "
+            f"[batch, sequence, {heads} * head_dim]"
+        )
+
+
 def check_options(q, causal, window, scale, softcap, dropout, impl, return_lse, seed):
     if impl not in IMPLEMENTATIONS:
         raise ValueError(f"impl={impl!r} is unknown; choose one of {', '.join(IMPLEMENTATIONS)}")

@@ -32,6 +32,13 @@ class Options(NamedTuple):
     dropout: float
     scale: float
     hopper: bool = False  # whether the kernels of hopper/ serve
+    kv_heads: int = 0  # if not 0, q is the qkv of attention_qkv(), [B, T, H + 2 kv_heads, D], and k and v are None
+
+    def split(self, q, k, v):
+        """q, k and v of a call: as they are, or as views of one tensor."""
+        if self.kv_heads == 0:
+            return q, k, v
+        return q.split((q.shape[2] - 2 * self.kv_heads, self.kv_heads, self.kv_heads), 2)
 
     @property
     def tensors(self):
@@ -65,11 +72,11 @@ def host(hopper):
 # Dynamo would look into an op that runs outside of its graphs. This is torch.compiler.disable, but it imports Dynamo,
 # which takes more than a second, only when the function is first called.
 outside_graphs = torch._disable_dynamo
-TENSORS = "Tensor q, Tensor k, Tensor v"
+TENSORS = "Tensor q, Tensor? k, Tensor? v"
 OPTIONS = (  # the fields of Options, in their order
     "Tensor? bias, Tensor? gate, Tensor? sink, Tensor? seed, Tensor? lengths, Tensor? q_starts, Tensor? k_starts, "
     "SymInt max_q_len, SymInt max_k_len, bool causal, int window, float softcap, float dropout, float scale, "
-    "bool hopper"
+    "bool hopper, int kv_heads"
 )
 TENSOR_OPTIONS = OPTIONS.count("Tensor?")  # they come first
 # torch.library.custom_op would do the same with three times the Python per call: it reads a long schema anew each time.
@@ -94,6 +101,7 @@ def _forward(q, k, v, *options):
 
 @torch.library.register_fake("attention::forward", lib=LIBRARY)
 def _(q, k, v, *options):
+    q, k, v = Options(*options).split(q, k, v)
     batch, q_len, heads, _ = q.shape
     return q.new_empty(batch, q_len, heads, v.shape[-1]), q.new_empty(batch, heads, q_len, dtype=torch.float32)
 
@@ -101,7 +109,10 @@ def _(q, k, v, *options):
 @torch.library.impl(LIBRARY, "backward", "CompositeExplicitAutograd")
 @outside_graphs
 def _backward(q, k, v, out, lse2, dout, dlse, bias_grad, *options):
-    """dq, dk, dv, then dbias if bias_grad, dgate and dsink if given. dlse [B, H, Tq] is in natural units, or None."""
+    """dq, dk and dv, or one tensor if k and v are None; then dbias if bias_grad, dgate and dsink if given.
+
+    dlse [B, H, Tq] is in natural units, or None.
+    """
     options = Options(*options)
     gradients = host(options.hopper).backward(q, k, v, out, lse2, dout, dlse, bias_grad, options)
     return [x for x in gradients if x is not None]
@@ -137,7 +148,7 @@ def transformed():
     return torch._C._functorch.maybe_current_level() is not None
 
 
-PLAIN = frozenset({Tensor, torch.nn.Parameter})
+PLAIN = frozenset({Tensor, torch.nn.Parameter, type(None)})
 
 
 def _plain(*tensors):
@@ -274,10 +285,14 @@ def _pairs(q, k, options):
 
 @register_flop_formula(torch.ops.attention.forward, get_raw=True)
 def _(q, k, v, *options, out_val=None):
-    return 2 * _pairs(q, k, Options(*options)) * (q.shape[-1] + v.shape[-1])
+    options = Options(*options)
+    q, k, v = options.split(q, k, v)
+    return 2 * _pairs(q, k, options) * (q.shape[-1] + v.shape[-1])
 
 
 @register_flop_formula(torch.ops.attention.backward, get_raw=True)
 def _(q, k, v, out, lse2, dout, dlse, bias_grad, *options, out_val=None):
     """Scores, dq and dk, and dweights and dv: the work of any implementation, not that of these kernels."""
-    return 2 * _pairs(q, k, Options(*options)) * (3 * q.shape[-1] + 2 * v.shape[-1])
+    options = Options(*options)
+    q, k, v = options.split(q, k, v)
+    return 2 * _pairs(q, k, options) * (3 * q.shape[-1] + 2 * v.shape[-1])

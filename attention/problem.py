@@ -122,6 +122,19 @@ def empty(like, shape=None, dtype=None):
     return like.new_empty(shape, dtype=dtype or like.dtype)
 
 
+def gradients(q, k, v, joint, new_q, new_kv):
+    """Tensors (dq, dk, dv) for kernels to fill, made by new_q() and new_kv(), and how backward() returns them.
+
+    If joint, they are views of one tensor, and returned as (this tensor, None, None).
+    """
+    if not joint:
+        found = new_q(q), new_kv(k), new_kv(v)
+        return found, found
+    heads = [x.shape[2] for x in (q, k, v)]
+    whole = new_kv(q, (*q.shape[:2], sum(heads), q.shape[3]))
+    return whole.split(heads, 2), (whole, None, None)
+
+
 def output(problem, like, shape=None, fill=0.0, dtype=None):
     """An empty tensor; filled where the kernels may leave out rows that belong to no sequence."""
     if problem.bounded:

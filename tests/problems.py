@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 import torch
 
-from attention import attention, explain
+from attention import attention, attention_qkv, explain
 
 ON_GPU = torch.cuda.is_available()
 
@@ -158,6 +158,12 @@ def our_kernels(arguments):
 
 
 ROW_FACTOR = 4  # rows are noisier than norms: in the interpreter, their largest error is usually 3 to 5 times the share
+
+
+def from_qkv(q, k, v, **options):
+    """attention_qkv(), as a function of q, k and v."""
+    qkv = torch.cat((q, k, v), 2).flatten(2)
+    return attention_qkv(qkv, q.shape[2], k.shape[2], **options)
 
 
 class Worst(NamedTuple):

@@ -4,7 +4,7 @@ from functools import partial
 
 import pytest
 import torch
-from problems import CASES, DIFFERENTIABLE, ON_GPU, kernels, make_problem, results
+from problems import CASES, DIFFERENTIABLE, ON_GPU, from_qkv, kernels, make_problem, results
 from test_hopper import CASES as HOPPER_CASES
 from test_hopper import on_hopper
 from torch.autograd import forward_ad
@@ -21,10 +21,14 @@ WHOLE = {
     "none": ("triton", torch.float32, CASES["causal"]),
     "all": ("triton", torch.float32, CASES["all"]),
     "all_packed": ("triton", torch.float32, CASES["all_packed"]),
+    "qkv_all": ("triton", torch.float32, CASES["all"] | dict(q_len=60, bias=(3, 60, 60))),
+    "qkv_packed": ("triton", torch.float32, CASES["all_packed"] | dict(value_dim=24)),
     "hopper_none": ("hopper", torch.bfloat16, HOPPER_CASES["ragged"] | dict(dim=64)),
     "hopper_all": ("hopper", torch.bfloat16, HOPPER_CASES["all"] | dict(dim=64)),
     "hopper_lengths_all": ("hopper", torch.bfloat16, HOPPER_CASES["lengths_all"] | dict(dim=64)),
     "hopper_packed_all": ("hopper", torch.bfloat16, HOPPER_CASES["packed_all"] | dict(dim=64)),
+    "hopper_qkv_lengths_all": ("hopper", torch.bfloat16, HOPPER_CASES["lengths_all"] | dict(dim=64, q_len=300)),
+    "hopper_qkv_packed": ("hopper", torch.bfloat16, HOPPER_CASES["packed_grouped"] | dict(dim=64)),
 }
 
 
@@ -36,7 +40,8 @@ def named(names):
 def whole(name, device, **changes):
     """A problem of WHOLE: the function that computes it, its dtype, and the result of make_problem()."""
     impl, dtype, problem = WHOLE[name]
-    return partial(attention, impl=impl), dtype, make_problem(device, dtype, **problem | changes)
+    function = from_qkv if "qkv" in name else attention
+    return partial(function, impl=impl), dtype, make_problem(device, dtype, **problem | changes)
 
 
 by_impl = pytest.mark.parametrize("impl", named(["triton", "hopper"]))
@@ -98,6 +103,7 @@ CALLS = {
     "plain": partial(attention, impl="triton"),
     "decay": lambda q, k, v: attention(q, k, v, window=7, decay=-q.abs().mean(-1), impl="triton"),
     "packed": partial(halves, impl="triton"),
+    "qkv": partial(from_qkv, impl="triton"),
     "hopper": partial(attention, window=7, impl="hopper"),
     "hopper_packed": partial(halves, impl="hopper"),
 }
@@ -124,6 +130,8 @@ SHORT = {
     "none": dict(q_len=20),
     "all": dict(q_len=15, k_len=20, bias=(3, 15, 20), lengths=[18]),
     "all_packed": dict(q_len=20, heads=2, kv_heads=1, bias=(2, 1, 20), packed=[0, 6, 6, 18]),
+    "qkv_all": dict(q_len=20, k_len=20, bias=(3, 20, 20), lengths=[18]),
+    "qkv_packed": dict(q_len=20, heads=2, kv_heads=1, bias=(2, 1, 20), packed=[0, 6, 6, 18]),
 }
 
 

@@ -12,7 +12,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from attention import attention
+from attention import attention, attention_qkv
 from attention.decode import HAS_TRITON
 from attention.reference import reference_attention
 
@@ -96,6 +96,7 @@ def test_arguments_of_other_packages():
     distance = torch.arange(10)[:, None] - torch.arange(10)
     seen = distance >= 0
     torch.testing.assert_close(attention(q, k, v), sdpa(q, k, v, is_causal=True))
+    torch.testing.assert_close(attention_qkv(torch.stack((q, k, v), 2).flatten(2), 4), sdpa(q, k, v, is_causal=True))
     torch.testing.assert_close(attention(q, k, v, window=4), sdpa(q, k, v, attn_mask=seen & (distance <= 3)))
     both = attention(q, k, v, causal=False, window=4)
     torch.testing.assert_close(both, sdpa(q, k, v, attn_mask=distance.abs() <= 3))

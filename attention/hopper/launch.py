@@ -13,7 +13,7 @@ import triton
 from .. import table
 from ..launcher import Launcher, descriptor
 from ..portable import launch as portable
-from ..problem import describe, empty, output
+from ..problem import describe, empty, gradients, output
 from ..table import Launch, processors
 from ..tiles import aligned
 from .backward import backward_kernel
@@ -116,14 +116,14 @@ def list_launcher(problem, block_q, block_k):
 
 def blank(problem, x, keys=False):
     """Zero those positions of an output or a gradient that the other kernels leave out: of no sequence."""
-    problem.once(blank_launcher, x.shape, keys).start(
+    problem.once(blank_launcher, x.shape, x.stride(1), keys).start(
         x, problem.ragged, problem.sequences - problem.batch, problem.q_len, problem.k_len
     )
 
 
-def blank_launcher(problem, shape, keys):
+def blank_launcher(problem, shape, step, keys):
     batch, length, heads, dim = shape
-    return Launcher(blank_kernel, -(-length // POSITIONS.value) * batch, table.ROWS, (heads * dim, keys))
+    return Launcher(blank_kernel, -(-length // POSITIONS.value) * batch, table.ROWS, (heads * dim, step, keys))
 
 
 def of_whole_rows(options, q, k):
@@ -133,7 +133,7 @@ def of_whole_rows(options, q, k):
 
 def forward(q, k, v, options):
     """As forward() of portable/launch.py."""
-    q, k, v = (reachable(x, options.bounded) for x in (q, k, v))
+    q, k, v = (reachable(x, options.bounded) for x in options.split(q, k, v))
     problem = describe(q, k, v, of_whole_rows(options, q, k))
     _, tile, _ = problem.once(forward_launcher).constants
     rows, block_k, n_tiles = ROWS.value, tile.block_k, -(-problem.q_len // tile.block_q)
@@ -196,7 +196,7 @@ def backward(q, k, v, out, lse2, dout, dlse, bias_grad, options, deterministic=N
     if deterministic:
         options = options._replace(hopper=False)  # what is compiled for it is not for the kernels here
         return portable.backward(q, k, v, out, lse2, dout, dlse, bias_grad, options)
-    q, k, v, out, dout = (reachable(x, options.bounded) for x in (q, k, v, out, dout))
+    q, k, v, out, dout = (reachable(x, options.bounded) for x in (*options.split(q, k, v), out, dout))
     problem = describe(q, k, v, of_whole_rows(options, q, k), out, lse2, dout, dlse)
     view, batch, q_len, k_len = problem.view, problem.batch, problem.q_len, problem.k_len
     heads, group, dim = problem.tile.heads, problem.tile.group, problem.tile.dim
@@ -206,7 +206,7 @@ def backward(q, k, v, out, lse2, dout, dlse, bias_grad, options, deterministic=N
 
     # keys before every window are left out too (bounds() in ragged.py): only then is all filled with zeros
     new = partial(output, problem) if problem.rule.window else empty
-    dq, dk, dv = empty(q), new(k), new(v)
+    (dq, dk, dv), found = gradients(q, k, v, options.kv_heads > 0, empty, new)
     delta = None if options.sink is None else output(problem, lse2)
     parts = [None, None]
     if span < group:
@@ -239,7 +239,7 @@ def backward(q, k, v, out, lse2, dout, dlse, bias_grad, options, deterministic=N
             blank(problem, dk, keys=True)
             blank(problem, dv, keys=True)
     dsink = None if options.sink is None else portable.sink_gradient(options.sink, lse2, delta)
-    return dq, dk, dv, None, None, dsink
+    return *found, None, None, dsink
 
 
 def prepare_launcher(problem):

@@ -119,11 +119,11 @@ def list_kernel(
 
 
 @triton.jit(do_not_specialize=["offset", "q_len", "k_len"])
-def blank_kernel(x, ragged, offset, q_len, k_len, SIZE: tl.constexpr, KEYS: tl.constexpr):
-    """Zeros at those positions of a contiguous [B, T, ...] tensor, of queries or of keys, that belong to no sequence.
+def blank_kernel(x, ragged, offset, q_len, k_len, SIZE: tl.constexpr, STEP: tl.constexpr, KEYS: tl.constexpr):
+    """Zeros at those positions of a [B, T, H, D] tensor, of queries or of keys, that belong to no sequence.
 
     They lie behind a row's last sequence, whose number is that of the row + offset. SIZE: elements of a position.
-    Filling all of x first would cost as much as short documents take.
+    STEP: from one to the next. Filling all of x first would cost as much as short documents take.
     """
     length = q_len
     if KEYS:
@@ -135,9 +135,9 @@ def blank_kernel(x, ragged, offset, q_len, k_len, SIZE: tl.constexpr, KEYS: tl.c
     end = seq.q_start + seq.q_len
     if KEYS:
         end = seq.k_start + seq.k_len
-    first = x + tl.cast(row, tl.int64) * length * SIZE
+    first = x + tl.cast(row, tl.int64) * length * STEP
     column = tl.arange(0, SPAN)
     for position in range(tl.maximum(start, end), tl.minimum(start + POSITIONS, length)):
         for step in range(0, SIZE, SPAN):
-            at = first + tl.cast(position, tl.int64) * SIZE + (step + column)
+            at = first + tl.cast(position, tl.int64) * STEP + (step + column)
             tl.store(at, (column * 0).to(x.dtype.element_ty), step + column < SIZE)

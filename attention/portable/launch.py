@@ -3,10 +3,12 @@
 hopper/launch.py does the same for Hopper's own.
 """
 
+from functools import partial
+
 import torch
 
 from ..launcher import Launcher, tiles_for
-from ..problem import describe, empty, output
+from ..problem import describe, empty, gradients, output
 from ..score import LOG2E
 from ..table import ROWS, loops_over_group, processors
 from ..tiles import aligned, pair_view, view
@@ -20,7 +22,7 @@ DBIAS_WAVES = 8  # programs per multiprocessor that share the gradient of a smal
 
 def forward(q, k, v, options):
     """Launch the forward. Shapes as in attention(); returns out [B, Tq, H, Dv] and lse2 [B, H, Tq] float32, base 2."""
-    q, k, v = map(aligned, (q, k, v))
+    q, k, v = map(aligned, options.split(q, k, v))
     problem = describe(q, k, v, options)
     batch, q_len, heads, dim = q.shape
     value_dim = problem.tile.value_dim
@@ -50,16 +52,20 @@ def forward_launcher(problem):
 def backward(q, k, v, out, lse2, dout, dlse, bias_grad, options):
     """Launch the backward; returns dq, dk, dv, dbias, dgate, dsink, with None for those whose input is None.
 
-    dlse [B, H, Tq] float32 is the gradient of the natural-log LSE, or None. dbias is None too unless bias_grad.
+    dlse [B, H, Tq] float32 is the gradient of the natural-log LSE, or None. dbias is None too unless bias_grad. If q
+    holds keys and values too, dq is the gradient of them all, and dk and dv are None.
     """
-    q, k, v, dout = map(aligned, (q, k, v, dout))
+    q, k, v, dout = map(aligned, (*options.split(q, k, v), dout))
     problem = describe(q, k, v, options, out, lse2, dout, dlse)
     view = problem.view
-    dq, dk, dv = (output(problem, x) for x in (q, k, v))
+    new = partial(output, problem)
+    (dq, dk, dv), found = gradients(q, k, v, options.kv_heads > 0, new, new)
     bias, gate, sink = options.bias if bias_grad else None, options.gate, options.sink
     if q.numel() == 0 or k.numel() == 0:
         zeros = [None if x is None else torch.zeros_like(x) for x in (bias, gate, sink)]
-        return dq.zero_(), dk.zero_(), dv.zero_(), *zeros
+        for x in (dq, dk, dv):
+            x.zero_()
+        return *found, *zeros
     delta = output(problem, lse2)
     inputs = (
         view("q", q), view("k", k), view("v", v), view("dout", dout), view("lse2", lse2), view("delta", delta)
@@ -76,7 +82,7 @@ def backward(q, k, v, out, lse2, dout, dlse, bias_grad, options):
 
     dgate = None if gate is None else (q_gate + k_gate).to(gate.dtype)
     dsink = None if sink is None else sink_gradient(sink, lse2, delta)
-    return dq, dk, dv, dbias, dgate, dsink
+    return *found, dbias, dgate, dsink
 
 
 def sink_gradient(sink, lse2, delta):

@@ -1,0 +1,168 @@
+"""attention_qkv(): the results of attention() on slices, and one gradient, which the kernels write in place."""
+
+from functools import partial
+
+import problems
+import pytest
+import torch
+from problems import CASES, ON_GPU, check, from_qkv, make_problem, our_kernels, results
+from test_attention_composes import BACKEND, named
+from torch.utils.flop_counter import FlopCounterMode
+
+from attention import attention, attention_qkv
+
+DTYPE, DIM = (torch.bfloat16, 64) if ON_GPU else (torch.float32, 16)
+# name -> arguments of make_problem, in which queries and keys are the same tokens
+QKV_CASES = {
+    "causal": {},
+    "grouped": dict(heads=4, kv_heads=2),
+    "multi_query_full": dict(causal=False, heads=3, kv_heads=1),
+    "window": dict(window=20),
+    "lengths": dict(lengths=[70, 23, 0], batch=3),
+    "lengths_window": dict(lengths=[70, 30], heads=4, kv_heads=2, window=9),
+    "packed_with_rest": dict(packed=[0, 20, 20, 53, 60], heads=4, kv_heads=2),
+    "packed_window": dict(packed=[0, 31, 60], window=12, sink=True),
+    "packed_pair": dict(packed=([0, 20, 20, 50], [0, 30, 41, 60]), q_len=60),
+    "bias": dict(bias=(2, 2, 50, 50), q_len=50, hide=True),
+    "all": CASES["all"] | dict(q_len=60, bias=(3, 60, 60)),
+    "all_packed": CASES["all_packed"] | dict(dim=DIM, value_dim=None),
+}
+
+
+@pytest.mark.parametrize("loops", [True, False], ids=["loop", "partials"])
+@pytest.mark.parametrize("case", QKV_CASES.values(), ids=QKV_CASES)
+def test_equals_attention_of_slices(case, loops, device, poisoned, monkeypatch):
+    """The same bits, except for dq of the Hopper kernels, which is summed in any order."""
+    if not loops and "kv_heads" not in case:
+        pytest.skip("partial sums are for grouped queries")
+    monkeypatch.setattr("attention.portable.launch.loops_over_group", lambda problem, programs, device: loops)
+    problem = make_problem(device, DTYPE, **dict(dim=DIM) | case)
+    for impl in our_kernels(problem[0]):
+        whole, slices = (results(partial(call, impl=impl), problem, DTYPE) for call in (from_qkv, attention))
+        for name, expected in slices.items():
+            if (impl, name) == ("hopper", "dq"):
+                torch.testing.assert_close(whole[name], expected)
+            else:
+                assert torch.equal(whole[name], expected), (impl, name)
+
+
+@pytest.mark.parametrize("case", ["grouped", "lengths_window", "all", "all_packed"])
+def test_errors_against_float64(case, device, poisoned, monkeypatch):
+    monkeypatch.setattr(problems, "attention", from_qkv)  # which check() calls
+    check(partial(make_problem, device, DTYPE, **dict(dim=DIM) | QKV_CASES[case]), DTYPE)
+
+
+def projection(device, *batch, impl="triton"):
+    """qkv of 4 query heads and 2 key heads. The Hopper kernels support neither float32 nor a head dim of 16."""
+    dtype, dim = (torch.bfloat16, 64) if impl == "hopper" else (torch.float32, 16)
+    return torch.randn(*batch, 30, 8 * dim, device=device, dtype=dtype, requires_grad=True)
+
+
+def loss(qkv, impl, **options):
+    return attention_qkv(qkv, 4, 2, impl=impl, **options).float().square().sum()
+
+
+def loss_of_slices(qkv, impl, **options):
+    q, k, v = qkv.unflatten(-1, (8, -1)).split((4, 2, 2), -2)
+    return attention(q, k, v, impl=impl, **options).float().square().sum()
+
+
+by_impl = pytest.mark.parametrize("impl", named(["triton", "hopper"]))
+
+
+@by_impl
+@pytest.mark.parametrize("ragged", [False, True])
+def test_nothing_is_copied(impl, ragged, device, monkeypatch):
+    """Neither the slices of qkv before the kernels nor the gradients after them."""
+    qkv = projection(device, 2, impl=impl)
+    options = dict(lengths=torch.tensor([30, 11], dtype=torch.int32, device=device)) if ragged else {}
+    (expected,) = torch.autograd.grad(loss_of_slices(qkv, impl, **options), qkv)
+    dout = torch.randn(2, 30, 4, qkv.shape[-1] // 8, device=device, dtype=qkv.dtype)
+    with monkeypatch.context() as patch:
+        patch.setattr(torch.Tensor, "clone", lambda *_, **__: pytest.fail("copied"))
+        out = attention_qkv(qkv, 4, 2, impl=impl, **options)
+        kernels, _ = out.grad_fn.next_functions[0]
+        gradient = torch.autograd.grad(out, qkv, dout)[0]
+    assert "View" in kernels.name() or "Unflatten" in kernels.name()
+    assert kernels.next_functions[0][0].variable is qkv
+    assert gradient.is_contiguous() and gradient.shape == expected.shape
+
+
+@pytest.mark.parametrize("impl", ["auto", "sdpa", "reference"])
+def test_other_implementations(impl, device):
+    qkv = projection(device, 2)
+    found, expected = (torch.autograd.grad(call(qkv, impl), qkv)[0] for call in (loss, loss_of_slices))
+    torch.testing.assert_close(found, expected)
+
+
+@by_impl
+def test_transforms(impl, device):
+    """torch.vmap, torch.func and torch.compile, alone and together; second derivatives raise."""
+    qkv = projection(device, 3, 2, impl=impl)
+    losses = torch.stack([loss_of_slices(x, impl) for x in qkv])
+    (truth,) = torch.autograd.grad(losses.sum(), qkv)
+    close = partial(torch.testing.assert_close, rtol=2e-2 if ON_GPU else 1e-4, atol=1e-2 if ON_GPU else 1e-5)
+    mapped = torch.vmap(partial(loss, impl=impl))(qkv)
+    close(mapped, losses)
+    close(torch.autograd.grad(mapped.sum(), qkv)[0], truth)
+    gradient = torch.vmap(torch.func.grad(partial(loss, impl=impl)))
+    for call in (gradient, torch.compile(gradient, backend=BACKEND)):
+        close(call(qkv.detach()), truth)
+    with pytest.raises(RuntimeError, match=r"second derivative.*impl='reference'"):
+        torch.func.grad(lambda x: gradient(x).square().sum())(qkv.detach())
+    with pytest.raises(RuntimeError, match="forward-mode"):
+        torch.func.jvp(partial(loss, impl=impl), (qkv[0].detach(),), (qkv[0].detach(),))
+
+
+@by_impl
+def test_flops(impl, device):
+    """As those of attention(), of the packed gradient too."""
+    counts = []
+    for call in (loss, loss_of_slices):
+        with FlopCounterMode(display=False) as counter:
+            call(projection(device, 2, impl=impl), impl).backward()
+        counts.append(counter.get_total_flops())
+    assert counts[0] == counts[1] > 0
+
+
+def test_autocast(device):
+    qkv = projection(device, 2)
+    with torch.autocast(device, torch.bfloat16):
+        out = attention_qkv(qkv, 4, 2, impl="triton")
+    assert out.dtype == torch.bfloat16
+    assert torch.equal(out, attention_qkv(qkv.bfloat16(), 4, 2, impl="triton"))
+    assert torch.autograd.grad(out.float().sum(), qkv)[0].dtype == torch.float32
+
+
+def test_empty_batch(device):
+    qkv = projection(device, 0)
+    assert torch.autograd.grad(loss(qkv, "triton"), qkv)[0].shape == qkv.shape
+
+
+def test_key_heads_default_to_query_heads(device):
+    qkv = projection(device, 2)[..., :96]
+    assert torch.equal(*(attention_qkv(qkv, 2, heads, impl="triton") for heads in (2, None)))
+
+
+@pytest.mark.parametrize(
+    "shape, heads, said",
+    [
+        ((2, 10, 100), (4, 2), r"qkv has shape \(2, 10, 100\); .*n_head=4 and n_kv_head=2.*8 \* head_dim\]"),
+        ((2, 10, 8, 16), (4, 2), r"qkv has shape \(2, 10, 8, 16\)"),
+        ((2, 10, 80), (4, 2), "head dim 10"),
+        ((2, 10, 112), (3, 2), "n_head=3 must be a multiple of n_kv_head=2"),
+        ((2, 10, 64), (0, None), "n_head=0 .* at least 1"),
+        ((2, 10, 64), (2, -1), "n_kv_head=-1"),
+        ((2, 10, 64), (2.0, 1), "n_head=2.0 is float"),
+    ],
+)
+def test_rules(shape, heads, said):
+    with pytest.raises(ValueError, match=said):
+        attention_qkv(torch.zeros(shape), *heads)
+
+
+def test_arguments():
+    with pytest.raises(ValueError, match="qkv is list"):
+        attention_qkv([1.0], 4)
+    with pytest.raises(TypeError, match="windows"):
+        attention_qkv(torch.zeros(1, 10, 96), 2, windows=3)
