@@ -188,3 +188,19 @@ def test_every_feature_fits_the_smallest_shared_memory(dtype):
     kernels = compile_kernels(*options, "1", *dims) + compile_kernels(*options, "1", "8", "--decode", *dims)
     bad = too_large(chip, kernels)
     assert not bad, "\n".join(map(str, bad))
+
+
+# Bytes per thread that kernels/matmul.py may spill: up to 164 with Triton 3.9, and 12 with 3.6.
+MATMUL_SPILLED = 200
+
+
+@pytest.mark.parametrize("dims", [(64, 32)] if COMPILE_ALL else [(64,)])
+def test_matmul_kernel_fits_its_chip(dims):
+    """Forward and backward of the MLP with each activation, with all epilogues; matmuls must not run one by one."""
+    features = ["--features"] if COMPILE_ALL else []
+    kernels = compile_kernels(90, "--matmul", "--dtypes", "bfloat16", "--dims", *map(str, dims), *features)
+    assert len(kernels) == len(dims) * (8 if COMPILE_ALL else 2)
+    serialized = {f"C75{i}" for i in range(10, 16)}
+    bad = too_large(90, kernels) + [k for k in kernels if k["spilled"] > MATMUL_SPILLED]
+    bad += [k for k in kernels if serialized & set(k["warnings"])]
+    assert not bad, "\n".join(map(str, bad))
