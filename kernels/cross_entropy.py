@@ -11,6 +11,8 @@ import torch
 import triton
 import triton.language as tl
 
+from kernels.hopper import on_hopper
+
 SHARE = 16  # a chunk of logits takes at most 1/SHARE of the GPU's memory; with several chunks their dW must be added
 MULTIPLE = 128  # columns are padded to a multiple of this: matmuls of odd widths are slow
 
@@ -144,23 +146,34 @@ def _chunked_cross_entropy(
     losses = torch.empty(rows, device=x.device, dtype=torch.float32)
     dx = x.new_empty(x.shape if gradients else 0)
     dhead = x.new_zeros(head.shape if gradients and rows == 0 else 0, dtype=torch.float32)
-    # Large programs: with fewer rows in flight, all of them stay in the L2 cache between the two passes.
-    block = min(8192, triton.next_power_of_2(columns))
     step = chunk_rows(x, columns)
     buffer = x.new_empty(min(step, rows), columns)
     for first in range(0, rows, step):
         chunk = slice(first, min(first + step, rows))
         logits = torch.mm(x[chunk], head.T, out=buffer[: chunk.stop - first])
-        with torch.cuda.device_of(logits):
-            cross_entropy_kernel[(len(logits),)](
-                logits, targets[chunk], losses[chunk], columns, vocabulary, columns, softcap,
-                CAPPED=softcap > 0, GRADIENTS=gradients, BLOCK=block, num_warps=max(block // 1024, 1),
-            )  # fmt: skip
+        _launch(logits, targets[chunk], losses[chunk], vocabulary, softcap, gradients)
         if gradients:
             torch.mm(logits, head, out=dx[chunk])
             part = _matmul_float32(logits.T, x[chunk])
             dhead = dhead.add_(part) if first else part
     return losses.sum(), dx, dhead[:vocabulary]
+
+
+def _launch(logits, targets, losses, vocabulary, softcap, gradients):
+    """Start the kernel that fills losses and, with gradients, overwrites logits."""
+    if gradients and on_hopper(logits.device):
+        from kernels import cross_entropy_hopper as hopper  # imports Gluon, which not every Triton has
+
+        if hopper.supports(logits, softcap):
+            return hopper.cross_entropy(logits, targets, losses, vocabulary)
+    rows, columns = logits.shape
+    # Large programs: with fewer rows in flight, all of them stay in the L2 cache between the two passes.
+    block = min(8192, triton.next_power_of_2(columns))
+    with torch.cuda.device_of(logits):
+        cross_entropy_kernel[(rows,)](
+            logits, targets, losses, columns, vocabulary, columns, softcap,
+            CAPPED=softcap > 0, GRADIENTS=gradients, BLOCK=block, num_warps=max(block // 1024, 1),
+        )  # fmt: skip
 
 
 def _matmul_float32(a, b):

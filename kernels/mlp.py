@@ -6,11 +6,11 @@ formulas below serve everywhere else, and are their reference.
 Letters: M tokens, C width, N inner width.
 """
 
-from functools import cache
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+
+from kernels.hopper import on_hopper
 
 
 def activate(h, kind):
@@ -41,25 +41,6 @@ def mlp(x, expand, project, kind):
         y, _, _ = _mlp(x.to(dtype).flatten(0, -2), *weights, kind)
         return y.unflatten(0, x.shape[:-1])
     return project(activate(expand(x), kind))
-
-
-@cache
-def _on_hopper(device):
-    if device.type != "cuda" or torch.cuda.get_device_capability(device) != (9, 0):
-        return False
-    try:
-        from kernels import gluon  # noqa: F401
-    except (ImportError, AttributeError):  # no Triton, or one whose Gluon is another
-        return False
-    return True
-
-
-def on_hopper(device):
-    """Whether a torch.device is a Hopper GPU, and Triton has Gluon for it."""
-    return _on_hopper(device)  # of a cached function itself Dynamo warns
-
-
-on_hopper._dynamo_marked_constant = True  # Dynamo calls it while tracing, and keeps the answer
 
 
 def fused(x, dtype, weight):
