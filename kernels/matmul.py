@@ -1,13 +1,12 @@
 """Matmuls of bfloat16 whose epilogue overlaps with the next tile, for Hopper GPUs (sm_90), in Gluon.
 
-    activated: h = a b^T + bias, activation(h)
-    sloped:    (a b^T) * activation'(h)
-    added:     a b^T + residual
+    "activate":  h = a b^T + bias, and activation(h)
+    "slope":     (a b^T) * activation'(h)
+    "add":       a b^T + residual
 
 cuBLAS and a kernel after it would write a b^T to memory and read it again. Programs are persistent: one warp loads
 operands by TMA, and two warpgroups multiply, each the 64 x 256 sums of its half of a tile. A finished tile stays in
-registers, as 64 pairs of bfloat16 per thread, and is written in 16 pieces between the tensor cores' steps of the next
-tile, which need no other work of these warps.
+registers, as 64 pairs of bfloat16 per thread, and is written in 16 pieces while the tensor cores multiply the next one.
 
 The rows of b reach shared memory permuted, so that a thread's sums are 8 neighbouring columns of the result: it loads
 and stores 16 bytes at a time, without shared memory. Of 32 rows of b, 8 j + 2 i + e comes to place 8 i + 2 j + e
@@ -276,7 +275,10 @@ def matmul_kernel(
 def stages_of(depth):
     """Stages for K; None if there are none."""
     steps, rest = divmod(depth, DEPTH.value)
-    return next((stages for stages in STAGES if steps > 0 and rest == steps % stages == 0), None)
+    for stages in STAGES:
+        if steps > 0 and rest == steps % stages == 0:
+            return stages
+    return None
 
 
 def supports(rows, depth, columns):
@@ -298,6 +300,9 @@ def matmul(a, b, epilogue="none", *, kind="", bias=None, other=None):
     """
     a, b = a.contiguous(), b.contiguous()
     (rows, depth), columns = a.shape, b.shape[0]
+    if not supports(rows, depth, columns) or a.dtype != torch.bfloat16:
+        sizes = f"{a.dtype} [{rows}, {depth}] by [{columns}, {depth}]"
+        raise ValueError(f"the matmul kernel does not serve {sizes}; ask supports(), and use torch.mm")
     out = a.new_empty(rows, columns)
     active = a.new_empty(rows, columns) if epilogue == "activate" else None
     permuted = [columns // 32, 4, 4, 2, depth], [32 * depth, 2 * depth, 8 * depth, depth, 1]
