@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from attention import attention, attention_qkv
+from kernels.mlp import mlp
 
 HAS_TRITON = find_spec("triton") is not None
 SHORTEST = 8  # tokens: mean length of the shortest documents of a row that mask_documents tells apart
@@ -200,14 +201,9 @@ class MLP(nn.Module):
         self.drop = nn.Dropout(config.dropout)
 
     def forward(self, x):
-        hidden = self.expand(x)
         if self.kind == "swiglu":
-            hidden = F.silu(self.gate(x)) * hidden
-        elif self.kind == "relu2":
-            hidden = F.relu(hidden).square()
-        else:
-            hidden = F.gelu(hidden, approximate="tanh" if self.kind == "gelu_tanh" else "none")
-        return self.drop(self.project(hidden))
+            return self.drop(self.project(F.silu(self.gate(x)) * self.expand(x)))
+        return self.drop(mlp(x, self.expand, self.project, self.kind))
 
 
 class Block(nn.Module):

@@ -144,7 +144,7 @@ KINDS = {  # kind of kernel -> parts of kernel names; the first match counts
                   "prepare_kernel", "finish_kernel", "flash", "sdpa", "fmha"),
     "loss": ("cross_entropy", "nll_loss", "log_softmax"),
     "optimizer": ("multi_tensor", "Adam"),
-    "matmuls": ("nvjet", "gemm", "cutlass", "cublas", "splitK"),
+    "matmuls": ("nvjet", "gemm", "matmul_kernel", "cutlass", "cublas", "splitK"),
     "copies": ("Memcpy", "Memset"),
 }  # fmt: skip
 

@@ -1,8 +1,8 @@
-"""Output head and cross-entropy in one, without all logits in memory: for GPT-2 they are the largest tensor of a step.
+"""Output head and cross-entropy in one: for GPT-2 the logits are the largest tensor of a step.
 
-For a few thousand rows at a time: logits = x W^T, then one kernel computes their loss and overwrites the logits with
-their gradient P - Y, then dX and dW follow by two matmuls (Hsu et al. 2024, Liger Kernel). The backward only scales
-the stored gradients.
+For as many rows as a share of the GPU's memory holds: logits = x W^T, then one kernel computes their loss and
+overwrites the logits with their gradient P - Y, then dX and dW follow by two matmuls (Hsu et al. 2024, Liger Kernel).
+The backward only scales the stored gradients.
 
 Letters: N rows (tokens), C width, V vocabulary.
 """
@@ -11,7 +11,9 @@ import torch
 import triton
 import triton.language as tl
 
-CHUNK_LOGITS = 2**28  # logits per chunk, at most: half a gigabyte in 16 bits, and matmuls large enough to fill a GPU
+from kernels.hopper import on_hopper
+
+SHARE = 16  # a chunk of logits takes at most 1/SHARE of the GPU's memory; with several chunks their dW must be added
 MULTIPLE = 128  # columns are padded to a multiple of this: matmuls of odd widths are slow
 
 
@@ -126,6 +128,12 @@ def cross_entropy_kernel(
         tl.store(logits + target, gradient.to(logits.dtype.element_ty), target < vocabulary)
 
 
+def chunk_rows(x, columns):
+    """Rows of logits per chunk, a multiple of MULTIPLE. On an H200, GPT-2's batch of 32 x 1024 tokens is one chunk."""
+    memory = torch.cuda.get_device_properties(x.device).total_memory if x.is_cuda else 2**33
+    return max(memory // SHARE // (columns * x.element_size()) // MULTIPLE, 1) * MULTIPLE
+
+
 def chunked_cross_entropy(
     x: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor, softcap: float, gradients: bool
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -137,23 +145,35 @@ def chunked_cross_entropy(
     head[:vocabulary] = weight
     losses = torch.empty(rows, device=x.device, dtype=torch.float32)
     dx = x.new_empty(x.shape if gradients else 0)
-    dhead = torch.zeros_like(head, dtype=torch.float32) if gradients else x.new_empty(0, dtype=torch.float32)
-    # Large programs: with fewer rows in flight, all of them stay in the L2 cache between the two passes.
-    block = min(8192, triton.next_power_of_2(columns))
-    step = max(CHUNK_LOGITS // columns // MULTIPLE, 1) * MULTIPLE
+    dhead = x.new_zeros(head.shape if gradients and rows == 0 else 0, dtype=torch.float32)
+    step = chunk_rows(x, columns)
     buffer = x.new_empty(min(step, rows), columns)
     for first in range(0, rows, step):
         chunk = slice(first, min(first + step, rows))
         logits = torch.mm(x[chunk], head.T, out=buffer[: chunk.stop - first])
-        with torch.cuda.device_of(logits):
-            cross_entropy_kernel[(len(logits),)](
-                logits, targets[chunk], losses[chunk], columns, vocabulary, columns, softcap,
-                CAPPED=softcap > 0, GRADIENTS=gradients, BLOCK=block, num_warps=max(block // 1024, 1),
-            )  # fmt: skip
+        _launch(logits, targets[chunk], losses[chunk], vocabulary, softcap, gradients)
         if gradients:
             torch.mm(logits, head, out=dx[chunk])
-            dhead += _matmul_float32(logits.T, x[chunk])
+            part = _matmul_float32(logits.T, x[chunk])
+            dhead = dhead.add_(part) if first else part
     return losses.sum(), dx, dhead[:vocabulary]
+
+
+def _launch(logits, targets, losses, vocabulary, softcap, gradients):
+    """Start the kernel that fills losses and, with gradients, overwrites logits."""
+    if gradients and on_hopper(logits.device):
+        from kernels import cross_entropy_hopper as hopper  # imports Gluon, which not every Triton has
+
+        if hopper.supports(logits, softcap):
+            return hopper.cross_entropy(logits, targets, losses, vocabulary)
+    rows, columns = logits.shape
+    # Large programs: with fewer rows in flight, all of them stay in the L2 cache between the two passes.
+    block = min(8192, triton.next_power_of_2(columns))
+    with torch.cuda.device_of(logits):
+        cross_entropy_kernel[(rows,)](
+            logits, targets, losses, columns, vocabulary, columns, softcap,
+            CAPPED=softcap > 0, GRADIENTS=gradients, BLOCK=block, num_warps=max(block // 1024, 1),
+        )  # fmt: skip
 
 
 def _matmul_float32(a, b):

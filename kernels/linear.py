@@ -16,6 +16,7 @@ import triton.language as tl
 from torch import nn
 from triton.language.extra.cuda import gdc_launch_dependents
 
+from kernels.activation import activate
 from kernels.shared import INTERPRETED, can_overlap, shared_memory, tanh, wait_for_inputs
 
 RESERVED = 8 * 2**10  # bytes of shared memory for everything but the stages
@@ -149,17 +150,12 @@ def linear_kernel(
         gdc_launch_dependents()
     if bias is not None:
         acc += tl.load(bias + output, real_output, 0.0).to(tl.float32)[:, None]
-    if ACTIVATION == "gelu":
-        acc = 0.5 * acc * (1 + tl.erf(acc * 0.7071067811865476))
-    elif ACTIVATION == "gelu_tanh":
-        acc = 0.5 * acc * (1 + tanh(0.7978845608028654 * (acc + 0.044715 * acc * acc * acc)))
-    elif ACTIVATION == "relu2":
-        acc = tl.maximum(acc, 0.0)
-        acc *= acc
-    elif ACTIVATION == "swiglu":
+    if ACTIVATION == "swiglu":
         if gate_bias is not None:
             gates += tl.load(gate_bias + output, real_output, 0.0).to(tl.float32)[:, None]
         acc *= gates * tl.sigmoid(gates)
+    elif ACTIVATION is not None:
+        acc = activate(acc, ACTIVATION)
     if CAPPED:
         acc = softcap * tanh(acc / softcap)
     place = row.to(tl.int64)[None, :] * outputs + output[:, None]

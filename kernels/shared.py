@@ -20,6 +20,12 @@ def shared_memory(device):
 
 
 @cache
+def processors(device):
+    """Multiprocessors of a GPU."""
+    return torch.cuda.get_device_properties(device).multi_processor_count
+
+
+@cache
 def can_overlap(device):
     """Whether a kernel may start before the previous one has ended (CUDA's programmatic dependent launch).
 

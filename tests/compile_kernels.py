@@ -4,6 +4,7 @@
     python tests/compile_kernels.py 90 --hopper --dtypes bfloat16 --features --bounds packed
     python tests/compile_kernels.py 90 --decode --groups 1 4 8
     python tests/compile_kernels.py 90 --generation --dtypes bfloat16
+    python tests/compile_kernels.py 90 --training --dtypes bfloat16 --dims 64
 
 The host functions run on meta tensors, with a driver that compiles for the chip and launches nothing. So
 every kernel is compiled with the arguments, tile sizes and specialisations of a real call.
@@ -219,6 +220,26 @@ def launch_generation_kernels(dtype, dim, causal, group, features=False, length=
         gumbel_scores(logits, best, best if features else None, slots, slots, 0.8, -3.0)
 
 
+def launch_training_kernels(dtype, dim, causal, group, features=False, length=4096):
+    """An MLP of width 12 dim and cross-entropy; with features its other activations, a bias and the other epilogues."""
+    from kernels import matmul as module
+    from kernels.cross_entropy_hopper import cross_entropy
+
+    module.processors = lambda device: 132
+    x, hidden, weight = (
+        torch.empty(*shape, 12 * dim, dtype=dtype, device="meta") for shape in ((length,), (length, 4), (48 * dim,))
+    )
+    hidden, bias = hidden.flatten(1), weight.new_empty(48 * dim)
+    for kind in ("gelu", "gelu_tanh", "relu2") if features else ("gelu",):
+        module.matmul(x, weight, "activate", kind=kind, bias=bias if features else None)
+        module.matmul(x, weight, "slope", kind=kind, other=hidden)
+    if features:
+        module.matmul(hidden, weight.view(12 * dim, 48 * dim), "add", other=x)
+        module.matmul(x, weight)
+    targets = x.new_empty(length, dtype=torch.int64)
+    cross_entropy(x.new_empty(length, 50_304), targets, x.new_empty(length, dtype=torch.float32), 50_257)
+
+
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("chip", type=int, help="compute capability without the dot, such as 90")
@@ -236,6 +257,7 @@ def main():
     parser.add_argument("--hopper", action="store_true", help="the kernels of attention/hopper/")
     parser.add_argument("--decode", action="store_true", help="the kernels of attention/decode_kernel.py")
     parser.add_argument("--generation", action="store_true", help="the kernels of kernels/ that generate tokens")
+    parser.add_argument("--training", action="store_true", help="the kernels of kernels/ that train, on Hopper")
     parser.add_argument("--rows", nargs="+", type=int, default=[1, 8, 32, 64], help="with --generation")
     parser.add_argument("--lengths", nargs="+", type=int, help="of sequences; default: all that matter")
     parser.add_argument("--bounds", choices=["lengths", "packed"], help="of sequences, with --hopper; default: none")
@@ -251,6 +273,8 @@ def main():
     elif args.generation:
         launch_all = partial(launch_generation_kernels, row_counts=args.rows)
         lengths, args.masks, args.groups = LENGTHS[-1:], ["causal"], [1]
+    elif args.training:
+        launch_all, lengths, args.masks, args.groups = launch_training_kernels, [UNEVEN], ["causal"], [1]
     elif args.hopper:
         features = () if args.features is None else args.features or HOPPER_FEATURES
         launch_all = partial(launch_hopper_kernels, bounds=args.bounds)

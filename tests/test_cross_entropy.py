@@ -38,8 +38,8 @@ SIZES = [(8, 8, 3), (300 if ON_GPU else 260, 16, 65), (400 if ON_GPU else 140, 6
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16] if ON_GPU else [torch.float32])
 def test_value_and_gradients(dtype, rows, width, vocabulary, softcap, device, monkeypatch):
     """At most twice PyTorch's error in the same dtype, over several draws, in one chunk and in chunks of 128 rows."""
-    for chunk_logits in (2**28, 1) if rows > 128 else (2**28,):
-        monkeypatch.setattr(cross_entropy, "CHUNK_LOGITS", chunk_logits)
+    for share in (16, 2**40) if rows > 128 else (16,):
+        monkeypatch.setattr(cross_entropy, "SHARE", share)
         squares = 0
         for _ in range(DRAWS):
             x, weight = torch.randn(rows, width, device=device).to(dtype), torch.randn(vocabulary, width, device=device)
@@ -76,6 +76,14 @@ def test_targets_outside_the_vocabulary_give_nan(device):
     assert linear_cross_entropy(x[:0], weight, targets[:0]).isnan()
 
 
+def test_gradients_of_no_rows(device):
+    x, weight = (torch.randn(n, 8, device=device, requires_grad=True) for n in (0, 30))
+    _, dx, dweight = cross_entropy._chunked_cross_entropy(
+        x, weight, torch.zeros(0, dtype=int, device=device), 0.0, True
+    )
+    assert dx.shape == x.shape and torch.equal(dweight, torch.zeros_like(weight))
+
+
 def test_autocast(device):
     x, weight = torch.randn(20, 8, device=device), torch.randn(30, 8, device=device)
     targets = torch.randint(30, (20,), device=device)
@@ -93,7 +101,8 @@ def test_custom_op(device):
 
 
 @pytest.mark.skipif(not ON_GPU, reason="counts the memory of a GPU")
-def test_the_logits_are_never_all_in_memory():
+def test_chunks_of_logits_take_their_share_of_memory(monkeypatch):
+    monkeypatch.setattr(cross_entropy, "SHARE", torch.cuda.get_device_properties("cuda").total_memory // 2**28)
     rows, vocabulary = 16_384, 50_304
     x = torch.randn(rows, 64, device="cuda", dtype=torch.bfloat16, requires_grad=True)
     weight = torch.randn(vocabulary, 64, device="cuda", requires_grad=True)

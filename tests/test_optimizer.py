@@ -62,6 +62,24 @@ def test_steps_equal_those_of_torch(model, monkeypatch, batch_elements):
                 torch.testing.assert_close(p[rows], q, rtol=1e-5, atol=1e-6)
 
 
+def test_gradients_are_divided_by_grad_scale(model):
+    """Those of Muon's matrices, of which the momentum is a sum, and those of AdamW's."""
+    other = GPT(model.config)
+    other.load_state_dict(model.state_dict())
+    pairs = [(model, make(model), 4.0), (other, make(other), None)]
+    for _ in range(2):
+        for p, q in zip(model.parameters(), other.parameters(), strict=True):
+            p.grad = torch.randn_like(p)
+            q.grad = p.grad / 4
+        for _, ours, scale in pairs:
+            ours.grad_scale = None if scale is None else torch.tensor(scale)
+            ours.step()
+    for p, q in zip(model.parameters(), other.parameters(), strict=True):
+        torch.testing.assert_close(p, q)
+    for one, two in zip(*(ours.state.values() for _, ours, _ in pairs), strict=True):
+        torch.testing.assert_close(one, two)
+
+
 def test_a_matrix_without_a_gradient_stays_as_it_is(model):
     optimizer = make(model)
     tokens = torch.randint(8, (4, 8))

@@ -67,7 +67,8 @@ class Muon(AdamW):
 
     The "lr" of a Muon group is on AdamW's scale: the entries of a step have a root mean square of 0.2 lr. A parameter
     with the attribute `parts`, numbers of rows, is split into that many matrices (q, k and v). Matrices of one shape
-    are orthogonalised together. If `found_inf` is 1, nothing changes, as in a fused AdamW.
+    are orthogonalised together. Gradients are divided by `grad_scale`, and if `found_inf` is 1, nothing changes: both
+    as in a fused AdamW.
 
     Sources: Jordan et al. 2024, Muon: an optimizer for hidden layers in neural networks (step and coefficients); Liu et
     al. 2025, Muon is scalable for LLM training, section 2.2 (size of a step).
@@ -107,6 +108,8 @@ class Muon(AdamW):
         """Muon's step for (weight, momentum, gradient) of matrices of one shape."""
         weights, momenta, gradients = zip(*matrices, strict=True)
         weight, momentum, gradient = torch.stack(weights), torch.stack(momenta), torch.stack(gradients)
+        if getattr(self, "grad_scale", None) is not None:
+            gradient = gradient / self.grad_scale
         new_momentum = momentum.lerp(gradient, 1 - group["momentum"])
         direction = orthogonal(new_momentum.lerp(gradient, 1 - group["momentum"]))  # Nesterov momentum
         rms = 0.2 * math.sqrt(max(weight.shape[1:]))  # of an orthogonal matrix: 1 / sqrt(larger side)

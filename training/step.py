@@ -8,7 +8,7 @@ from contextlib import nullcontext
 import numpy as np
 import torch
 import torch.distributed as dist
-from torch.nn.utils import clip_grad_norm_
+from torch.nn.utils import get_total_norm
 
 from data import map_ahead
 from model import require
@@ -94,7 +94,9 @@ class TrainStep:
         if self.ranks.world > 1:
             dist.all_reduce(loss)
         self.scaler.unscale_(self.optimizer)
-        grad_norm = clip_grad_norm_(self.network.parameters(), self.config.grad_clip or math.inf)
+        grad_norm = get_total_norm([p.grad for p in self.network.parameters() if p.grad is not None])
+        # the optimizer divides by this while it reads the gradients anyway, in place of one more pass over them
+        self.optimizer.grad_scale = ((grad_norm + 1e-6) / (self.config.grad_clip or math.inf)).clamp(min=1.0)
         # After max_bad_steps in a row all further steps are skipped too, so that check_bad_steps() cannot miss them.
         bad = ~(loss.isfinite() & grad_norm.isfinite()) | (self.bad_in_row >= self.config.max_bad_steps)
         self.bad_in_row.add_(1).mul_(bad)

@@ -1,0 +1,122 @@
+"""The MLP of a block: y = W2 activation(W1 x + b1) + b2.
+
+On Hopper GPUs, the activation and its derivative are computed inside the matmuls before them (kernels/matmul.py); the
+formulas below serve everywhere else, and are their reference.
+
+Letters: M tokens, C width, N inner width.
+"""
+
+from functools import partial
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from kernels.hopper import on_hopper
+
+
+def activate(h, kind):
+    """kind: "gelu", "gelu_tanh" or "relu2"."""
+    if kind == "relu2":
+        return F.relu(h).square()
+    return F.gelu(h, approximate="tanh" if kind == "gelu_tanh" else "none")
+
+
+def activate_backward(dactive, h, kind):
+    """dactive * activation'(h)"""
+    if kind == "relu2":
+        return dactive * (2 * F.relu(h))
+    return torch.ops.aten.gelu_backward(dactive, h, approximate="tanh" if kind == "gelu_tanh" else "none")
+
+
+def mlp(x, expand, project, kind):
+    """project(activation(expand(x))), and for its gradient fewer kernels where the GPU has them.
+
+    Args:
+        x: [..., C]. expand: nn.Linear from C to N. project: nn.Linear from N to C. kind: of activation, as activate().
+    """
+    device = x.device.type
+    dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x.dtype
+    weights = (expand.weight, expand.bias, project.weight, project.bias)
+    if torch.is_grad_enabled() and fused(x, dtype, expand.weight):
+        weights = [None if w is None else w.to(dtype) for w in weights]
+        run = _mlp if torch.compiler.is_compiling() else EagerMLP.apply
+        y, _, _ = run(x.to(dtype).flatten(0, -2), *weights, kind)
+        return y.unflatten(0, x.shape[:-1])
+    return project(activate(expand(x), kind))
+
+
+def fused(x, dtype, weight):
+    """Whether kernels/matmul.py computes with x, as cast to a dtype, and the weight [N, C]."""
+    if dtype != torch.bfloat16 or not on_hopper(x.device):
+        return False
+    from kernels.matmul import supports  # imports Gluon, which not every machine has
+
+    columns, depth = weight.shape
+    return supports(x.numel() // max(depth, 1), depth, columns)
+
+
+def forward(
+    x: Tensor, w1: Tensor, b1: Tensor | None, w2: Tensor, b2: Tensor | None, kind: str
+) -> tuple[Tensor, Tensor, Tensor]:
+    """y [M, C], and for the backward h = W1 x + b1 and activation(h) [M, N]."""
+    if fused(x, x.dtype, w1):
+        from kernels.matmul import matmul
+
+        h, active = matmul(x, w1, "activate", kind=kind, bias=b1)
+    else:
+        h = F.linear(x, w1, b1)
+        active = activate(h, kind)
+    return F.linear(active, w2, b2), h, active
+
+
+_mlp = torch.library.custom_op("gpt::mlp", forward, mutates_args=())
+
+
+@_mlp.register_fake
+def _(x, w1, b1, w2, b2, kind):
+    return x.new_empty(x.shape), x.new_empty(x.shape[0], w1.shape[0]), x.new_empty(x.shape[0], w1.shape[0])
+
+
+def find_dh(dy: Tensor, w2t: Tensor, h: Tensor, kind: str) -> Tensor:
+    """Gradient of h [M, N] from dy [M, C]; w2t: the transpose [N, C] of W2, in which the kernel reads whole rows."""
+    if fused(dy, dy.dtype, w2t):
+        from kernels.matmul import matmul
+
+        return matmul(dy, w2t, "slope", kind=kind, other=h)
+    return activate_backward(F.linear(dy, w2t), h, kind)
+
+
+_dh = torch.library.custom_op("gpt::mlp_dh", find_dh, mutates_args=())
+
+
+@_dh.register_fake
+def _(dy, w2t, h, kind):
+    return h.new_empty(h.shape)
+
+
+def _save(ctx, inputs, output):
+    x, w1, b1, w2, b2, ctx.kind = inputs
+    _, h, active = output
+    ctx.save_for_backward(x, w1, w2, h, active)
+    ctx.has_bias = b1 is not None, b2 is not None
+    ctx.set_materialize_grads(False)  # h and active have no gradients of their own: do not fill zeros for them
+
+
+def _backward(find_dh, ctx, dy, *_):
+    if dy is None:
+        return (None,) * 6
+    x, w1, w2, h, active = ctx.saved_tensors
+    dh = find_dh(dy, w2.T.contiguous(), h, ctx.kind)
+    db1, db2 = (d.sum(0) if bias else None for d, bias in zip((dh, dy), ctx.has_bias, strict=True))
+    return dh @ w1, dh.T @ x, db1, dy.T @ active, db2, None
+
+
+_mlp.register_autograd(partial(_backward, _dh), setup_context=_save)
+
+
+class EagerMLP(torch.autograd.Function):
+    """The op for eager mode: the first call of a torch.library.custom_op imports torch._dynamo, which takes seconds."""
+
+    forward, setup_context = staticmethod(forward), staticmethod(_save)
+    backward = staticmethod(partial(_backward, find_dh))

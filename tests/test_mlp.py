@@ -1,0 +1,204 @@
+"""The MLP and its matmuls against the same formulas in float64; kernels for Hopper only on such a GPU."""
+
+from functools import partial
+
+import pytest
+import torch
+import torch.nn.functional as F
+from problems import ON_GPU
+from torch import nn
+
+from kernels import mlp as module
+from kernels.mlp import activate, activate_backward, mlp
+
+triton = pytest.importorskip("triton", reason="Triton exists for Linux only")
+tl = pytest.importorskip("triton.language")
+kernel = pytest.importorskip("kernels.activation")
+
+KINDS = ["gelu", "gelu_tanh", "relu2"]
+each_kind = pytest.mark.parametrize("kind", KINDS)
+on_hopper = pytest.mark.skipif(
+    not (ON_GPU and module.on_hopper(torch.device("cuda", 0))), reason="the kernels are for Hopper GPUs"
+)
+
+
+@triton.jit
+def apply_kernel(x, y, dy, COUNT: tl.constexpr, KIND: tl.constexpr):
+    lane = tl.arange(0, COUNT)
+    value = tl.load(x + lane)
+    tl.store(y + lane, kernel.activate(value, KIND))
+    tl.store(dy + lane, kernel.slope(value, KIND))
+
+
+@each_kind
+def test_activations_of_kernels(kind, device):
+    """Within 2e-7 for |x| of at most 1, and relative to |x| beyond: 2^-22 is 2.4e-7."""
+    x = torch.cat([torch.linspace(-12, 12, 4090), torch.tensor([0.0, -0.0, 1e-30, -80.0, 80.0, float("nan")])])
+    x = x.to(device)
+    y, dy = torch.full((2, len(x)), float("nan"), device=device)
+    apply_kernel[(1,)](x, y, dy, COUNT=len(x), KIND=kind, enable_fp_fusion=True)
+    exact = x.double()
+    size = 2e-7 * exact.abs().clamp(1)
+    scale = size * exact.abs().clamp(1) if kind == "relu2" else size
+    assert ((y.double() - activate(exact, kind)).abs() <= scale)[:-1].all()
+    assert ((dy.double() - activate_backward(torch.ones_like(exact), exact, kind)).abs() <= 2 * size)[:-1].all()
+    assert y[-1].isnan() and dy[-1].isnan()
+
+
+def make(kind, bias, dtype, device="cpu", width=8, inner=24):
+    layers = nn.Linear(width, inner, bias=bias), nn.Linear(inner, width, bias=bias)
+    return [layer.to(device, dtype) for layer in layers]
+
+
+def weights_of(expand, project):
+    return [w if w is None else w.detach().clone().requires_grad_() for w in (
+        expand.weight, expand.bias, project.weight, project.bias)]  # fmt: skip
+
+
+@each_kind
+@pytest.mark.parametrize("bias", [False, True])
+def test_formula_and_its_gradient(kind, bias):
+    layers = make(kind, bias, torch.float64)
+    x = torch.randn(5, 8, dtype=torch.float64, requires_grad=True)
+    leaves = (x, *weights_of(*layers))
+    torch.testing.assert_close(module._mlp(*leaves, kind)[0], mlp(x, *layers, kind))
+    assert torch.autograd.gradcheck(lambda *leaves: module._mlp(*leaves, kind)[0], leaves)
+
+
+@each_kind
+def test_custom_ops(kind):
+    layers = make(kind, True, torch.float32)
+    x = torch.randn(5, 8, requires_grad=True)
+    torch.library.opcheck(module._mlp, (x, *weights_of(*layers), kind))
+    torch.library.opcheck(module._dh, (torch.randn(5, 8), torch.randn(24, 8), torch.randn(5, 24), kind))
+
+
+def test_compiles_in_one_graph_as_where_the_kernels_are(monkeypatch):
+    """With autocast, in which weights are cast inside the graph. The op computes its formula on a CPU."""
+    pytest.importorskip("kernels.matmul")
+    layers = make("gelu", True, torch.float32, width=192, inner=256)
+    x, dy = torch.randn(2, 3, 192, requires_grad=True), torch.randn(2, 3, 192)
+    monkeypatch.setattr(module, "on_hopper", lambda device: torch.compiler.is_compiling())
+    ops = []
+    original = module._mlp
+
+    def count(*args):
+        ops.append(args)
+        return original(*args)
+
+    monkeypatch.setattr(module, "_mlp", count)
+
+    def run(function):
+        with torch.autocast("cpu", torch.bfloat16):
+            y = function(x, *layers, "gelu")
+        return [y.detach(), *torch.autograd.grad(y, (x, *layers[0].parameters(), *layers[1].parameters()), dy)]
+
+    eager = run(mlp)
+    assert not ops
+    compiled = run(torch.compile(mlp, fullgraph=True, backend="aot_eager"))
+    assert len(ops) == 1
+    for a, b in zip(compiled, eager, strict=True):
+        assert a.dtype == b.dtype
+        torch.testing.assert_close(a, b, rtol=2e-2, atol=2e-2)
+
+
+def error(found, exact):
+    return (found.double() - exact).norm()
+
+
+SHAPES = [(1, 768, 256), (100, 192, 512), (129, 768, 3072), (5000, 384, 1536), (20_001, 768, 3072), (300, 3072, 768)]
+
+
+@on_hopper
+@pytest.mark.parametrize("rows, depth, columns", SHAPES)
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize(
+    "epilogue, kind", [(e, k) for e in ("activate", "slope") for k in KINDS] + [("add", ""), ("none", "")]
+)
+def test_matmul_and_epilogue(epilogue, kind, bias, rows, depth, columns, poisoned):
+    """At most twice the error of PyTorch's matmul and activation; results are checked whole."""
+    from kernels.matmul import matmul
+
+    a, b, other, shift = (
+        torch.randn(*shape, device="cuda").bfloat16()
+        for shape in ((rows, depth), (columns, depth), (rows, columns), (columns,))
+    )
+    b *= depth**-0.5
+    shift = shift if bias else None
+
+    def plain(a, b, other, shift):
+        y = F.linear(a, b, shift)
+        if epilogue == "slope":
+            return [activate_backward(y, other, kind)]
+        if epilogue == "add":
+            return [y + other]
+        return [y, activate(y, kind)] if epilogue == "activate" else [y]
+
+    found = matmul(a, b, epilogue, kind=kind, bias=shift, other=other if epilogue in ("slope", "add") else None)
+    found = found if isinstance(found, tuple) else [found]
+    exact = plain(*(x if x is None else x.double() for x in (a, b, other, shift)))
+    eager = plain(a, b, other, shift)
+    for ours, theirs, truth in zip(found, eager, exact, strict=True):
+        assert error(ours, truth) <= 2 * error(theirs, truth)
+        rows_apart = (ours.double() - truth).norm(dim=1), (theirs.double() - truth).norm(dim=1)
+        assert rows_apart[0].max() <= 2 * rows_apart[1].max()
+
+
+@on_hopper
+@pytest.mark.parametrize("rows", [7, 4097])
+@pytest.mark.parametrize("bias", [False, True])
+@each_kind
+def test_mlp_on_hopper(kind, bias, rows, poisoned):
+    """Output and all gradients, under autocast, against float64 and twice eager's error."""
+    layers = make(kind, bias, torch.float32, "cuda", 768, 3072)
+    x, dy = torch.randn(2, 1, rows, 768, device="cuda").bfloat16()
+    x.requires_grad_()
+    assert module.fused(x, x.dtype, layers[0].weight)
+
+    def run(function, cast, *arguments):
+        leaves = [arguments[0], *layers[0].parameters(), *layers[1].parameters()]
+        with torch.autocast("cuda", torch.bfloat16, enabled=cast):
+            y = function(*arguments)
+        return [y.detach(), *torch.autograd.grad(y, leaves, dy.to(y.dtype))]
+
+    plain = lambda x: layers[1](activate(layers[0](x), kind))  # noqa: E731
+    ours, eager = run(partial(mlp, expand=layers[0], project=layers[1], kind=kind), True, x), run(plain, True, x)
+    for layer in layers:
+        layer.double()
+    exact = run(plain, False, x.detach().double().requires_grad_())
+    for a, b, truth in zip(ours, eager, exact, strict=True):
+        assert a.dtype == b.dtype and error(a, truth) <= 2 * error(b, truth)
+
+
+@on_hopper
+def test_repeats_in_a_cuda_graph():
+    from kernels.matmul import matmul
+
+    a, b, other = (torch.randn(n, m, device="cuda").bfloat16() for n, m in ((9000, 768), (3072, 768), (9000, 3072)))
+    expected = matmul(a, b, "slope", kind="gelu", other=other)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        found = matmul(a, b, "slope", kind="gelu", other=other)
+    for _ in range(20):
+        found.fill_(float("nan"))
+        graph.replay()
+        assert torch.equal(found, expected)
+
+
+@on_hopper
+def test_trains_compiled_as_eager():
+    layers = make("gelu", False, torch.float32, "cuda", 768, 3072)
+    x = torch.randn(2, 500, 768, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+    with torch.autocast("cuda", torch.bfloat16):
+        found = [torch.autograd.grad(f(x, *layers, "gelu").float().square().sum(), (x, layers[0].weight))
+                 for f in (mlp, torch.compile(mlp, fullgraph=True))]  # fmt: skip
+    for a, b in zip(*found, strict=True):
+        assert (a - b).norm() <= 0.02 * b.norm()
+
+
+def test_sizes_that_the_kernel_does_not_serve():
+    matmul = pytest.importorskip("kernels.matmul").matmul
+    x = torch.zeros(4, 256, dtype=torch.bfloat16)
+    for a, columns in ((x, 128), (x[:0], 256), (x[:, :64], 256), (x.float(), 256)):
+        with pytest.raises(ValueError, match="does not serve"):
+            matmul(a, a.new_zeros(columns, a.shape[1]))
