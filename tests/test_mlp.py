@@ -61,8 +61,9 @@ def test_formula_and_its_gradient(kind, bias):
     layers = make(kind, bias, torch.float64)
     x = torch.randn(5, 8, dtype=torch.float64, requires_grad=True)
     leaves = (x, *weights_of(*layers))
-    torch.testing.assert_close(module._mlp(*leaves, kind)[0], mlp(x, *layers, kind))
-    assert torch.autograd.gradcheck(lambda *leaves: module._mlp(*leaves, kind)[0], leaves)
+    for run in (module._mlp, module.EagerMLP.apply):
+        torch.testing.assert_close(run(*leaves, kind)[0], mlp(x, *layers, kind))
+        assert torch.autograd.gradcheck(lambda *leaves, run=run: run(*leaves, kind)[0], leaves)
 
 
 @each_kind
