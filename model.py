@@ -6,6 +6,7 @@ RMSNorm, rotary positions, QK-norm, ReLU^2 or SwiGLU, grouped queries, an untied
 Letters: B batch, T sequence, C embedding, H query heads, G key/value heads, D head dim, V vocabulary.
 """
 
+import hashlib
 import math
 from dataclasses import dataclass, fields
 from importlib.util import find_spec
@@ -14,6 +15,7 @@ from typing import Literal, get_args, get_origin
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 from attention import attention, attention_qkv
 from kernels.mlp import mlp
@@ -115,7 +117,8 @@ class RMSNorm(nn.RMSNorm):
     """RMSNorm computed in float32, as autocast computes LayerNorm."""
 
     def forward(self, x):
-        return super().forward(x.float()).type_as(x)
+        weight = self.weight.float()  # FSDP gives it in the dtype of the matmuls
+        return F.rms_norm(x.float(), self.normalized_shape, weight, self.eps).type_as(x)
 
 
 def make_norm(config):
@@ -160,7 +163,7 @@ class Attention(nn.Module):
         super().__init__()
         self.config = config
         self.qkv = nn.Linear(config.n_embd, (config.n_head + 2 * config.kv_heads) * config.head_dim, bias=config.bias)
-        self.qkv.weight.parts = [heads * config.head_dim for heads in (config.n_head, config.kv_heads, config.kv_heads)]
+        self.rows = [heads * config.head_dim for heads in (config.n_head, config.kv_heads, config.kv_heads)]  # q, k, v
         self.project = nn.Linear(config.n_embd, config.n_embd, bias=config.bias)
         self.drop = nn.Dropout(config.dropout)
 
@@ -207,6 +210,8 @@ class MLP(nn.Module):
 
 
 class Block(nn.Module):
+    again = None  # options of torch's checkpoint(), if the backward pass is to compute the activations again
+
     def __init__(self, config):
         super().__init__()
         self.norm_1 = make_norm(config)
@@ -214,13 +219,18 @@ class Block(nn.Module):
         self.norm_2 = make_norm(config)
         self.mlp = MLP(config)
 
-    def forward(self, x, rotary, documents=None, layer=None):
+    def forward(self, *inputs):
+        return checkpoint(self.compute, *inputs, **self.again) if self.again else self.compute(*inputs)
+
+    def compute(self, x, rotary, documents, layer):
         x = x + self.attention(self.norm_1(x), rotary, documents, layer)
         return x + self.mlp(self.norm_2(x))
 
 
 class GPT(nn.Module):
-    def __init__(self, config: GPTConfig):
+    """The network of a GPTConfig; seed: of its first weights, which are arbitrary if it is None."""
+
+    def __init__(self, config: GPTConfig, seed=0):
         super().__init__()
         require(config.vocab_size >= 1, f"vocab_size={config.vocab_size} must be at least 1, the tokenizer's n_vocab")
         self.config = config
@@ -237,17 +247,38 @@ class GPT(nn.Module):
         self.head = nn.Linear(config.n_embd, config.vocab_size, bias=False)
         if config.tie_head:
             self.head.weight = self.embed.weight
-        self.apply(self._initialise)
-        for name, parameter in self.named_parameters():
-            if name.endswith("project.weight"):  # 2 n_layer branches add up in the residual stream (GPT-2, section 2.3)
-                nn.init.normal_(parameter, std=0.02 / math.sqrt(2 * config.n_layer))
+        if seed is not None:
+            for parameter, value in self.first_weights(seed, self.embed.weight.device):
+                parameter.data.copy_(value)
 
-    @staticmethod
-    def _initialise(module):
-        if isinstance(module, nn.Linear | nn.Embedding):
-            nn.init.normal_(module.weight, std=0.02)
-        if isinstance(module, nn.Linear) and module.bias is not None:
-            nn.init.zeros_(module.bias)
+    def first_weights(self, seed, device):
+        """Yield (parameter, its first value on a device), one at a time: GPT-2's initialisation.
+
+        Each is drawn as a whole by a generator of its own, so it depends on the seed, the parameter's name and the
+        kind of device only, and not on the number of GPUs over which FSDP spreads the parameter.
+        """
+        for name, parameter in self.named_parameters():
+            value = torch.empty(parameter.shape, device=device)
+            if parameter.dim() == 1:
+                value.fill_(1.0 if name.endswith("weight") else 0.0)
+            else:
+                # 2 n_layer branches add up in the residual stream (GPT-2, section 2.3)
+                branches = 2 * self.config.n_layer if name.endswith("project.weight") else 1
+                number = int.from_bytes(hashlib.sha256(f"{seed} {name}".encode()).digest()[:8])
+                generator = torch.Generator(device).manual_seed(number)
+                value.normal_(std=0.02 / math.sqrt(branches), generator=generator)
+            yield parameter, value
+
+    def materialise(self, device, parameter_device=None):
+        """Move the network from the device "meta" to another, with arbitrary weights.
+
+        parameter_device: of the parameters, if they stay on another device than the one that computes.
+        """
+        self.to_empty(device=parameter_device or device)
+        if self.config.tie_head:
+            self.head.weight = self.embed.weight  # to_empty() has made two of them
+        if self.config.position == "rope":
+            self.rotary_cos, self.rotary_sin = (x.to(device) for x in rotary_angles(self.config))
 
     def forward(self, tokens, targets=None):
         """Logits [B, T, V] of tokens [B, T]; with targets [B, T], the mean cross-entropy in nats instead."""
@@ -300,6 +331,8 @@ class GPT(nn.Module):
             {"params": [p for p in outer if p.dim() < 2], "weight_decay": 0.0},
         ]
         if of_blocks:
+            for block in self.blocks:  # q, k and v are matrices of their own
+                block.attention.qkv.weight.parts = block.attention.rows
             inner = [p for p in self.parameters() if p in inner]  # in their order
             groups.append({"params": inner, "weight_decay": weight_decay, **of_blocks})
         return groups

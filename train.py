@@ -16,17 +16,16 @@ from functools import partial
 
 import torch
 import torch.distributed as dist
-from torch.nn.parallel import DistributedDataParallel
 
 from data import Batches, validation_batches
 from generation import Generator
-from model import GPT
-from training.checkpoint import Run, checkpoints, load_first
+from training.checkpoint import Run, checkpoints, load_on_rank_0
 from training.config import load_config
 from training.distributed import STOP, Signals, fail, lost_a_rank, open_on_all_ranks, start_distributed
+from training.network import compile_and_wrap, make_model
 from training.optimizer import learning_rate, make_optimizer
 from training.report import Report
-from training.start import KernelsAhead, StartClock, compile_mode, compile_network
+from training.start import KernelsAhead, StartClock, compile_network
 from training.step import TrainStep, choose_micro_batch, eagerly, evaluate, prefetch
 from training.weights import load_pretrained
 
@@ -44,13 +43,12 @@ def train(config):
     if ranks.on_gpu:
         torch.set_float32_matmul_precision("high")  # TF32 where float32 remains
 
-    saved = load_first(checkpoints(config.resume)) if config.resume else {}
+    saved = load_on_rank_0(checkpoints(config.resume), ranks) if config.resume else {}
     corpus = open_on_all_ranks(config, ranks, saved.get("tokens_sha256"))
     batches = Batches(corpus.train, config.block_size, config.batch_size, config.seed)
     clock.end("data")
 
-    torch.manual_seed(config.seed)
-    model = GPT(config.model(corpus.tokenizer)).to(ranks.device)
+    model, ranks = make_model(config, corpus.tokenizer, ranks)
     if config.init_from and not saved:
         load_pretrained(model, config.init_from, corpus.tokenizer)
     optimizer = make_optimizer(model, config, ranks)
@@ -75,8 +73,10 @@ def train(config):
     with Signals(ranks) as signals, closing(steps):
         for step in range(start, config.steps + 1):
             asked = signals.agreed()
-            due = step % config.eval_every == 0 or step == config.steps
-            if (due or asked) and (step > start or step == 0):
+            last = step == config.steps
+            due = last or step % config.eval_every == 0
+            save = last or asked or step % (config.save_every or config.eval_every) == 0
+            if (due or save) and (step > start or step == 0):
                 take_step.check_bad_steps(step, batches, run.folder)
                 with report.pause():
                     is_best = False
@@ -85,9 +85,9 @@ def train(config):
                         is_best = 0 < step and loss < best
                         best = loss if is_best else best
                         report.evaluation(step, loss, is_best)
-                    if step > 0:
-                        run.save(step, best, is_best, model, optimizer, take_step)
-            if asked == STOP or step == config.steps:
+                    if step > 0 and (save or is_best):
+                        run.save(step, best, is_best, model, optimizer, take_step, newest=save)
+            if asked == STOP or last:
                 break  # after config.steps updates and one last evaluation
 
             if step == start:
@@ -107,18 +107,6 @@ def train(config):
         run.close()
     report.close(step, best)
     return best
-
-
-def compile_and_wrap(model, config, ranks):
-    """The network to train: the model, compiled as config.compile says, and in DDP if there are several ranks."""
-    compiled = compile_mode(config, ranks)
-    if compiled == "blocks":
-        for block in model.blocks:
-            block.compile()
-    network = torch.compile(model) if compiled == "model" else model
-    if ranks.world > 1:
-        network = DistributedDataParallel(network, device_ids=[ranks.device] if ranks.on_gpu else None)
-    return network
 
 
 def write_sample(model, corpus, config):

@@ -133,7 +133,7 @@ def test_a_run_that_another_process_trains_is_refused(folder, run):
 def test_the_copy_for_a_checkpoint_is_independent(device):
     """The next step must not change it, and tied weights must not take twice the room."""
     weight, step = torch.ones(3, device=device), torch.tensor(7.0)
-    copied = to_host({"embed": weight, "head": [weight], "step": step, "name": "run"}, {})
+    copied = to_host({"embed": weight, "head": [weight], "step": step, "name": "run"})
     if weight.is_cuda:
         torch.cuda.synchronize()
     weight.zero_(), step.zero_()

@@ -70,12 +70,16 @@ def test_a_normal_run_prints_no_warning(folder, run, ranks):
 
 
 @slow
-@pytest.mark.parametrize("ranks", [1, 2])
-def test_compiled_training_equals_eager_training(folder, run, ranks):
-    """--compile model compiles one graph in each rank, on a CPU too, and with several micro-batches."""
-    options = dict(n_layer=1, steps=6, eval_every=3, dropout=0, micro_batch=2)
+@pytest.mark.parametrize(
+    "ranks, layers, memory",
+    [(1, 1, {}), (2, 1, {}), (2, 2, dict(parallel="fsdp", checkpoint_activations="selective"))],
+    ids=["one rank", "DDP", "FSDP"],
+)
+def test_compiled_training_equals_eager_training(folder, run, ranks, layers, memory):
+    """--compile model compiles one graph in each rank, with FSDP one that all blocks share; also with micro-batches."""
+    options = dict(n_layer=layers, steps=6, eval_every=3, dropout=0, micro_batch=2)
     assert run(name="eager", **options)[0] == 0
-    variables = {"TORCH_LOGS": "graph_code"}
+    variables, options = {"TORCH_LOGS": "graph_code"}, options | memory
     _, err = finish(start(folder, ranks=ranks, variables=variables, **FAST | options | {"compile": "model"}))
     traced = [line for line in err.splitlines() if "TRACED GRAPH" in line]
     assert len(traced) == ranks and "Warning" not in err, err
@@ -124,14 +128,19 @@ def test_a_signal_to_torchrun_stops_all_ranks(folder, on):
 
 @slow
 @BY_DEVICE
-def test_a_rank_that_dies_takes_the_job_down(folder, on):
-    process = start(folder, ranks=2, **FAST | dict(steps=100_000, eval_every=100_000) | on)
-    wait_for(lambda: reached(folder, 3))
+@pytest.mark.parametrize("parallel", ["ddp", "fsdp"])
+def test_a_rank_that_dies_takes_the_job_down_and_the_run_resumes(folder, on, parallel):
+    options = dict(steps=100_000, eval_every=100_000, save_every=4, parallel=parallel)
+    process = start(folder, ranks=2, **FAST | options | on)
+    wait_for(lambda: (folder / CHECKPOINT).exists())
     victim, killed = rank_processes(process)[1], time.monotonic()
     os.kill(victim, signal.SIGKILL)
     _, err = finish(process, code=1)
     assert time.monotonic() - killed < 60
     assert "local_rank: 1" in err and f"pid: {victim}" in err and "SIGKILL" in err, err[-3000:]
+    saved = contents(CHECKPOINT)["step"]
+    finish(start(folder, "--resume", "--steps", str(saved + 2), "--allow_changes", ranks=2))
+    assert contents(CHECKPOINT)["step"] == saved + 2 and len(losses(folder)) == saved + 2
 
 
 @slow
@@ -143,8 +152,8 @@ def test_an_error_of_rank_0_ends_all(folder):
 
 @slow
 @pytest.mark.parametrize("differs", ["text", "run"])
-def test_hosts_that_differ_are_refused(folder, run, differs):
-    """Two processes with their own folders stand for two hosts."""
+def test_hosts_need_the_same_text_but_not_the_checkpoint(folder, run, differs):
+    """Two processes with their own folders stand for two hosts; the first one reads the checkpoint for both."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         place = dict(WORLD_SIZE="2", LOCAL_RANK="0", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(free.getsockname()[1]))
@@ -157,9 +166,14 @@ def test_hosts_that_differ_are_refused(folder, run, differs):
         (folders[1] / "corpus.txt").write_text("the sea keeps what the sea has taken. " * 201)
         argv = []
     else:
-        (folders[1] / CHECKPOINT).unlink()  # this host has only the one of step 2
+        for path in (folders[1] / "runs/run").glob("*.pt"):
+            path.unlink()
         argv = ["--resume", "runs/run", "--steps", "6", "--allow_changes"]
     hosts = [start(host, *argv, variables=place | {"RANK": str(rank)}, **FAST) for rank, host in enumerate(folders)]
+    if differs == "run":
+        finish(hosts[0]), finish(hosts[1])
+        assert contents(folders[0] / CHECKPOINT)["step"] == 6
+        return
     _, err = finish(hosts[1], code=1)
     one_sentence(err.replace("error on rank 1: ", "error: "), "rank 0", "hosts")
     finish(hosts[0], code=1)

@@ -8,6 +8,7 @@ import torch
 
 from generation.cache import Cache
 from model import GPT, GPTConfig, find_documents
+from training.checkpoint import empty_model
 
 SMALL = dict(vocab_size=50, block_size=24, n_layer=2, n_head=4, n_embd=32)
 MODERN = dict(norm="rmsnorm", position="rope", mlp="relu2", qk_norm=True, n_kv_head=2, tie_head=False)
@@ -25,7 +26,7 @@ def config(request):
 
 def make_model(config, seed=0):
     torch.manual_seed(seed)
-    return GPT(config).eval()
+    return GPT(config, seed).eval()
 
 
 @torch.no_grad()
@@ -129,9 +130,21 @@ def test_gpt2_initialisation():
     assert model.head.weight is model.embed.weight
 
 
+def test_first_weights_depend_on_seed_and_name_only():
+    """Not on what torch drew before, nor on the other parameters; matrices of one shape differ."""
+    one, other = GPT(CONFIGS["gpt2"], 1).state_dict(), GPT(CONFIGS["gpt2"], 2).state_dict()
+    torch.rand(7)
+    deeper = GPT(dataclasses.replace(CONFIGS["gpt2"], n_layer=3, vocab_size=60), 1).state_dict()
+    same = [name for name, weight in one.items() if "project.weight" not in name and weight.shape[0] != 50]
+    assert len(same) > 10 and all(torch.equal(one[name], deeper[name]) for name in same)
+    assert not torch.equal(one["embed.weight"], other["embed.weight"])
+    assert not torch.equal(one["blocks.0.mlp.expand.weight"], one["blocks.1.mlp.expand.weight"])
+
+
 def test_parameters_and_flops_of_gpt2():
-    with torch.device("meta"):
-        model = GPT(GPTConfig(vocab_size=50257, block_size=1024, n_layer=12, n_head=12, n_embd=768, bias=True))
+    model = empty_model(
+        GPTConfig(vocab_size=50257, block_size=1024, n_layer=12, n_head=12, n_embd=768, bias=True), "meta"
+    )
     assert sum(p.numel() for p in model.parameters()) == 124_439_808  # as released
     matmuls = 12 * 12 * 768**2 + 50257 * 768
     assert model.flops_per_token() == 6 * matmuls + 6 * 12 * 768 * 1024

@@ -25,6 +25,7 @@ from torch.overrides import TorchFunctionMode
 
 from data import atomic_file, to_state
 from model import GPT, GPTConfig, require
+from training.fsdp import from_rank_0, gather
 
 RUNS = Path("runs")
 FORMAT = 1
@@ -43,8 +44,6 @@ class Run:
         self.folder = Path(config.resume) if config.resume else None
         self.step = saved.get("step")  # of checkpoint.pt
         self.writing, self.error = None, None
-        same_step = ranks.share(self.step) == self.step
-        require(same_step, f"rank 0 resumes at another step than {self.step}; all hosts must see the same {RUNS}/")
         if saved:
             self._check_saved()
         if ranks.rank == 0:
@@ -80,11 +79,16 @@ class Run:
         """Load the checkpoint into these three; returns (first step, best loss so far), (0, inf) for a new run."""
         saved, self.saved = self.saved, None  # frees its memory
         if saved:
-            load_weights(model, saved)
+            load_weights(model, saved, self.ranks)
             same_optimizer = len(saved["optimizer"]["param_groups"]) == len(optimizer.param_groups)
             require(same_optimizer, f"{self.folder} was trained with another --optimizer; change it back")
             options = [{k: v for k, v in group.items() if k != "params"} for group in optimizer.param_groups]
-            optimizer.load_state_dict(saved["optimizer"])
+            parameters = [p for group in optimizer.param_groups for p in group["params"]]
+            state = {
+                index: {name: from_rank_0(value, parameters[index], self.ranks) for name, value in values.items()}
+                for index, values in saved["optimizer"]["state"].items()
+            }
+            optimizer.load_state_dict(saved["optimizer"] | {"state": state})
             for group, option in zip(optimizer.param_groups, options, strict=True):
                 group.update(option)  # those of this process's flags, not the checkpoint's
             take_step.load_state_dict(saved["take_step"])
@@ -95,21 +99,27 @@ class Run:
                 file.write((json.dumps(asdict(self.config), indent=2) + "\n").encode())
         return (saved["step"], saved["best"]) if saved else (0, math.inf)
 
-    def save(self, step, best, is_best, model, optimizer, take_step):
-        """Copy a checkpoint to the host and start to write it.
+    def save(self, step, best, is_best, model, optimizer, take_step, newest=True):
+        """Copy a checkpoint to the host of rank 0 and start to write it. All ranks call this.
 
-        If writing fails, a warning is printed and training goes on; close() then raises for the last one.
+        newest: write checkpoint.pt; is_best: write best.pt. If writing fails, a warning is printed and training goes
+        on; close() then raises for the last one.
         """
-        if self.ranks.rank > 0:
+        here = self.ranks.rank == 0
+        if not (here or self.ranks.sharded):
             return
-        self.wait()  # so that memory holds one copy at most
+        if here:
+            self.wait()  # so that memory holds one copy at most
         weights = dict(
-            format=FORMAT, config=asdict(self.config), model_config=asdict(model.config), model=model.state_dict(),
+            format=FORMAT, config=asdict(self.config), model_config=asdict(model.config),
+            model=model.state_dict(keep_vars=True),
             tokenizer=to_state(self.corpus.tokenizer), tokens_sha256=self.corpus.sha256, step=step, best=best,
         )  # fmt: skip
         threads = torch.get_num_threads() if self.ranks.world == 1 else None
         state = dict(optimizer=optimizer.state_dict(), take_step=take_step.state_dict(), threads=threads)
-        weights, state = to_host((weights, state), {})
+        weights, state = to_host((weights, state if newest else {}), here)
+        if not here:
+            return
         copied = torch.cuda.current_stream().record_event() if torch.cuda.is_initialized() else None
         self.writing = self.pool.submit(self._write, weights, state, is_best, copied)
 
@@ -119,13 +129,14 @@ class Run:
         try:
             if is_best:
                 save_checkpoint(self.folder / "best.pt", weights)
-            newest = self.folder / "checkpoint.pt"
-            if self.config.keep > 1 and newest.exists():
-                newest.rename(self.folder / f"checkpoint-{self.step}.pt")
-            save_checkpoint(newest, weights | state)
-            self.step, self.error = weights["step"], None
-            for path in checkpoints(self.folder)[self.config.keep :]:
-                path.unlink()
+            if state:
+                newest = self.folder / "checkpoint.pt"
+                if self.config.keep > 1 and newest.exists():
+                    newest.rename(self.folder / f"checkpoint-{self.step}.pt")
+                save_checkpoint(newest, weights | state)
+                self.step, self.error = weights["step"], None
+                for path in checkpoints(self.folder)[self.config.keep :]:
+                    path.unlink()
         except Exception as error:  # this is a thread: nobody else would report it. torch.save raises many types
             reason = (str(error.__context__ or error) or type(error).__name__).splitlines()[0]
             self.error = f"no checkpoint of step {weights['step']} could be written ({reason}); make room on the disk"
@@ -182,6 +193,14 @@ def load_first(paths, weights=True):
     return load_checkpoint(paths[-1], weights) if paths else {}
 
 
+def load_on_rank_0(paths, ranks):
+    """load_first() on rank 0; on the other ranks the same, with weights and moments on the device "meta"."""
+    saved = load_first(paths) if ranks.rank == 0 else None
+    large = {name: map_tensors(lambda x: x.to("meta"), saved[name]) for name in ("model", "optimizer") if saved}
+    shared = ranks.share(saved and saved | large)
+    return shared if saved is None else saved
+
+
 def save_checkpoint(path, contents):
     """Write a dict of tensors and plain values, whole or not at all."""
     with atomic_file(path) as file:
@@ -189,7 +208,7 @@ def save_checkpoint(path, contents):
 
 
 def load_checkpoint(path, weights=True):
-    """The contents of a checkpoint, on the CPU, and its "path". Nothing in the file is executed (weights_only).
+    """The contents of a checkpoint, mapped into memory, and its "path". Nothing in it is executed (weights_only).
 
     Without `weights` its tensors are not read, and damage to them is not noticed.
 
@@ -201,7 +220,7 @@ def load_checkpoint(path, weights=True):
             broken = weights and file.testzip()
         if broken:
             raise ValueError(f"wrong checksum of {broken}")
-        contents = torch.load(path, map_location="cpu", weights_only=True, mmap=not weights)
+        contents = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
     except (OSError, MemoryError):  # the file may be good
         raise
     except Exception as error:  # zipfile and torch.load raise a dozen types for a damaged file
@@ -224,31 +243,46 @@ class SkipInitialisation(TorchFunctionMode):
 def empty_model(config, device="cpu"):
     """A GPT with arbitrary weights, or on the device "meta" with none."""
     with torch.device(device), SkipInitialisation():
-        return GPT(config)
+        model = GPT(config, seed=None)
+    return model if device == "meta" else model.to(device)  # rotary angles are made on the CPU
 
 
-def load_weights(model, contents):
+@torch.no_grad()
+def load_weights(model, contents, ranks):
     """Copy the weights of a loaded checkpoint into a GPT; ValueError if its configuration differs."""
     saved = asdict(GPTConfig(**contents["model_config"]))
     for name, value in asdict(model.config).items():
         same = saved[name] == value or name in HERE_ONLY
         require(same, f"the checkpoint holds another model: its {name} is {saved[name]!r}, not {value!r}")
-    model.load_state_dict(contents["model"])
+    for name, parameter in model.state_dict().items():
+        parameter.copy_(from_rank_0(contents["model"][name], parameter, ranks))
 
 
-def to_host(value, copies):
+def map_tensors(function, value):
+    """Nested dicts, lists and tuples with a function applied to their tensors."""
+    if isinstance(value, dict):
+        return {name: map_tensors(function, part) for name, part in value.items()}
+    if isinstance(value, list | tuple):
+        return type(value)(map_tensors(function, part) for part in value)
+    return function(value) if isinstance(value, torch.Tensor) else value
+
+
+@torch.no_grad()
+def to_host(value, keep=True):
     """Nested dicts, lists and tuples with their tensors copied to the host; tied weights stay tied.
 
+    Tensors that FSDP spreads are gathered one by one; a rank that does not `keep` them gets None in their place.
     Tensors on a GPU are copied to pinned memory, after the work that is queued there and without waiting for it.
     """
-    if isinstance(value, dict):
-        return {name: to_host(part, copies) for name, part in value.items()}
-    if isinstance(value, list | tuple):
-        return type(value)(to_host(part, copies) for part in value)
-    if not isinstance(value, torch.Tensor):
-        return value
-    key = (value.data_ptr(), value.shape, value.dtype)
-    if key not in copies:
-        host = torch.empty_like(value, device="cpu", pin_memory=value.is_cuda)
-        copies[key] = host.copy_(value, non_blocking=value.is_cuda)
-    return copies[key]
+    copies = {}
+
+    def copy(tensor):
+        if id(tensor) not in copies:
+            whole, host = gather(tensor), None
+            if keep:
+                host = torch.empty_like(whole, device="cpu", pin_memory=whole.is_cuda)
+                host.copy_(whole, non_blocking=whole.is_cuda)
+            copies[id(tensor)] = host
+        return copies[id(tensor)]
+
+    return map_tensors(copy, value)

@@ -17,6 +17,7 @@ from training.checkpoint import checkpoints, newest_run
 # Options that may change when a run is resumed. For `data` and `input` the run's tokens are compared instead.
 FREE_ON_RESUME = {
     "resume", "allow_changes", "data", "input", "verify", "keep", "max_bad_steps", "log_every", "sample_every", "wandb",
+    "save_every", "parallel", "cpu_offload", "checkpoint_activations",
 }  # fmt: skip
 
 
@@ -93,9 +94,21 @@ class Config(GPTConfig):
     cuda_graph: bool = True
     """On one CUDA GPU and with one micro-batch per step, replay the step as a CUDA graph."""
 
+    # memory
+    parallel: Literal["auto", "ddp", "fsdp"] = "auto"
+    """With torchrun: ddp keeps the whole network on each GPU, fsdp spreads weights, gradients and moments over the
+    GPUs. auto: fsdp if these do not fit on one GPU."""
+    cpu_offload: bool = False
+    """With --parallel fsdp: keep weights, gradients and moments in host memory."""
+    checkpoint_activations: Literal["off", "selective", "blocks"] = "off"
+    """Compute activations again in the backward pass instead of keeping them. blocks: all but the inputs of the blocks.
+    selective: all but these and the results of matmuls and attention."""
+
     # reports
     eval_every: int = 250
-    """Steps between evaluations, each of which saves a checkpoint."""
+    """Steps between evaluations."""
+    save_every: int = 0
+    """Steps between checkpoints; 0 takes eval_every."""
     eval_batches: int = 50
     """Batches of batch_size per evaluation, spread evenly over the validation text; 0 takes all of it."""
     log_every: int = 10
@@ -112,6 +125,7 @@ class Config(GPTConfig):
             "micro_batch",
             "warmup_steps",
             "eval_batches",
+            "save_every",
             "sample_every",
             "weight_decay",
             "grad_clip",
@@ -127,6 +141,8 @@ class Config(GPTConfig):
             f"learning_rate={self.learning_rate} must be above 0 and min_learning_rate={self.min_learning_rate}",
         )
         require(self.muon_scale > 0, f"muon_scale={self.muon_scale} must be positive")
+        with_fsdp = self.parallel == "fsdp" or not self.cpu_offload
+        require(with_fsdp, "cpu_offload=True needs --parallel fsdp, under torchrun")
         require(0 <= self.cooldown <= 1, f"cooldown={self.cooldown} must be in [0, 1], a share of the steps")
         with_input = self.data not in ("text", "tokens") or self.input
         require(with_input, f"data={self.data!r} needs --input PATH, a file or folder of yours")

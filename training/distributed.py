@@ -26,6 +26,7 @@ class Ranks(NamedTuple):
     world: int
     device: str
     control: Any = None  # a gloo group, for exchanges between hosts that must not wait for GPUs
+    sharded: bool = False  # whether FSDP spreads the network over the ranks
 
     @property
     def on_gpu(self):
@@ -50,9 +51,11 @@ def start_distributed(config):
         device = f"cuda:{os.environ['LOCAL_RANK']}"
     if device.startswith("cuda:"):
         torch.cuda.set_device(device)
-    if world == 1:
+    fsdp, alone = config.parallel == "fsdp", "RANK" not in os.environ
+    require(not (fsdp and alone), "--parallel fsdp needs torchrun: torchrun --nproc_per_node=1 train.py ...")
+    if world == 1 and not fsdp:
         return Ranks(0, 1, device)
-    dist.init_process_group("nccl" if device.startswith("cuda") else "gloo")
+    dist.init_process_group("cpu:gloo,cuda:nccl" if device.startswith("cuda") else "gloo")
     # A long timeout, because rank 0 may prepare a corpus for hours; a rank that dies is noticed at once all the same.
     control = dist.new_group(backend="gloo", timeout=timedelta(days=1))
     return Ranks(dist.get_rank(), world, device, control)

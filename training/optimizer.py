@@ -5,6 +5,8 @@ import math
 
 import torch
 
+from training.fsdp import is_spread, on_whole
+
 MOMENTUM = 0.95  # of Muon
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)  # of a quintic that moves singular values in (0, 1] close to 1
 ITERATIONS = 5
@@ -13,9 +15,10 @@ BATCH_ELEMENTS = 1 << 26  # elements of matrices that take a step together; the 
 
 def make_optimizer(model, config, ranks):
     """AdamW or Muon for a model."""
+    on_gpu = ranks.on_gpu and not config.cpu_offload
 
     def rate(value):  # on the GPU, where a CUDA graph sees it change
-        return torch.tensor(value, dtype=torch.float32, device=ranks.device) if ranks.on_gpu else value
+        return torch.tensor(value, dtype=torch.float32, device=ranks.device) if on_gpu else value
 
     blocks = {}
     if config.optimizer == "muon":
@@ -24,7 +27,7 @@ def make_optimizer(model, config, ranks):
     kind = Muon if blocks else AdamW
     groups = model.parameter_groups(config.weight_decay, **blocks)
     # fused: fast, and skips a step on the device where its found_inf is 1
-    return kind(groups, rate(config.learning_rate), (0.9, config.beta2), fused=True, capturable=ranks.on_gpu)
+    return kind(groups, rate(config.learning_rate), (0.9, config.beta2), fused=True, capturable=on_gpu)
 
 
 def learning_rate(step, config):
@@ -66,9 +69,9 @@ class Muon(AdamW):
     """Muon for parameter groups with a "momentum", whose parameters must be matrices; AdamW for the other groups.
 
     The "lr" of a Muon group is on AdamW's scale: the entries of a step have a root mean square of 0.2 lr. A parameter
-    with the attribute `parts`, numbers of rows, is split into that many matrices (q, k and v). Matrices of one shape
-    are orthogonalised together. Gradients are divided by `grad_scale`, and if `found_inf` is 1, nothing changes: both
-    as in a fused AdamW.
+    with the attribute `parts`, numbers of rows, is split into that many matrices (q, k and v), none taller than wide.
+    Parameters of one shape take a step together; if FSDP spreads them, their whole matrices are divided over the
+    ranks. Gradients are divided by `grad_scale`, and if `found_inf` is 1, nothing changes: both as in a fused AdamW.
 
     Sources: Jordan et al. 2024, Muon: an optimizer for hidden layers in neural networks (step and coefficients); Liu et
     al. 2025, Muon is scalable for LLM training, section 2.2 (size of a step).
@@ -92,33 +95,41 @@ class Muon(AdamW):
             p.grad = gradient
 
     def _step(self, parameters, group):
-        shapes = {}  # shape -> (weight, momentum, gradient) of each matrix
+        alike = {}  # shape and parts -> parameters
         for p in parameters:
             if not self.state[p]:
                 self.state[p]["momentum"] = torch.zeros_like(p)
-            parts = getattr(p, "parts", len(p))
-            for matrix in zip(*(x.split(parts) for x in (p, self.state[p]["momentum"], p.grad)), strict=True):
-                shapes.setdefault(matrix[0].shape, []).append(matrix)
-        for shape, alike in shapes.items():
-            together = max(1, BATCH_ELEMENTS // math.prod(shape))
-            for first in range(0, len(alike), together):
-                self._step_together(alike[first : first + together], group)
+            alike.setdefault((p.shape, *getattr(p, "parts", ())), []).append(p)
+        for (shape, *_), some in alike.items():
+            ranks = some[0].device_mesh.size() if is_spread(some[0]) else 1
+            together = max(1, BATCH_ELEMENTS // shape.numel()) * ranks
+            for first in range(0, len(some), together):
+                self._step_together(some[first : first + together], group)
 
-    def _step_together(self, matrices, group):
-        """Muon's step for (weight, momentum, gradient) of matrices of one shape."""
-        weights, momenta, gradients = zip(*matrices, strict=True)
-        weight, momentum, gradient = torch.stack(weights), torch.stack(momenta), torch.stack(gradients)
+    def _step_together(self, parameters, group):
+        """Muon's step for parameters of one shape and with the same parts; of spread ones, for this rank's rows."""
+        momenta = [self.state[p]["momentum"] for p in parameters]
+        rows = [[x.to_local() if is_spread(x) else x for x in each]
+                for each in (parameters, momenta, [p.grad for p in parameters])]  # fmt: skip
+        weight, momentum, gradient = map(torch.stack, rows)
         if getattr(self, "grad_scale", None) is not None:
             gradient = gradient / self.grad_scale
         new_momentum = momentum.lerp(gradient, 1 - group["momentum"])
-        direction = orthogonal(new_momentum.lerp(gradient, 1 - group["momentum"]))  # Nesterov momentum
-        rms = 0.2 * math.sqrt(max(weight.shape[1:]))  # of an orthogonal matrix: 1 / sqrt(larger side)
+        nesterov = new_momentum.lerp(gradient, 1 - group["momentum"])
+        like = parameters[0]
+        parts = getattr(like, "parts", [len(like)])
+
+        def orthogonal_parts(matrices):
+            return torch.cat([orthogonal(part) for part in matrices.split(parts, dim=1)], dim=1)
+
+        direction = on_whole(orthogonal_parts, nesterov, like) if is_spread(like) else orthogonal_parts(nesterov)
+        rms = 0.2 * math.sqrt(max(*parts, like.shape[1]))  # of an orthogonal matrix: 1 / sqrt(larger side)
         new_weight = weight - group["lr"] * (rms * direction + group["weight_decay"] * weight)
         skip = getattr(self, "found_inf", None)
         if skip is not None:
             new_weight = torch.where(skip > 0, weight, new_weight)
             new_momentum = torch.where(skip > 0, momentum, new_momentum)
-        for old, new in zip((*weights, *momenta), (*new_weight, *new_momentum), strict=True):
+        for old, new in zip((*rows[0], *rows[1]), (*new_weight, *new_momentum), strict=True):
             old.copy_(new)
 
 

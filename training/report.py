@@ -61,11 +61,12 @@ class Report:
         config, device = self.config, ranks.device
         chip = torch.cuda.get_device_name(device) if ranks.on_gpu else f"{torch.get_num_threads()} threads"
         dtype = str(resolve_dtype(config.dtype, device)).removeprefix("torch.")
+        how = " with FSDP" if ranks.sharded else " with DDP" if ranks.world > 1 else ""
         parameters = sum(p.numel() for p in model.parameters())
         epochs = config.steps * self.tokens_per_step / len(corpus.train)
         print(
             f"run        {self.folder} (process {os.getpid()})\n"
-            f"device     {device} ({chip}) x {ranks.world}, {dtype}\n"
+            f"device     {device} ({chip}) x {ranks.world}{how}, {dtype}\n"
             f"model      {parameters:,} parameters: {config.n_layer} layers, {config.n_head} heads "
             f"({config.kv_heads} kv), width {config.n_embd}, context {config.block_size}\n"
             f"data       {corpus.source}: {len(corpus.train):,} training and {len(corpus.val):,} validation tokens, "

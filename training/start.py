@@ -104,9 +104,9 @@ def compile_mode(config, ranks):
 def compile_network(network, config, ranks, micro_batch):
     """Compile the network now, forward and backward, by a pass over zeros; weights and their .grad stay as they are.
 
-    Not with several ranks: DDP compiles in the first step, in which it must see the gradients.
+    Not with DDP or FSDP, which compile in the first step, in which they must see the gradients.
     """
-    if ranks.world > 1 or compile_mode(config, ranks) == "off":
+    if ranks.world > 1 or ranks.sharded or compile_mode(config, ranks) == "off":
         return
     # two tensors: given one twice, it would be compiled for that
     tokens, targets = (

@@ -13,6 +13,7 @@ from torch.nn.utils import get_total_norm
 from data import map_ahead
 from model import require
 from training.config import resolve_dtype
+from training.fsdp import gather
 from training.optimizer import set_learning_rate
 
 CPU_MICRO_BATCH = 32  # sequences; larger micro-batches gain nothing on a CPU
@@ -42,7 +43,7 @@ class TrainStep:
     happens on the device, so that the host never waits.
 
     Args:
-        network: the GPT, compiled and wrapped in DDP. optimizer: of its parameters. config: Config. ranks: Ranks.
+        network: of compile_and_wrap(). optimizer: of its parameters. config: Config. ranks: Ranks.
         micro_batch: sequences per forward pass, a divisor of this rank's share of the batch.
 
     Attributes:
@@ -55,7 +56,9 @@ class TrainStep:
         kind = torch.device(ranks.device).type
         self.scaler = torch.amp.GradScaler(kind, enabled=resolve_dtype(config.dtype, ranks.device) == torch.float16)
         self.skipped, self.bad_in_row = torch.zeros(2, device=ranks.device).unbind()
-        graph = config.cuda_graph and ranks.on_gpu and ranks.world == 1 and not self.scaler.is_enabled()
+        redraws = config.checkpoint_activations != "off" and config.dropout > 0  # restores torch's random state
+        alone = ranks.world == 1 and not ranks.sharded
+        graph = config.cuda_graph and ranks.on_gpu and alone and not self.scaler.is_enabled() and not redraws
         self.graph = CUDAGraph(self._whole_step) if graph else None
 
     def __call__(self, step, inputs, targets, rate):
@@ -76,7 +79,9 @@ class TrainStep:
             if share == self.micro_batch:
                 return (self.graph or self._whole_step)(*batch)
             last = (index + 1) * self.micro_batch == share
-            with nullcontext() if last or self.ranks.world == 1 else self.network.no_sync():
+            # FSDP sums the gradients of each micro-batch over the ranks, because no rank has room for all of them
+            one_sum = self.ranks.world > 1 and not self.ranks.sharded
+            with self.network.no_sync() if one_sum and not last else nullcontext():
                 loss = loss + self._backward(*batch, share)
         return self._update(loss)
 
@@ -94,14 +99,16 @@ class TrainStep:
         if self.ranks.world > 1:
             dist.all_reduce(loss)
         self.scaler.unscale_(self.optimizer)
+        place = "cpu" if self.config.cpu_offload else self.ranks.device  # of the optimizer's state
         grad_norm = get_total_norm([p.grad for p in self.network.parameters() if p.grad is not None])
+        grad_norm = gather(grad_norm).to(self.ranks.device)
         # the optimizer divides by this while it reads the gradients anyway, in place of one more pass over them
-        self.optimizer.grad_scale = ((grad_norm + 1e-6) / (self.config.grad_clip or math.inf)).clamp(min=1.0)
+        self.optimizer.grad_scale = ((grad_norm + 1e-6) / (self.config.grad_clip or math.inf)).clamp(min=1.0).to(place)
         # After max_bad_steps in a row all further steps are skipped too, so that check_bad_steps() cannot miss them.
         bad = ~(loss.isfinite() & grad_norm.isfinite()) | (self.bad_in_row >= self.config.max_bad_steps)
         self.bad_in_row.add_(1).mul_(bad)
         self.skipped.add_(bad)
-        self.optimizer.found_inf = bad.float()  # a fused optimizer skips its step where this is 1
+        self.optimizer.found_inf = bad.float().to(place)  # a fused optimizer skips its step where this is 1
         self.optimizer.step()
         self.scaler.update()
         self.optimizer.zero_grad(set_to_none=True)
@@ -166,11 +173,12 @@ def evaluate(model, batches, config, ranks):
     """Mean loss in nats per token of a GPT on validation_batches(), which are split over the ranks."""
     parts = []
     model.eval()
-    for index in range(ranks.rank, len(batches), ranks.world):
+    for first in range(0, len(batches), ranks.world):
+        index = min(first + ranks.rank, len(batches) - 1)  # a rank without a batch takes part: FSDP needs all ranks
         inputs, targets = (x.to(ranks.device) for x in batches[index]())
         # compiling the evaluation takes longer than it saves
         with eagerly(), autocast(config.dtype, ranks.device):
-            parts.append((model(inputs, targets), targets.numel()))
+            parts.append((model(inputs, targets), targets.numel() * (index == first + ranks.rank)))
     model.train()
     total = sum(loss.item() * count for loss, count in parts)  # at the end, so that the host does not wait for each
     tokens = sum(count for _, count in parts)
@@ -232,9 +240,9 @@ def choose_micro_batch(model, config, ranks, saved):
 
 
 def fits(model, rows, config, ranks):
-    """Whether a forward and backward pass of `rows` sequences fits beside the optimizer's state and DDP's buckets."""
+    """Whether a forward and backward pass of `rows` sequences fits beside the optimizer's state."""
     weights = sum(p.numel() * p.element_size() for p in model.parameters())
-    size = (2 + (ranks.world > 1)) * weights + MEMORY_RESERVE * torch.cuda.mem_get_info(ranks.device)[1]
+    size = 2 * weights + MEMORY_RESERVE * torch.cuda.mem_get_info(ranks.device)[1]
     try:
         room = torch.empty(int(size), dtype=torch.uint8, device=ranks.device)
         tokens = torch.zeros(rows, config.block_size, dtype=torch.int64, device=ranks.device)

@@ -29,6 +29,7 @@ from generation import Sampling
 from model import GPTConfig, require
 from training.card import model_card
 from training.checkpoint import HERE_ONLY, checkpoints, empty_model, load_first, newest_run
+from training.fsdp import put
 
 GPT2_SIZES = ("gpt2", "gpt2-medium", "gpt2-large", "gpt2-xl")
 GPT2_VOCABULARY = 50257
@@ -173,7 +174,9 @@ def load_pretrained(model, name, tokenizer):
     weights = dict(found.weights)
     if config.position == "learned":
         weights["embed_position.weight"] = weights["embed_position.weight"][: config.block_size]
-    model.load_state_dict(weights)
+    with torch.no_grad():
+        for name, parameter in model.state_dict().items():
+            put(parameter, weights[name])
 
 
 def _read_hugging_face(path, weights):

@@ -1,0 +1,208 @@
+"""Networks that do not fit on one GPU: FSDP, host memory, checkpointed activations, saving apart from evaluation."""
+
+import shutil
+import socket
+from collections import Counter
+
+import pytest
+import torch
+from helpers import FAST, contents, finish, losses, metrics, one_sentence, same, start
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from model import GPT
+from training import network
+from training.config import Config
+from training.distributed import Ranks
+
+CHECKPOINT = "runs/run/checkpoint.pt"
+UNEVEN = dict(n_layer=3, vocab_size=259, optimizer="muon", n_kv_head=1)  # rows and matrices that 2 or 4 do not divide
+slow = pytest.mark.slow
+
+
+@pytest.fixture
+def one_rank(monkeypatch):
+    """The environment that torchrun gives to a run of one process."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = str(free.getsockname()[1])
+    place = dict(RANK="0", WORLD_SIZE="1", LOCAL_RANK="0", LOCAL_WORLD_SIZE="1", MASTER_ADDR="127.0.0.1")
+    for name, value in (place | dict(MASTER_PORT=port)).items():
+        monkeypatch.setenv(name, value)
+
+
+def close(found, expected, rel=1e-4):
+    """Whether two runs of these names have equal losses and weights, up to rounding."""
+    folders = [contents(f"runs/{name}/checkpoint.pt") for name in (found, expected)]
+    for name, weight in folders[1]["model"].items():
+        torch.testing.assert_close(folders[0]["model"][name], weight, rtol=rel, atol=rel)
+    states = [f["optimizer"]["state"] for f in folders]
+    shapes = [{(n, k): (x.shape, x.dtype) for n, moments in s.items() for k, x in moments.items()} for s in states]
+    assert shapes[0] == shapes[1]
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
+def test_one_rank_with_fsdp_equals_one_process(folder, run, one_rank, optimizer):
+    """Also in host memory; the first weights are the same bits."""
+    options = dict(optimizer=optimizer, steps=6, eval_every=3)
+    assert run(name="whole", **options)[0] == 0
+    assert run(parallel="fsdp", cpu_offload=True, **options)[0] == 0
+    assert losses(folder)[0] == losses(folder, "whole")[0]
+    assert losses(folder) == pytest.approx(losses(folder, "whole"), rel=1e-5)
+    close("run", "whole")
+
+
+@slow
+@pytest.mark.parametrize("ranks, micro_batch", [(2, 2), (4, 0)])
+def test_ranks_train_the_same_as_one_process(folder, run, ranks, micro_batch):
+    options = UNEVEN | dict(dropout=0, steps=12, eval_every=6)
+    assert run(name="whole", **options)[0] == 0
+    _, err = finish(start(folder, ranks=ranks, **FAST | options | dict(parallel="fsdp", micro_batch=micro_batch)))
+    assert "Warning" not in err, err
+    assert losses(folder) == pytest.approx(losses(folder, "whole"), rel=1e-4)
+    values = [[r["val_loss"] for r in metrics(folder, name) if "val_loss" in r] for name in ("run", "whole")]
+    assert values[0] == pytest.approx(values[1], rel=1e-4)
+    close("run", "whole")
+
+
+@slow
+def test_a_resumed_run_is_bit_exact_on_the_same_number_of_ranks_and_close_on_others(folder, run):
+    options = UNEVEN | dict(parallel="fsdp", steps=12, eval_every=6, micro_batch=2)
+    finish(start(folder, ranks=2, **FAST | options))
+    whole, whole_losses = contents(CHECKPOINT), losses(folder)
+    (folder / CHECKPOINT).unlink()
+    for name in ("four", "one"):
+        shutil.copytree("runs/run", f"runs/{name}")
+    finish(start(folder, "--resume", "runs/run", ranks=2))
+    assert same(contents(CHECKPOINT), whole) and losses(folder) == whole_losses
+    finish(start(folder, "--resume", "runs/four", ranks=4))
+    assert run("--resume", "runs/one", "--parallel", "auto")[0] == 0  # without FSDP
+    for name in ("four", "one"):
+        assert losses(folder, name) == pytest.approx(whole_losses, rel=1e-4)
+        close(name, "run")
+
+
+ON_WHOLE = """
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
+from training.fsdp import on_whole
+
+dist.init_process_group("gloo")
+mesh = init_device_mesh("cpu", (3,))
+seen = []
+for n, height in ((1, 8), (4, 2), (7, 9)):  # some ranks have no row, or no matrix
+    whole = torch.arange(n * height * 5.0).view(n, height, 5)
+    spread = [distribute_tensor(matrix, mesh, [Shard(0)]) for matrix in whole]
+    rows = torch.stack([matrix.to_local() for matrix in spread])
+    found = on_whole(lambda x: seen.append(len(x)) or x.flip(1).cumsum(2), rows, spread[0])
+    expected = [distribute_tensor(matrix, mesh, [Shard(0)]).to_local() for matrix in whole.flip(1).cumsum(2)]
+    assert torch.equal(found, torch.stack(expected)), (n, height)
+assert seen == [1, 2, 3], seen
+dist.destroy_process_group()
+"""
+
+
+@slow
+def test_matrices_are_divided_over_the_ranks(folder):
+    (folder / "whole.py").write_text(ON_WHOLE)
+    finish(start(folder, ranks=3, script="whole.py"))
+
+
+@pytest.mark.parametrize(
+    "options, parts",
+    [
+        (dict(dtype="float16"), ["float16", "bfloat16"]),
+        (dict(micro_batch="auto"), ["micro_batch=auto"]),
+        (dict(sample_every=2), ["sample_every", "sample.py"]),
+        (dict(batch_size=9, micro_batch=2), ["batch_size=9", "multiple"]),
+    ],
+    ids=str,
+)
+def test_options_that_fsdp_refuses(run, one_rank, options, parts):
+    code, err = run(parallel="fsdp", **options)
+    assert code == 1
+    one_sentence(err, *parts)
+
+
+def test_fsdp_needs_torchrun(run):
+    code, err = run(parallel="fsdp")
+    assert code == 1
+    one_sentence(err, "torchrun --nproc_per_node=1")
+    with pytest.raises(ValueError, match="--parallel fsdp"):
+        Config(cpu_offload=True)
+
+
+def test_too_little_host_memory_for_a_checkpoint(run, monkeypatch):
+    monkeypatch.setattr(network, "SAVED_BYTES", 10**12)
+    code, err = run()
+    assert code == 1
+    one_sentence(err, "host memory", "GB")
+
+
+def test_auto_takes_fsdp_if_the_state_does_not_fit(monkeypatch, capsys):
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (0, 80 * 10**9))
+    ranks = Ranks(0, 2, "cuda:0")
+    assert not network.use_fsdp(4 * 10**9, Config(), ranks) and not capsys.readouterr().out
+    assert network.use_fsdp(4 * 10**9 + 10**6, Config(), ranks)
+    assert "FSDP" in (said := capsys.readouterr().out) and "64.0 GB" in said and "80.0 GB" in said
+    assert not network.use_fsdp(10**12, Config(parallel="ddp"), ranks)
+    assert network.use_fsdp(1, Config(parallel="fsdp"), ranks)
+    assert not network.use_fsdp(10**12, Config(), Ranks(0, 1, "cuda:0"))  # one rank gains nothing
+
+
+@pytest.mark.parametrize("kind", ["blocks", "selective"])
+def test_checkpointed_activations_do_not_change_training(folder, run, kind):
+    """With dropout, bit for bit."""
+    options = dict(steps=4, eval_every=2, dropout=0.2, micro_batch=4)
+    assert run(name="kept", **options)[0] == 0
+    assert run(checkpoint_activations=kind, **options)[0] == 0
+    assert losses(folder) == losses(folder, "kept") and same(contents(CHECKPOINT), contents("runs/kept/checkpoint.pt"))
+
+
+class Count(TorchDispatchMode):
+    """Counts the calls of each op."""
+
+    def __init__(self):
+        super().__init__()
+        self.calls = Counter()
+
+    def __torch_dispatch__(self, op, types, args=(), kwargs=None):
+        self.calls[op.__name__.split(".")[0]] += 1
+        return op(*args, **kwargs or {})
+
+
+def test_ops_that_are_computed_twice(monkeypatch):
+    """blocks: all of a block. selective: GELU, not the matmuls and attention."""
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    calls, tokens = {}, torch.zeros(2, 8, dtype=torch.int64)
+    for kind in ("off", "blocks", "selective"):
+        options = dict(vocab_size=16, n_layer=3, n_head=1, n_embd=8, block_size=8, attention="sdpa")
+        config = Config(**options, checkpoint_activations=kind)
+        model = GPT(config)
+        if kind != "off":
+            network.checkpoint_activations(model, config)
+        with Count() as count:
+            model(tokens, tokens).backward()
+        calls[kind] = count.calls
+    for op, factor in (("gelu", (1, 2, 2)), ("_scaled_dot_product_flash_attention_for_cpu", (1, 2, 1))):
+        assert tuple(calls[kind][op] for kind in calls) == tuple(3 * number for number in factor), calls
+    matmuls = {kind: found["mm"] + found["addmm"] for kind, found in calls.items()}
+    # the last matmul of a block is not computed again, because only its inputs are needed
+    assert matmuls["blocks"] - 3 * 3 == matmuls["selective"] == matmuls["off"], matmuls
+
+
+def test_saving_apart_from_evaluation(folder, run):
+    """best.pt is written at an evaluation, checkpoint.pt every save_every steps and at the end."""
+    assert run(name="whole", steps=10, eval_every=4, dropout=0)[0] == 0
+    assert run(steps=10, eval_every=4, save_every=3, keep=9, dropout=0)[0] == 0
+    names = {path.name for path in (folder / "runs/run").glob("*.pt")}
+    assert names == {"best.pt", "checkpoint.pt", "checkpoint-3.pt", "checkpoint-6.pt", "checkpoint-9.pt"}
+    assert "optimizer" not in contents("runs/run/best.pt")
+    records = [[(r["step"], r.get("val_loss")) for r in metrics(folder, name)] for name in ("run", "whole")]
+    assert records[0] == records[1]
+    whole = contents(CHECKPOINT)
+    for name in ("checkpoint.pt", "checkpoint-9.pt"):
+        (folder / "runs/run" / name).unlink()
+    assert run("--resume")[0] == 0  # at step 6
+    assert same(contents(CHECKPOINT), whole) and contents("runs/run/best.pt")["step"] == 10

@@ -1,0 +1,106 @@
+"""The network of a run: whole or spread over the ranks, its first weights, checkpointed activations, compilation."""
+
+import re
+from functools import partial
+from pathlib import Path
+
+import torch
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
+
+from model import require
+from training.checkpoint import empty_model
+from training.config import resolve_dtype
+from training.fsdp import put, shard
+from training.start import compile_mode
+
+STATE_BYTES = 16  # of a parameter: float32 weight, gradient and two moments
+SAVED_BYTES = 12  # of a parameter in a checkpoint, which has no gradients
+STATE_SHARE = 0.8  # of a GPU's memory that these may take; the rest is for activations
+EXPENSIVE = ("aten.mm.", "aten.addmm.", "aten._scaled_dot_product_", "attention.forward.", "gpt.mlp.")  # beginnings of ops' names
+
+
+@torch.no_grad()
+def make_model(config, tokenizer, ranks):
+    """(GPT with its first weights, Ranks with `sharded` set to whether FSDP spreads it over them).
+
+    It is made on the device "meta". Each parameter is then drawn on this rank's device, which keeps its shard of it.
+
+    Raises:
+        ValueError: FSDP cannot train with these options, or rank 0 has too little host memory for a checkpoint.
+    """
+    model = empty_model(config.model(tokenizer), "meta")
+    parameters = sum(p.numel() for p in model.parameters())
+    sharded = ranks.share(use_fsdp(parameters, config, ranks))
+    ranks = ranks._replace(sharded=sharded)
+    if ranks.rank == 0:
+        require_host_memory(parameters * (SAVED_BYTES + STATE_BYTES * config.cpu_offload))
+    if config.checkpoint_activations != "off":
+        checkpoint_activations(model, config)
+    if sharded:
+        dtype = resolve_dtype(config.dtype, ranks.device)
+        require(
+            dtype != torch.float16, "FSDP does not scale gradients, as dtype=float16 needs; take bfloat16 or float32"
+        )
+        require(config.micro_batch != "auto", "micro_batch=auto cannot be tried with FSDP; give a number, such as 1")
+        require(config.sample_every == 0, "sample_every needs a whole network, not FSDP; run sample.py meanwhile")
+        shard(model, dtype, config.cpu_offload, "cuda" if ranks.on_gpu else "cpu")
+    model.materialise(ranks.device, "cpu" if config.cpu_offload else None)
+    for parameter, value in model.first_weights(config.seed, ranks.device):
+        put(parameter, value)
+    return model, ranks
+
+
+def use_fsdp(parameters, config, ranks):
+    """Whether a network of so many parameters is spread over the ranks; says so if --parallel leaves it open."""
+    if config.parallel != "auto" or ranks.world == 1 or not ranks.on_gpu:
+        return config.parallel == "fsdp"
+    need, memory = STATE_BYTES * parameters, torch.cuda.mem_get_info(ranks.device)[1]
+    too_large = need > STATE_SHARE * memory
+    if too_large and ranks.rank == 0:
+        print(
+            f"parallel   FSDP, because weights, gradients and moments take {need / 1e9:.1f} GB, "
+            f"more than {STATE_SHARE:.0%} of a GPU's {memory / 1e9:.1f} GB",
+            flush=True,
+        )
+    return too_large
+
+
+def require_host_memory(need):
+    """ValueError if Linux says that less than `need` bytes of host memory are free."""
+    try:
+        free = 1024 * int(re.search(r"MemAvailable: *(\d+) kB", Path("/proc/meminfo").read_text())[1])
+    except (OSError, TypeError):
+        return
+    require(
+        need <= free,
+        f"a checkpoint is gathered in {need / 1e9:.1f} GB of rank 0's host memory, of which {free / 1e9:.1f} GB are "
+        "free; take a smaller network or a host with more memory",
+    )
+
+
+def checkpoint_activations(model, config):
+    """Let the blocks of a GPT compute activations again in the backward pass, as config.checkpoint_activations says."""
+    options = dict(use_reentrant=False, preserve_rng_state=config.dropout > 0)
+    if config.checkpoint_activations == "selective":
+        options["context_fn"] = partial(create_selective_checkpoint_contexts, keep_expensive)
+    for block in model.blocks:
+        block.again = options
+
+
+def keep_expensive(context, op, *args, **kwargs):
+    """The policy of selective checkpointing: keep what matmuls and attention return."""
+    return CheckpointPolicy.MUST_SAVE if str(op).startswith(EXPENSIVE) else CheckpointPolicy.PREFER_RECOMPUTE
+
+
+def compile_and_wrap(model, config, ranks):
+    """The network to train: the model, compiled as config.compile says, and in DDP if it is whole on several ranks."""
+    compiled = compile_mode(config, ranks)
+    if compiled == "blocks" or (ranks.sharded and compiled == "model"):  # FSDP gathers between the blocks
+        for block in model.blocks:
+            block.compile()
+    network = torch.compile(model) if compiled == "model" and not ranks.sharded else model
+    if ranks.world > 1 and not ranks.sharded:
+        device = [ranks.device] if ranks.on_gpu else None
+        network = DistributedDataParallel(network, device_ids=device, gradient_as_bucket_view=True)
+    return network
