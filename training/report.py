@@ -103,6 +103,8 @@ class Report:
         )  # fmt: skip
         if self.peak:
             record["mfu"] = self.flops_per_step / seconds / self.peak
+        if torch.cuda.is_initialized():
+            record["peak_memory"] = torch.cuda.max_memory_allocated()  # bytes, of rank 0's GPU
         self._write(record)
         speed = f"MFU {record['mfu']:.1%}" if self.peak else f"{record['tflops']:.3g} TFLOP/s"
         show(
