@@ -126,10 +126,13 @@ def make_norm(config):
 
 
 def rotary_angles(config):
-    """cos and sin [block_size, 1, D / 2] of position * 10000^(-2i / D), in float32 (Su et al. 2021, RoFormer)."""
+    """cos and sin [block_size, 1, D / 2] of position * 10000^(-2i / D), in float32 (Su et al. 2021, RoFormer).
+
+    On the CPU also where the network is made on "meta", on which these operations import Dynamo.
+    """
     half = config.head_dim // 2
-    frequency = 10000.0 ** (-torch.arange(half) / half)
-    angle = torch.outer(torch.arange(config.block_size), frequency)[:, None, :]
+    frequency = 10000.0 ** (-torch.arange(half, device="cpu") / half)
+    angle = torch.outer(torch.arange(config.block_size, device="cpu"), frequency)[:, None, :]
     return angle.cos(), angle.sin()
 
 

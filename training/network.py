@@ -24,28 +24,29 @@ EXPENSIVE = ("aten.mm.", "aten.addmm.", "aten._scaled_dot_product_", "attention.
 def make_model(config, tokenizer, ranks):
     """(GPT with its first weights, Ranks with `sharded` set to whether FSDP spreads it over them).
 
-    It is made on the device "meta". Each parameter is then drawn on this rank's device, which keeps its shard of it.
+    Each parameter is drawn on this rank's device, which with FSDP keeps its shard of it.
 
     Raises:
         ValueError: FSDP cannot train with these options, or rank 0 has too little host memory for a checkpoint.
     """
-    model = empty_model(config.model(tokenizer), "meta")
+    network = config.model(tokenizer)
+    model = empty_model(network, "meta")
     parameters = sum(p.numel() for p in model.parameters())
-    sharded = ranks.share(use_fsdp(parameters, config, ranks))
-    ranks = ranks._replace(sharded=sharded)
+    ranks = ranks._replace(sharded=ranks.share(use_fsdp(parameters, config, ranks)))
     if ranks.rank == 0:
         require_host_memory(parameters * (SAVED_BYTES + STATE_BYTES * config.cpu_offload))
-    if config.checkpoint_activations != "off":
-        checkpoint_activations(model, config)
-    if sharded:
+    if ranks.sharded:
         dtype = resolve_dtype(config.dtype, ranks.device)
-        require(
-            dtype != torch.float16, "FSDP does not scale gradients, as dtype=float16 needs; take bfloat16 or float32"
-        )
+        scaled = dtype == torch.float16
+        require(not scaled, "FSDP does not scale gradients, as dtype=float16 needs; take bfloat16 or float32")
         require(config.micro_batch != "auto", "micro_batch=auto cannot be tried with FSDP; give a number, such as 1")
         require(config.sample_every == 0, "sample_every needs a whole network, not FSDP; run sample.py meanwhile")
         shard(model, dtype, config.cpu_offload, "cuda" if ranks.on_gpu else "cpu")
-    model.materialise(ranks.device, "cpu" if config.cpu_offload else None)
+        model.materialise(ranks.device, "cpu" if config.cpu_offload else None)
+    else:
+        model = empty_model(network, ranks.device).to(ranks.device)  # its buffers are on the CPU
+    if config.checkpoint_activations != "off":
+        checkpoint_activations(model, config)
     for parameter, value in model.first_weights(config.seed, ranks.device):
         put(parameter, value)
     return model, ranks
