@@ -6,17 +6,19 @@ from collections import Counter
 
 import pytest
 import torch
-from helpers import FAST, contents, finish, losses, metrics, one_sentence, same, start
+from helpers import FAST, ON_GPU, contents, equal, finish, losses, metrics, one_sentence, same, start
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from model import GPT
 from training import network
 from training.config import Config
 from training.distributed import Ranks
+from training.weights import load_model
 
 CHECKPOINT = "runs/run/checkpoint.pt"
 UNEVEN = dict(n_layer=3, vocab_size=259, optimizer="muon", n_kv_head=1)  # rows and matrices that 2 or 4 do not divide
 slow = pytest.mark.slow
+NEEDS_GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 
 
 @pytest.fixture
@@ -30,25 +32,51 @@ def one_rank(monkeypatch):
         monkeypatch.setenv(name, value)
 
 
-def close(found, expected, rel=1e-4):
-    """Whether two runs of these names have equal losses and weights, up to rounding."""
-    folders = [contents(f"runs/{name}/checkpoint.pt") for name in (found, expected)]
-    for name, weight in folders[1]["model"].items():
-        torch.testing.assert_close(folders[0]["model"][name], weight, rtol=rel, atol=rel)
-    states = [f["optimizer"]["state"] for f in folders]
+def assert_close(found, expected, rel=1e-4):
+    """Assert that two runs of these names have equal weights, up to rounding, and states of the same form."""
+    ours, theirs = (contents(f"runs/{name}/checkpoint.pt") for name in (found, expected))
+    for name, weight in theirs["model"].items():
+        torch.testing.assert_close(ours["model"][name], weight, rtol=rel, atol=rel)
+    states = [each["optimizer"]["state"] for each in (ours, theirs)]
     shapes = [{(n, k): (x.shape, x.dtype) for n, moments in s.items() for k, x in moments.items()} for s in states]
     assert shapes[0] == shapes[1]
+    model, *_ = load_model(f"runs/{found}/checkpoint.pt")  # as sample.py, evaluate.py and the export do
+    assert equal(dict(model.state_dict()), ours["model"])
+
+
+def assert_resumes_bit_exactly(run, folder):
+    whole, whole_losses = contents(CHECKPOINT), losses(folder)
+    (folder / CHECKPOINT).unlink()
+    assert run("--resume", "runs/run")[0] == 0
+    assert same(contents(CHECKPOINT), whole) and losses(folder) == whole_losses
 
 
 @pytest.mark.parametrize("optimizer", ["adamw", "muon"])
 def test_one_rank_with_fsdp_equals_one_process(folder, run, one_rank, optimizer):
-    """Also in host memory; the first weights are the same bits."""
+    """Also in host memory; the first weights are the same bits. A resumed run is bit-exact."""
     options = dict(optimizer=optimizer, steps=6, eval_every=3)
     assert run(name="whole", **options)[0] == 0
     assert run(parallel="fsdp", cpu_offload=True, **options)[0] == 0
     assert losses(folder)[0] == losses(folder, "whole")[0]
     assert losses(folder) == pytest.approx(losses(folder, "whole"), rel=1e-5)
-    close("run", "whole")
+    assert_close("run", "whole")
+    assert_resumes_bit_exactly(run, folder)
+
+
+@NEEDS_GPU
+@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
+@pytest.mark.parametrize(
+    "memory",
+    [{}, dict(cpu_offload=True), dict(compile="model", checkpoint_activations="selective")],
+    ids=["eager", "in host memory", "compiled"],
+)
+def test_one_gpu_with_fsdp_equals_one_without(folder, run, one_rank, optimizer, memory):
+    """Up to the rounding of bfloat16, to which FSDP casts the weights of norms too. A resumed run is bit-exact."""
+    options = FAST | ON_GPU | dict(optimizer=optimizer, steps=12, eval_every=6)
+    assert run(name="whole", **options)[0] == 0
+    assert run(parallel="fsdp", **options | memory)[0] == 0
+    assert losses(folder) == pytest.approx(losses(folder, "whole"), rel=2e-2)
+    assert_resumes_bit_exactly(run, folder)
 
 
 @slow
@@ -61,7 +89,7 @@ def test_ranks_train_the_same_as_one_process(folder, run, ranks, micro_batch):
     assert losses(folder) == pytest.approx(losses(folder, "whole"), rel=1e-4)
     values = [[r["val_loss"] for r in metrics(folder, name) if "val_loss" in r] for name in ("run", "whole")]
     assert values[0] == pytest.approx(values[1], rel=1e-4)
-    close("run", "whole")
+    assert_close("run", "whole")
 
 
 @slow
@@ -78,7 +106,7 @@ def test_a_resumed_run_is_bit_exact_on_the_same_number_of_ranks_and_close_on_oth
     assert run("--resume", "runs/one", "--parallel", "auto")[0] == 0  # without FSDP
     for name in ("four", "one"):
         assert losses(folder, name) == pytest.approx(whole_losses, rel=1e-4)
-        close(name, "run")
+        assert_close(name, "run")
 
 
 ON_WHOLE = """
@@ -152,9 +180,17 @@ def test_auto_takes_fsdp_if_the_state_does_not_fit(monkeypatch, capsys):
 
 
 @pytest.mark.parametrize("kind", ["blocks", "selective"])
-def test_checkpointed_activations_do_not_change_training(folder, run, kind):
-    """With dropout, bit for bit."""
-    options = dict(steps=4, eval_every=2, dropout=0.2, micro_batch=4)
+@pytest.mark.parametrize(
+    "options",
+    [
+        pytest.param(dict(dropout=0.2, micro_batch=4), id="cpu"),
+        pytest.param(ON_GPU | dict(dropout=0.2), id="cuda", marks=NEEDS_GPU),
+        pytest.param(ON_GPU | dict(dropout=0.0), id="CUDA graph", marks=NEEDS_GPU),
+    ],
+)
+def test_checkpointed_activations_do_not_change_training(folder, run, kind, options):
+    """Bit for bit, with dropout too."""
+    options = options | dict(steps=8, eval_every=4)
     assert run(name="kept", **options)[0] == 0
     assert run(checkpoint_activations=kind, **options)[0] == 0
     assert losses(folder) == losses(folder, "kept") and same(contents(CHECKPOINT), contents("runs/kept/checkpoint.pt"))
