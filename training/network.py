@@ -17,7 +17,8 @@ from training.start import compile_mode
 STATE_BYTES = 16  # of a parameter: float32 weight, gradient and two moments
 SAVED_BYTES = 12  # of a parameter in a checkpoint, which has no gradients
 STATE_SHARE = 0.8  # of a GPU's memory that these may take; the rest is for activations
-EXPENSIVE = ("aten.mm.", "aten.addmm.", "aten._scaled_dot_product_", "attention.forward.", "gpt.mlp.")  # beginnings of ops' names
+# beginnings of the names of ops whose results are kept
+EXPENSIVE = ("aten.mm.", "aten.addmm.", "aten._scaled_dot_product_", "attention.forward.", "gpt.mlp.")
 
 
 @torch.no_grad()
