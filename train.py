@@ -53,13 +53,13 @@ def train(config):
         load_pretrained(model, config.init_from, corpus.tokenizer)
     optimizer = make_optimizer(model, config, ranks)
     micro_batch = choose_micro_batch(model, config, ranks, saved.get("take_step", {}).get("micro_batch"))
-    kernels = KernelsAhead(model.config, config, ranks, micro_batch)
     # the same tokens for any micro-batch
     eval_batches = config.eval_batches * (config.batch_size // micro_batch) or None
     validation = validation_batches(corpus.val, config.block_size, micro_batch, eval_batches)
 
     run = Run(config, corpus, ranks, saved)
     network = compile_and_wrap(model, config, ranks)
+    kernels = KernelsAhead(model.config, config, ranks, micro_batch)
     take_step = TrainStep(network, optimizer, config, ranks, micro_batch)
     start, best = run.load(model, optimizer, take_step)  # 0 and infinity for a new run
     report = Report(run.folder, config, model, corpus, ranks, start)

@@ -33,8 +33,18 @@ def process_age():
     return 0.0
 
 
+def import_kernels():
+    """Import what the threads below need, as far as this machine has it: threads that import together may fail."""
+    with suppress(ImportError, AttributeError):  # no Triton, or one without Hopper's kernels
+        pass
+    with suppress(ImportError, AttributeError):
+        pass
+
+
 class KernelsAhead:
     """Compiles the kernels of a run in threads, while the main thread goes on: call wait() before the first step.
+
+    To be started once torch._dynamo is imported, if it will be: see import_kernels().
 
     One thread runs an evaluation of a network with one layer, in which attention checks itself. The other runs a
     training step of one, with the kernels that attention will probably choose. The step draws random numbers, and CUDA
@@ -51,8 +61,7 @@ class KernelsAhead:
         one_layer = replace(model_config, n_layer=1)
         self.threads = []
         if ranks.on_gpu:
-            with suppress(ImportError):  # Triton; imported here, because threads that import it together may fail
-                import kernels.cross_entropy  # noqa: F401
+            import_kernels()
 
             self.threads = [
                 Thread(target=self.quietly, args=(job, one_layer), daemon=True) for job in (self.evaluate, self.train)
