@@ -103,12 +103,6 @@ class GPTConfig:
             width = math.ceil(width * 2 / 3 / 64) * 64
         return width
 
-    @property
-    def attention_impl(self):
-        """The impl argument of attention(). The Hopper kernels have no dropout; a network with dropout then takes the
-        portable ones in evaluation too, which saves compiling and checking two sets."""
-        return "portable" if self.attention == "auto" and self.dropout > 0 else self.attention
-
 
 class RMSNorm(nn.RMSNorm):
     """RMSNorm computed in float32, as autocast computes LayerNorm."""
@@ -175,7 +169,7 @@ class Attention(nn.Module):
         if layer is not None:  # of a cache
             y = layer.attend(q, k, v)
         else:
-            options = dict(dropout=config.dropout if self.training else 0.0, impl=config.attention_impl)
+            options = dict(dropout=config.dropout if self.training else 0.0, impl=config.attention)
             if documents is not None:  # packed in one row: [1, B T, heads, D]
                 q, k, v = (z.flatten(0, 1)[None] for z in (q, k, v))
                 options |= dict(cu_seqlens=documents, max_seqlen=T)

@@ -10,6 +10,7 @@ import triton.language as tl
 from problems import CASES, DIFFERENTIABLE, ON_GPU, ROW_FACTOR, check, make_problem, results, worst_row
 
 from attention import attention, problem, table, tiles
+from attention.choose import hopper_misses
 from attention.portable import launch as portable
 from attention.reference import keep_mask, reference_attention
 
@@ -237,6 +238,29 @@ def test_dropout_mask_is_fair_and_keyed_by_position(device):
     pairs += [(large, mask(4, 4, 128, seed=other)) for other in (8, 7 + 2**32, -7)]
     for x, y in pairs:
         assert uncorrelated(x, y, 0.25 * 0.75)
+
+
+@pytest.mark.parametrize("impl", ["triton", "hopper"])
+def test_kernels_drop_what_the_reference_drops(impl, device):
+    """With equal scores, one-hot values show the mask in the output, and one-hot gradients in that of the values."""
+    if impl == "hopper" and hopper_misses(torch.device(device)):
+        pytest.skip(hopper_misses(torch.device(device)))
+    q_len, k_len, dim = (200, 330, 64) if ON_GPU else (40, 70, 16)
+    q, k = (torch.zeros(2, n, 2, dim, device=device, dtype=torch.bfloat16) for n in (q_len, k_len))
+    seed = torch.tensor([-3], device=device)
+    rows, q_index, k_index = (torch.arange(n, device=device) for n in (2, q_len, k_len))
+    mask = keep_mask(seed, rows.view(-1, 1, 1, 1), 2, q_index.view(1, 1, -1, 1), k_index.view(1, 1, 1, -1), 0.4)
+
+    def one_hot(length, first):
+        x = F.one_hot((torch.arange(length, device=device) - first).clamp(-1, dim) + 1, dim + 2)[:, 1:-1]
+        return x.bfloat16()[None, :, None].expand(2, length, 2, dim).contiguous().requires_grad_()
+
+    call = partial(attention, q, k, causal=False, dropout=0.4, seed=seed, impl=impl)
+    outputs = [call(one_hot(k_len, first)) for first in range(0, k_len, dim)]
+    assert torch.equal(torch.cat(outputs, -1)[..., :k_len] > 0, mask.transpose(1, 2))
+    v = one_hot(k_len, 0)
+    gradients = [torch.autograd.grad(call(v), v, one_hot(q_len, first))[0] for first in range(0, q_len, dim)]
+    assert torch.equal(torch.cat(gradients, -1)[..., :q_len] > 0, mask.permute(0, 3, 1, 2))
 
 
 def test_dropout_is_rounded_to_16_bits(device):
