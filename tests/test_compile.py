@@ -68,15 +68,15 @@ SPILLED = {
         ("hopper_forward_kernel", 128): 32,
         ("hopper_forward_kernel", 256): 172,
         ("backward_kernel", 64): 28,
-        ("backward_kernel", 128): 320,
+        ("backward_kernel", 128): 352,
         ("backward_kernel", 256): 260,
     },
     FOUR: {
-        ("hopper_forward_kernel", 128): 160,
-        ("hopper_forward_kernel", 256): 324,
+        ("hopper_forward_kernel", 128): 120,
+        ("hopper_forward_kernel", 256): 296,
         ("backward_kernel", 64): 28,
-        ("backward_kernel", 128): 476,
-        ("backward_kernel", 256): 300,
+        ("backward_kernel", 128): 524,
+        ("backward_kernel", 256): 208,
     },
 }
 # head dim -> barrier of the warps of backward_kernel that multiply (its number, threads), and their mbarrier.arrives
