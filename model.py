@@ -106,12 +106,6 @@ class GPTConfig:
             width = math.ceil(width * 2 / 3 / 64) * 64
         return width
 
-    @property
-    def attention_impl(self):
-        """The impl argument of attention(). The Hopper kernels have no dropout; a network with dropout then takes the
-        portable ones in evaluation too, which saves compiling and checking two sets."""
-        return "portable" if self.attention == "auto" and self.dropout > 0 else self.attention
-
 
 class RMSNorm(nn.RMSNorm):
     """RMSNorm computed in float32, as autocast computes LayerNorm."""
@@ -174,7 +168,7 @@ class Attention(nn.Module):
         B, T, C = x.shape
         config = self.config
         heads = (config.n_head, config.kv_heads, config.kv_heads)
-        options = dict(dropout=config.dropout if self.training else 0.0, impl=config.attention_impl)
+        options = dict(dropout=config.dropout if self.training else 0.0, impl=config.attention)
         rows = B, T
         if documents is not None:  # packed in one row
             rows = 1, B * T

@@ -37,8 +37,10 @@ def attention(
         scale: factor of q.k; None = 1 / sqrt(D).
         softcap: scores s become softcap * tanh(s / softcap) before bias and mask, 1e-30 to 1e30; None = off.
         dropout: probability in [0, 1) with which a normalised weight is dropped; the others grow by 1 / (1 - dropout).
+            The kernels round it to a multiple of 1 / 65,536, for both uses.
         seed: int or int64 tensor of one element on the device of q, for dropout; None draws one from torch's generator.
-            The same seed drops the same (sequence, head, query, key), whatever the tile sizes.
+            The same seed drops the same (sequence, head, query, key), counted from the sequence's first, whatever the
+            tile sizes, in the reference and all kernels.
         bias: floating tensor broadcastable to [B, H, Tq, Tk], added to the scores; -inf hides a key, and so does all
             below -2.3e38, such as float32's least number. Has a gradient, which costs one more pass over the scores.
         decay: [B, Tk, H] float32 or float64, log forget gate of each key's token, <= 0: a score of query position i
@@ -54,14 +56,14 @@ def attention(
             programs than needed. What a smaller one than the longest gives is undefined. Triton's kernels are looked
             up anew for each value, as for each T and N: better round it up than pass that of every batch.
         return_lse: also return the logarithm of the softmax denominator (with the sink), natural log, differentiable.
-        impl: "auto" takes, where they passed a self-check, the Hopper kernels on their chip for the calls they serve,
-            else Triton on a CUDA GPU; SDPA elsewhere where it can express the call, else the reference. The first call
+        impl: "auto" takes, where they passed a self-check, the Hopper kernels on their chip for the calls they serve
+            (with dropout only impl="hopper" does), else Triton on a CUDA GPU; SDPA elsewhere where it can express the call, else the reference. The first call
             on a device in a dtype prints which and why, once more where Hopper kernels could not serve, and for their
-            first lengths or packed sequences; explain() says it of a call. "portable" is auto without the Hopper
-            kernels: a program that cannot do without Triton's then compiles and checks one set. "hopper", "triton",
-            "sdpa" and "reference" never fall back. float32 matmuls follow torch.set_float32_matmul_precision. Two runs
-            give the same bits, but for dq from the Hopper kernels: torch.use_deterministic_algorithms(True) has the
-            backward of "triton" serve there.
+            first lengths or packed sequences; explain() says it of a call. "hopper", "triton", "sdpa" and "reference"
+            never fall back. Another window or softcap compiles other kernels; another dropout probability, seed or
+            scale does not. float32 matmuls follow torch.set_float32_matmul_precision. Two runs give the same bits, but
+            for dq from the Hopper kernels: torch.use_deterministic_algorithms(True) has the backward of "triton" serve
+            there.
 
     Returns:
         [B, Tq, H, Dv] in the dtype of q; with return_lse also [B, H, Tq] float32, -inf where a row sees no key.

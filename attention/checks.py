@@ -12,7 +12,7 @@ MAX_HEAD_DIM = 256
 MAX_WINDOW = 2**29  # positions and their differences are 32-bit
 MAX_FLOAT = torch.finfo(torch.float32).max
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
-IMPLEMENTATIONS = ("auto", "portable", "hopper", "triton", "sdpa", "reference")
+IMPLEMENTATIONS = ("auto", "hopper", "triton", "sdpa", "reference")
 
 
 def check_call(call):

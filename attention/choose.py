@@ -56,15 +56,16 @@ def _choose(call):
     if asked in ("auto", "hopper"):
         misses = hopper_misses(q.device)
         lack = misses or hopper_lacks(call)
+        if asked == "auto" and not lack and call.dropout > 0:
+            lack = "dropout unless they are asked for, because they have not been timed with it"
     if asked == "hopper" and lack:
         raise ValueError(f"the Hopper kernels do not serve {lack}; use impl='auto'")
-    if asked in ("auto", "portable") and q.dtype in DTYPES:
-        serves = asked == "auto" and not lack
-        choice = implementation(q.device, q.dtype, serves, serves and is_ragged(call))
+    if asked == "auto" and q.dtype in DTYPES:
+        choice = implementation(q.device, q.dtype, not lack, not lack and is_ragged(call))
         impl, reason = choice.name, choice.reason  # by name: Dynamo of PyTorch 2.11 cannot unpack a Choice
         if impl == "triton" and lack and not misses:
             reason = f"the Hopper kernels do not serve {lack}"
-    elif asked in ("auto", "portable"):
+    elif asked == "auto":
         impl, reason = "sdpa", f"the kernels do not compute in {q.dtype}"
     if impl == "triton" and not (q.is_cuda or os.environ.get("TRITON_INTERPRET") == "1"):
         raise ValueError(f"impl='triton' needs tensors on a CUDA GPU, got {q.device}; use impl='auto' or 'sdpa'")
@@ -224,8 +225,6 @@ def hopper_lacks(call):
         return "bias"
     if call.decay is not None:
         return "decay"
-    if call.dropout > 0:
-        return "dropout"
     if not 40 <= q.shape[-1] <= 256:
         return f"head dim {q.shape[-1]} (40 to 256)"
     if v.shape[-1] != q.shape[-1]:
@@ -234,6 +233,10 @@ def hopper_lacks(call):
         return "an empty tensor"
     if max(q.shape[1], k.shape[1]) > MAX_HOPPER_LENGTH:
         return f"more than {MAX_HOPPER_LENGTH:,} positions"
-    if call.window is not None and not is_ragged(call) and k.shape[1] - q.shape[1] >= call.window:
-        return "a window that leaves keys unseen by all queries (they may hold NaN, and tiles are read whole)"
+    if call.window is not None:
+        unseen = k.shape[1] - q.shape[1] >= call.window
+        if unseen and not is_ragged(call):
+            return "a window that leaves keys unseen by all queries (they may hold NaN, and tiles are read whole)"
+        if call.dropout > 0 and (unseen or isinstance(call.cu_seqlens, tuple)):  # tiles begin behind these keys
+            return "dropout with a window that may leave keys unseen by all queries"
     return None

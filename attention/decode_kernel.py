@@ -138,7 +138,7 @@ def decode_kernel(
     token = number // TILE.group
     rows = Rows(token, kv_head * TILE.group + number % TILE.group, exist, length - q_len + token)
     seq = Sequence(row, row, 0, q_len, 0, length)
-    terms = Terms(scale, None, None, gate)
+    terms = Terms(scale, 0.0, None, None, gate)
 
     low = tl.maximum(length - q_len - behind(RULE), 0)  # the first key that a query of this row sees
     share = tl.cdiv(tl.cdiv(length - low, SPLITS), TILE.block_k) * TILE.block_k
@@ -223,7 +223,7 @@ def launch_decode(q, k, v, lengths, options):
     part = 1 if block_q > 1 else 2 if widest <= 64 else 4
     block_k = min(BLOCK_K, TILE_BYTES // (part * widest * k.element_size()))
     tiles = triton.cdiv(count, block_q)
-    rule = Rule(True, options.window, options.softcap, 0.0, options.sink is not None, slots if options.ring else 0)
+    rule = Rule(True, options.window, options.softcap, False, options.sink is not None, slots if options.ring else 0)
     tile = Tile(block_q, block_k, dim, value_dim, heads, group, float32_precision(q.dtype))
     most = min(slots, options.window + q_len - 1) if options.window else slots
     splits = splits_for(kv_heads * tiles * batch, most, block_q > 1, q.device)

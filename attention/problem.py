@@ -4,6 +4,7 @@ from typing import NamedTuple
 
 import torch
 
+from .reference import drop_probability
 from .score import Rule, Terms
 from .table import float32_precision, launches_for, way
 from .tiles import Ragged, Tile, View, pair_view, rows_view, view
@@ -79,9 +80,10 @@ def describe(q, k, v, options, *others):
 
 def of_tensors(options):
     """The fields of a Problem that hold the optional tensors of a call."""
+    dropout = drop_probability(options.dropout)
     return dict(
         ragged=Ragged(options.lengths, options.q_starts, options.k_starts),
-        terms=Terms(options.scale, options.seed, pair_view(options.bias), rows_view(options.gate)),
+        terms=Terms(options.scale, dropout, options.seed, pair_view(options.bias), rows_view(options.gate)),
     )
 
 
@@ -97,7 +99,7 @@ def analyse(q, k, v, options):
     # a window over all keys is none, and no other kernel; queries may stand before the first key if there are more
     farthest = k_len if options.causal else max(q_len, k_len)
     window = options.window if options.window < farthest else 0
-    rule = Rule(options.causal, window, options.softcap, options.dropout, options.sink is not None)
+    rule = Rule(options.causal, window, options.softcap, options.dropout > 0, options.sink is not None)
     without = all(x is None for x in options.tensors)
     return Problem(
         made={},

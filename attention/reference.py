@@ -20,7 +20,7 @@ def reference_attention(
     group = heads // k.shape[2]
     scale = dim**-0.5 if scale is None else scale
     shape = (batch, heads, q_len, k_len)
-    sequence, q_pos, k_pos, visible = place(shape, lengths, cu_seqlens, q.device)
+    sequence, q_index, q_pos, k_pos, visible = place(shape, lengths, cu_seqlens, q.device)
     if causal:
         visible = visible & (k_pos <= q_pos)
     if window is not None:
@@ -56,7 +56,8 @@ def reference_attention(
         logits = torch.cat((scores, sink.to(scores.dtype)[:, None, None].expand(batch, heads, q_len, 1)), -1)
     weights = torch.softmax(logits, -1)[..., :k_len] * alive
     if dropout > 0:
-        weights = weights * keep_mask(seed, sequence, heads, q_pos, k_pos, dropout) / (1 - dropout)
+        kept = keep_mask(seed, sequence, heads, q_index, k_pos, dropout)
+        weights = weights * kept / (1 - drop_probability(dropout))
     out = torch.einsum("bhqk,bkhd->bqhd", weights, v)
     if not return_lse:
         return out
@@ -75,9 +76,10 @@ def narrowed(bias, dtype):
 
 
 def place(shape, lengths, cu_seqlens, device):
-    """Where queries and keys stand: their sequence's number, positions counted in its keys, and which pairs exist.
+    """Where queries and keys stand, and which pairs exist.
 
-    All broadcast to [B, H, Tq, Tk].
+    Returns the number of each query's sequence; the query's index in it and its position, counted in the keys; the
+    key's position; and whether the pair exists. All broadcast to [B, H, Tq, Tk].
     """
     batch, _, q_len, k_len = shape
     q_pos = torch.arange(q_len, device=device).view(1, 1, -1, 1)
@@ -92,26 +94,33 @@ def place(shape, lengths, cu_seqlens, device):
         inside = q_sequence.clamp(max=last)
         q_count = (q_starts[1:] - q_starts[:-1])[inside]
         k_count = (k_starts[1:] - k_starts[:-1])[inside]
-        q_pos = q_pos - q_starts[inside] + k_count - q_count
+        q_index = q_pos - q_starts[inside]
         k_pos = k_pos - k_starts[k_sequence.clamp(max=last)]
-        return inside, q_pos, k_pos, (q_sequence == k_sequence) & (q_sequence <= last)
+        return inside, q_index, q_index + k_count - q_count, k_pos, (q_sequence == k_sequence) & (q_sequence <= last)
     sequence = torch.arange(batch, device=device).view(-1, 1, 1, 1)
-    q_pos = q_pos + k_len - q_len
+    q_index, q_pos = q_pos, q_pos + k_len - q_len
     exists = torch.ones(batch, 1, q_len, k_len, dtype=torch.bool, device=device)
     if lengths is not None:
         length = lengths.long().view(-1, 1, 1, 1)
         exists = exists & (k_pos < length) & (q_pos < length)
-    return sequence, q_pos, k_pos, exists
+    return sequence, q_index, q_pos, k_pos, exists
 
 
-def keep_mask(seed, sequence, heads, q_pos, k_pos, dropout):
+def drop_probability(dropout):
+    """dropout as the mask has it: rounded to a multiple of 1 / 65,536, below 1, since 16 random bits decide."""
+    return min(round(dropout * 2**16), 2**16 - 1) / 2**16
+
+
+def keep_mask(seed, sequence, heads, q_index, k_index, dropout):
     """Which weights dropout keeps: [B, H, Tq, Tk] bool, bit for bit as score.drop decides in the kernels."""
     value = seed.view(1, 1, 1, 1)
     head = torch.arange(heads, device=seed.device).view(1, -1, 1, 1)
     low, high = philox(sequence, head, value & 0xFFFFFFFF)
     key, _ = philox(low, high, (value >> 32) & 0xFFFFFFFF)
-    bits, _ = philox(q_pos & 0xFFFFFFFF, k_pos & 0xFFFFFFFF, key)
-    return bits >= int(dropout * 2**32)
+    low, high = philox(q_index & 0xFFFFFFF7, k_index & 0xFFFFFFF7, key)  # shared by queries, and keys, 8 apart
+    word = torch.where((k_index & 8) == 0, low, high)
+    bits = torch.where((q_index & 8) == 0, word & 0xFFFF, word >> 16)
+    return bits >= drop_probability(dropout) * 2**16
 
 
 def philox(low, high, key):

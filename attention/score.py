@@ -24,7 +24,7 @@ class Rule(NamedTuple):
     causal: bool
     window: int  # keys a query sees to one side, itself included; 0 = no limit
     softcap: float  # 0 = none
-    dropout: float  # probability of dropping a weight
+    dropout: bool  # whether weights are dropped
     sink: bool  # whether the softmax has a sink
     ring: int = 0  # slots of a ring cache, in which position p is in slot p % ring; 0 = each position has its own
 
@@ -36,6 +36,7 @@ class Terms(NamedTuple):
     """
 
     scale: float
+    dropout: float  # probability of dropping a weight, as reference.drop_probability() rounds it
     seed: torch.Tensor | None  # int64 [1], of dropout
     bias: PairView | None
     gate: View | None  # [B, H, Tk] float64: decay summed up to and including each key
@@ -148,36 +149,41 @@ def shape_scores(qk, q_pos, k_pos, head, seq, terms, RULE: tl.constexpr, MASKED:
 @triton.jit
 def philox(low, high, key):
     """Philox2x32-7 (Salmon et al. 2011): a 64-bit counter and a 32-bit key -> 64 random bits, as two uint32."""
-    multiplier = tl.full([], PHILOX_MULTIPLIER, tl.uint32)
-    weyl = tl.full([], PHILOX_WEYL, tl.uint32)
     for _ in tl.static_range(7):
-        low, high = tl.umulhi(low, multiplier) ^ key ^ high, low * multiplier
-        key += weyl
+        low, high = tl.umulhi(low, PHILOX_MULTIPLIER) ^ key ^ high, low * PHILOX_MULTIPLIER
+        key += PHILOX_WEYL
     return low, high
 
 
 @triton.jit
-def dropout_key(seq, head, terms, RULE: tl.constexpr):
-    """Key of one (sequence, head) under the 64-bit seed, so that a weight's fate depends on nothing else."""
+def dropout_key(sequence, head, seed, RULE: tl.constexpr):
+    """Key of one head of a sequence, given by its number, under the 64-bit seed [1]."""
     key = 0
-    if RULE.dropout > 0:
-        value = tl.load(terms.seed).to(tl.uint64, bitcast=True)
-        low, high = philox(tl.cast(seq.index, tl.uint32), tl.cast(head, tl.uint32), value.to(tl.uint32))
+    if RULE.dropout:
+        value = tl.load(seed).to(tl.uint64, bitcast=True)
+        low, high = philox(tl.cast(sequence, tl.uint32), tl.cast(head, tl.uint32), value.to(tl.uint32))
         key, _ = philox(low, high, (value >> 32).to(tl.uint32))
     return key
 
 
-@triton.constexpr_function
-def threshold(rule):
-    """Of 2^32 random values, how many drop a weight."""
-    return int(rule.dropout * 2**32)
+@triton.jit
+def keeps(bits, dropout):
+    """Whether a weight is kept: not with probability `dropout`, by the upper 16 of its random bits, a uint32."""
+    return bits >= tl.cast(dropout * 2**32, tl.uint32)
 
 
 @triton.jit
-def drop(weights, key, q_pos, k_pos, RULE: tl.constexpr):
-    """Zero each weight with probability RULE.dropout and scale the others up; the same for the same (q_pos, k_pos)."""
-    if RULE.dropout > 0:
-        bits, _ = philox((q_pos + k_pos * 0).to(tl.uint32), (k_pos + q_pos * 0).to(tl.uint32), key)
-        kept = bits >= tl.full([], threshold(RULE), tl.uint32)
-        weights = tl.where(kept, weights * (1 / (1 - RULE.dropout)), 0.0)
+def drop(weights, key, q_pos, k_pos, seq, terms, RULE: tl.constexpr):
+    """Zero each weight with probability terms.dropout and scale the others up.
+
+    A weight's fate depends on the seed, its sequence and head, and on which query and key of the sequence it is of. The
+    four weights of queries i and i + 8, keys j and j + 8 of blocks of 16 share the bits of one philox(), 16 each: in
+    matmuls of tensor cores one thread holds them all, also of the transpose. Here each computes its own.
+    """
+    if RULE.dropout:
+        query = q_pos - (seq.k_len - seq.q_len)
+        low, high = philox((query & -9).to(tl.uint32), (k_pos & -9).to(tl.uint32), key)
+        word = tl.where((k_pos & 8) == 0, low, high)
+        bits = word << (16 - 2 * (query & 8)).to(tl.uint32)
+        weights = tl.where(keeps(bits, terms.dropout), weights * (1 / (1 - terms.dropout)), 0.0)
     return weights

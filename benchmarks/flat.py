@@ -177,7 +177,7 @@ def dkdv_kernel(
 def settings(kernel, q, causal):
     """The launch settings of attention/ for a kernel, and the constants that set the order of its programs."""
     _, length, heads, dim = q.shape
-    rule = Rule(causal, 0, 0.0, 0.0, False)
+    rule = Rule(causal, 0, 0.0, False, False)
     launch = launches_for(dim, way(length, length, rule), 2, q.device)[kernel]
     return launch, rule, Tile(launch.block_q, launch.block_k, dim, dim, heads, 1, "tf32")
 

@@ -150,7 +150,7 @@ def launch_kernels(dtype, dim, causal, group, features=False, length=4096, ways=
 
 
 UNEVEN = 4095  # a length that no tile divides
-HOPPER_FEATURES = ("window", "softcap", "sink")
+HOPPER_FEATURES = ("window", "softcap", "sink", "dropout")
 
 
 def launch_hopper_kernels(dtype, dim, causal, group, features=(), length=4096, bounds=None):
@@ -170,10 +170,14 @@ def launch_hopper_kernels(dtype, dim, causal, group, features=(), length=4096, b
         elif bounds == "packed":
             starts = q.new_empty(batch + 1, dtype=torch.int32)
             options = options._replace(q_starts=starts, k_starts=starts, max_q_len=length, max_k_len=length)
-        values = dict(window=1000, softcap=30.0, sink=q.new_empty(2 * group))
+        values = dict(window=1000, softcap=30.0, sink=q.new_empty(2 * group), dropout=0.1)
         options = options._replace(**{name: values[name] for name in features})
-        out, lse2 = hopper.forward(q, k, k, options)
-        hopper.backward(q, k, k, out, lse2, out, None, False, options)
+        if options.dropout:
+            options = options._replace(seed=q.new_empty(1, dtype=torch.int64))
+        for dropout in {options.dropout, 2 * options.dropout}:  # another probability compiles nothing
+            options = options._replace(dropout=dropout)
+            out, lse2 = hopper.forward(q, k, k, options)
+            hopper.backward(q, k, k, out, lse2, out, None, False, options)
 
 
 def launch_decode_kernels(dtype, dim, causal, group, features=False, length=4096):

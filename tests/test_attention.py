@@ -10,6 +10,7 @@ import triton.language as tl
 from problems import CASES, DIFFERENTIABLE, ON_GPU, ROW_FACTOR, check, make_problem, results, worst_row
 
 from attention import attention, problem, table, tiles
+from attention.choose import hopper_misses
 from attention.portable import launch as portable
 from attention.reference import keep_mask, reference_attention
 
@@ -209,17 +210,68 @@ def test_gradient_of_a_sum(device):
 
 
 def test_dropout_mask_is_fair_and_keyed_by_position(device):
-    seed = torch.tensor([7], device=device)
-
-    def mask(batch, heads, length):
+    def mask(batch, heads, length, dropout=0.25, seed=7):
         rows = torch.arange(batch, device=device).view(-1, 1, 1, 1)
         pos = torch.arange(length, device=device)
-        return keep_mask(seed, rows, heads, pos.view(1, 1, -1, 1), pos.view(1, 1, 1, -1), 0.25)
+        seed = torch.tensor([seed], device=device)
+        return keep_mask(seed, rows, heads, pos.view(1, 1, -1, 1), pos.view(1, 1, 1, -1), dropout)
+
+    def uncorrelated(x, y, deviation):
+        """Of two parts of a mask of which dropout=0.25; the mean of their product has that standard deviation."""
+        return abs(((x.float() - 0.75) * (y.float() - 0.75)).mean().item()) < 5 * deviation / x.numel() ** 0.5
 
     large = mask(4, 4, 128)
-    assert abs(large.float().mean().item() - 0.75) < 5 * (0.25 * 0.75 / large.numel()) ** 0.5
-    assert not torch.equal(large[0], large[1]) and not torch.equal(large[:, 0], large[:, 1])
+    for dropout in (0.25, 0.01, 0.999):
+        kept = mask(4, 4, 128, dropout)
+        deviation = (dropout * (1 - dropout) / kept.numel()) ** 0.5
+        assert abs(kept.float().mean().item() - (1 - dropout)) < 5 * deviation
     assert torch.equal(mask(1, 1, 16)[0, 0], large[0, 0, :16, :16])
+    # the four weights that share random bits, neighbours, heads, sequences and seeds
+    words = large.unflatten(2, (8, 2, 8)).unflatten(5, (8, 2, 8)).permute(3, 6, 0, 1, 2, 4, 5, 7).flatten(0, 1)
+    pairs = list(itertools.combinations(words, 2))
+    pairs += [
+        (large[..., 1:], large[..., :-1]),
+        (large[..., 1:, :], large[..., :-1, :]),
+        (large[..., :64, 64:], large.mT[..., :64, 64:]),
+    ]
+    pairs += [(large[:, i], large[:, i + 1]) for i in range(3)] + [(large[i], large[i + 1]) for i in range(3)]
+    pairs += [(large, mask(4, 4, 128, seed=other)) for other in (8, 7 + 2**32, -7)]
+    for x, y in pairs:
+        assert uncorrelated(x, y, 0.25 * 0.75)
+
+
+@pytest.mark.parametrize("impl", ["triton", "hopper"])
+def test_kernels_drop_what_the_reference_drops(impl, device):
+    """With equal scores, one-hot values show the mask in the output, and one-hot gradients in that of the values."""
+    if impl == "hopper" and hopper_misses(torch.device(device)):
+        pytest.skip(hopper_misses(torch.device(device)))
+    q_len, k_len, dim = (200, 330, 64) if ON_GPU else (40, 70, 16)
+    q, k = (torch.zeros(2, n, 2, dim, device=device, dtype=torch.bfloat16) for n in (q_len, k_len))
+    seed = torch.tensor([-3], device=device)
+    rows, q_index, k_index = (torch.arange(n, device=device) for n in (2, q_len, k_len))
+    mask = keep_mask(seed, rows.view(-1, 1, 1, 1), 2, q_index.view(1, 1, -1, 1), k_index.view(1, 1, 1, -1), 0.4)
+
+    def one_hot(length, first):
+        x = F.one_hot((torch.arange(length, device=device) - first).clamp(-1, dim) + 1, dim + 2)[:, 1:-1]
+        return x.bfloat16()[None, :, None].expand(2, length, 2, dim).contiguous().requires_grad_()
+
+    call = partial(attention, q, k, causal=False, dropout=0.4, seed=seed, impl=impl)
+    outputs = [call(one_hot(k_len, first)) for first in range(0, k_len, dim)]
+    assert torch.equal(torch.cat(outputs, -1)[..., :k_len] > 0, mask.transpose(1, 2))
+    v = one_hot(k_len, 0)
+    gradients = [torch.autograd.grad(call(v), v, one_hot(q_len, first))[0] for first in range(0, q_len, dim)]
+    assert torch.equal(torch.cat(gradients, -1)[..., :q_len] > 0, mask.permute(0, 3, 1, 2))
+
+
+def test_dropout_is_rounded_to_16_bits(device):
+    """No probability, however close to 1, drops all; the factor of the others belongs to what is rounded."""
+    q, v = torch.zeros(1, 64, 1, 16, device=device), torch.ones(1, 64, 1, 16, device=device)
+    for dropout, rounded in ((1e-6, 0.0), (0.3, round(0.3 * 2**16) / 2**16), (1 - 1e-9, 1 - 2**-16)):
+        options = dict(dropout=dropout, seed=torch.tensor([1], device=device), causal=False)
+        found = [attention(q, q, v, impl=impl, **options) for impl in ("triton", "reference")]
+        counts = [x * 64 * (1 - rounded) for x in found]  # of the weights that are kept
+        torch.testing.assert_close(*counts)
+        torch.testing.assert_close(counts[1], counts[1].round(), rtol=0, atol=2e-2 if ON_GPU else 1e-3)
 
 
 def test_dropout_draws_a_seed_from_torch(device):

@@ -25,16 +25,25 @@ SHARED_KB = {80: 163, 89: 99, 90: 227, 100: 227}  # chip -> shared memory that o
 COMPILE_ALL = os.environ.get("COMPILE_ALL") == "1"
 
 EVEN, UNEVEN = 4096, 4095  # lengths that tiles divide, or do not
-# Compiled for Hopper: dtype, bounds of sequences, whether with features, masks, head dims, lengths.
+THREE, FOUR = "window softcap sink", "window softcap sink dropout"
+# Compiled for Hopper: dtype, bounds of sequences, features, masks, head dims, lengths.
 HOPPER = [
-    ("bfloat16", None, True, "causal", (128,), (UNEVEN,)),
-    ("float16", "packed", True, "causal", (64,), (EVEN,)),
-    ("bfloat16", "lengths", True, "full", (128, 256), (EVEN,)),
-    ("bfloat16", None, False, "causal", (64, 256), (EVEN,)),
-    ("float16", None, False, "full", (64, 128), (UNEVEN,)),
+    ("bfloat16", None, THREE, "causal", (128,), (UNEVEN,)),
+    ("float16", "packed", THREE, "causal", (64,), (EVEN,)),
+    ("bfloat16", "lengths", THREE, "full", (128, 256), (EVEN,)),
+    ("bfloat16", None, "dropout", "causal", (64, 128), (EVEN,)),
+    ("bfloat16", "packed", FOUR, "full", (64, 256), (EVEN,)),
+    ("bfloat16", None, "", "causal", (64, 256), (EVEN,)),
+    ("float16", None, "", "full", (64, 128), (UNEVEN,)),
 ]
 if COMPILE_ALL:
-    values = ("bfloat16", "float16"), (None, "lengths", "packed"), (False, True), ("causal full",), [(64, 128, 256)]
+    values = (
+        ("bfloat16", "float16"),
+        (None, "lengths", "packed"),
+        ("", "dropout", THREE, FOUR),
+        ("causal full",),
+        [(64, 128, 256)],
+    )
     HOPPER = [(*case, (EVEN,) if case[1] else (EVEN, UNEVEN)) for case in itertools.product(*values)]
 # Portable kernels that spill under Triton 3.6 but not under 3.9: (chip, dtype, head dim, kernel) -> bytes per thread,
 # stores and loads. Triton 3.7 and 3.8 were not measured and are allowed the same.
@@ -46,13 +55,29 @@ SPILLED_BEFORE_3_9 = {
     (100, "float16", 128, "forward_kernel"): 36,
     (100, "bfloat16", 128, "forward_kernel"): 36,
 }
-# Hopper kernels that spill under Triton 3.9 (less under 3.6): (kernel, head dim) -> bytes per thread.
-SPILLED = {("backward_kernel", 64): 28, ("backward_kernel", 128): 64, ("backward_kernel", 256): 72}
-SPILLED_WITH_FEATURES = {
-    ("hopper_forward_kernel", 64): 104,
-    ("hopper_forward_kernel", 256): 152,
-    ("backward_kernel", 128): 316,
-    ("backward_kernel", 256): 52,
+# Hopper kernels that spill: features -> (kernel, head dim) -> bytes per thread, the most of Triton 3.9 and 3.6.
+SPILLED = {
+    "": {("backward_kernel", 64): 28, ("backward_kernel", 128): 64, ("backward_kernel", 256): 72},
+    THREE: {
+        ("hopper_forward_kernel", 64): 104,
+        ("hopper_forward_kernel", 256): 152,
+        ("backward_kernel", 128): 316,
+        ("backward_kernel", 256): 52,
+    },
+    "dropout": {
+        ("hopper_forward_kernel", 128): 32,
+        ("hopper_forward_kernel", 256): 172,
+        ("backward_kernel", 64): 28,
+        ("backward_kernel", 128): 352,
+        ("backward_kernel", 256): 260,
+    },
+    FOUR: {
+        ("hopper_forward_kernel", 128): 120,
+        ("hopper_forward_kernel", 256): 296,
+        ("backward_kernel", 64): 28,
+        ("backward_kernel", 128): 524,
+        ("backward_kernel", 256): 208,
+    },
 }
 # head dim -> barrier of the warps of backward_kernel that multiply (its number, threads), and their mbarrier.arrives
 ARRIVALS = {64: ("0, 128", 2), 128: ("0, 256", 2), 256: ("0, 256", 1)}
@@ -123,22 +148,23 @@ def test_hopper_kernels_fit_their_chip(dtype, bounds, features, masks, dims, len
     And with a barrier of all multiplying warps before each mbarrier.arrive of theirs, on which backward_kernel relies.
 
     HOPPER contains every pair of values of dtype, mask, bounds of sequences (none, lengths, packed) and features (none,
-    or window, softcap and sink at once), and each head dim with and without features, some of a length that tiles
-    divide and some of one that they do not. Each combination is compiled with a group of two in one program and in
-    parts. COMPILE_ALL=1 adds all other combinations.
+    or THREE), and each head dim with and without features, some of a length that tiles divide and some of one that they
+    do not. Each combination is compiled with a group of two in one program and in parts. Dropout, alone and with the
+    others, is called with two probabilities, of which the second compiles nothing. COMPILE_ALL=1 adds all other
+    combinations.
 
-    Left out: groups of one (their backward is the one that loops over a group, their forward lacks a division),
+    Left out: groups of one (their backward is the one that loops over a group, their forward lacks a division), other
     features one by one, negative scales, a gradient of the LSE, and head dims in between, which use the tiles of the
     next power of two.
     """
     options = ["--hopper", "--dtypes", dtype, "--masks", *masks.split(), "--groups", "2"]
     options += ["--dims", *map(str, dims), "--lengths", *map(str, lengths)]
     options += ["--bounds", bounds] if bounds else []
-    options += ["--features"] if features else []
+    options += ["--features", *features.split()] if features else []
     kernels = compile_kernels(90, *options)
     backwards = len(dims) * len(masks.split()) * len(lengths) * 2  # one program, or parts
     assert sum(k["kernel"] == "backward_kernel" for k in kernels) == backwards
-    spilled = SPILLED_WITH_FEATURES if features else SPILLED
+    spilled = SPILLED[features]
     serialized = {f"C75{i}" for i in range(10, 16)}
     bad = [k for k in kernels if k["spilled"] > spilled.get((k["kernel"], k["dim"]), 0)]
     bad += too_large(90, kernels) + [k for k in kernels if serialized & set(k["warnings"])]

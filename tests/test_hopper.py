@@ -40,7 +40,12 @@ CASES = {
     "scale_softcap": dict(q_len=300, scale=-0.2, softcap=2.0),
     "no_scale": dict(q_len=300, scale=0.0),
     "sink": dict(q_len=333, k_len=200, sink=True),
-    "all": dict(q_len=200, k_len=300, heads=4, kv_heads=2, window=120, softcap=3.0, sink=True),
+    "dropout": dict(q_len=333, dropout=0.3, seed=3),
+    "dropout_full": dict(q_len=300, k_len=410, causal=False, dropout=0.7, seed=-1),
+    "dropout_grouped_parts": dict(q_len=300, heads=8, kv_heads=2, dropout=0.1, seed=4),
+    "dropout_grouped_looped": dict(batch=8, q_len=700, heads=32, kv_heads=8, dropout=0.2, seed=2**62),
+    "dropout_of_one_key": dict(q_len=300, window=1, dropout=0.5, seed=5),
+    "all": dict(q_len=200, k_len=300, heads=4, kv_heads=2, window=120, softcap=3.0, sink=True, dropout=0.2, seed=6),
     "packed": dict(packed=[0, 200, 200, 463, 590, 700], q_len=700),
     "packed_full_with_rest": dict(packed=[0, 129, 330, 500], q_len=600, causal=False),
     "packed_of_one": dict(packed=[0, 333], q_len=333),
@@ -58,6 +63,11 @@ CASES = {
         packed=([0, 90, 200], [0, 250, 300]), q_len=230, k_len=300, heads=4, kv_heads=2, window=120, softcap=3.0,
         sink=True,
     ),
+    "packed_dropout": dict(
+        packed=[0, 100, 230, 230, 500], q_len=520, heads=4, kv_heads=2, window=120, sink=True, dropout=0.2, seed=1,
+    ),
+    "packed_pair_dropout": dict(packed=([0, 150, 400], [0, 64, 300]), q_len=500, k_len=340, dropout=0.3, seed=1),
+    "lengths_dropout": dict(lengths=[300, 250, 17], batch=3, q_len=200, k_len=300, dropout=0.2, seed=7),
     "packed_single_keys": dict(packed=([0, 100, 100, 300], [0, 1, 1, 2]), q_len=300, k_len=2, causal=False),
     "lengths_of_one": dict(lengths=[1, 0, 1], batch=3, q_len=70),
     "lengths": dict(lengths=[333, 0, 64, 201], batch=4, q_len=333),
@@ -77,6 +87,7 @@ REPEATED = {
     "many": dict(batch=12, q_len=700, heads=4),
     "many_full_looped": dict(batch=40, q_len=900, heads=3, kv_heads=1, causal=False),
     "many_parts": dict(q_len=2000, heads=8, kv_heads=2),
+    "many_dropout_looped": dict(batch=40, q_len=900, heads=3, kv_heads=1, dropout=0.2, seed=3),
     "many_all_parts": dict(batch=8, q_len=1000, heads=4, kv_heads=2, window=120, softcap=3.0, sink=True),
     "many_lengths": dict(lengths=[700, 0, 64, 333, 699, 1, 512, 128, 700, 300, 65, 450], batch=12, q_len=700, heads=8),
     "many_lengths_full_parts": dict(lengths=[2000, 1111], q_len=2000, heads=8, kv_heads=2, causal=False),
@@ -320,17 +331,17 @@ def test_explain_names_the_implementation(device):
     q = torch.randn(1, 16, 2, 64, device=device, dtype=torch.bfloat16)
     bias = torch.zeros(16, 16, device=device)
     if device == "cpu":
-        for options in ({}, dict(impl="portable")):
-            reason = explain(q, q, q, **options)
-            assert reason.startswith("sdpa: ") and "GPU" in reason and "cpu" in reason
+        reason = explain(q, q, q)
+        assert reason.startswith("sdpa: ") and "GPU" in reason and "cpu" in reason
         assert explain(q, q, q, sink=torch.zeros(2)).startswith("reference: ")
         with pytest.raises(ValueError, match=r"Hopper.*cpu"):
             attention(q, q, q, impl="hopper")
     elif MISSES is None:
         assert explain(q, q, q, window=5).startswith("hopper: ")
+        assert explain(q, q, q, dropout=0.1, impl="hopper").startswith("hopper: ")
+        assert explain(q, q, q, dropout=0.1).startswith("triton: ")
         reason = explain(q, q, q, bias=bias)
         assert reason.startswith("triton: ") and "bias" in reason
-        assert explain(q, q, q, impl="portable").startswith("triton: ")
         with pytest.raises(ValueError, match=r"Hopper.*bias.*impl='auto'"):
             attention(q, q, q, bias=bias, impl="hopper")
     with pytest.raises(ValueError, match="window"):
@@ -346,10 +357,11 @@ def test_explain_names_the_implementation(device):
         ("head dim 32", dict(dim=32)),
         ("head dim 32", dict(value_dim=32)),
         ("empty", dict(batch=0)),
-        ("dropout", dict(dropout=0.1)),
         ("decay", dict(decay=True)),
         ("bias", dict(bias=(8, 8))),
         ("window", dict(q_len=8, k_len=18, window=10)),
+        ("dropout", dict(q_len=8, k_len=18, window=10, dropout=0.1, lengths=[18, 9])),
+        ("dropout", dict(packed=([0, 8], [0, 8]), window=10, dropout=0.1)),
     ],
 )
 def test_unsupported_calls(lack, change):

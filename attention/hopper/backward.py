@@ -31,7 +31,7 @@ from .gluon import (
 )
 from .ragged import corner
 from .rows import WIDTH
-from .tiles import barriers, keep_columns, ring, tanh
+from .tiles import Dropout, barriers, dropout_key, keep_columns, kept, ring, tanh
 from .work import advance, hides, plan_work
 
 
@@ -174,8 +174,8 @@ def give_dq(dq, dq_sum, shared, signals, place, PLAN: gl.constexpr):
 
 
 @gluon.jit
-def weigh(scores, lse2, place, work, scale, RULE: gl.constexpr, PLAN: gl.constexpr, TAIL: gl.constexpr):
-    """Raw scores [keys, queries] -> weights, and weights times d score / d (scale q.k)."""
+def weigh(scores, lse2, place, dropout, work, scale, RULE: gl.constexpr, PLAN: gl.constexpr, TAIL: gl.constexpr):
+    """Raw scores [keys, queries] -> weights, and weights times d score / d (scale q.k); both negative where dropped."""
     if RULE.softcap > 0:
         cap = tanh(scores * (scale / RULE.softcap))
         weights = gl.exp2(cap * (RULE.softcap * LOG2E) - lse2[None, :])
@@ -195,6 +195,9 @@ def weigh(scores, lse2, place, work, scale, RULE: gl.constexpr, PLAN: gl.constex
                 weights = keep_columns(weights, first, own + behind(RULE) + 1, 0.0)
             else:
                 weights = keep_columns(weights, first, None, 0.0)
+    if RULE.dropout:  # a sign takes no register
+        keep = kept(weights, work.k_start, place.tile * PLAN.block_q, dropout, QUERIES=1)
+        weights = gl.where(keep, weights, -weights)
     sloped = weights
     if RULE.softcap > 0:
         sloped = weights * (1 - cap * cap)
@@ -202,8 +205,17 @@ def weigh(scores, lse2, place, work, scale, RULE: gl.constexpr, PLAN: gl.constex
 
 
 @gluon.jit
+def score_gradient(sloped, dweights, delta, dropout, RULE: gl.constexpr):
+    """dS times the slope, without the scale, from results of weigh() and dO.v."""
+    if RULE.dropout:
+        dweights = gl.where(sloped > 0, dweights, 0.0) * (1 / (1 - dropout.probability))
+        sloped = gl.abs(sloped)
+    return sloped * (dweights - delta)
+
+
+@gluon.jit
 def meet(
-    dk, dv, k, v, place, dq_sum, shared, signals, work, scale,
+    dk, dv, k, v, place, dropout, dq_sum, shared, signals, work, scale,
     RULE: gl.constexpr, PLAN: gl.constexpr, TAIL: gl.constexpr,
 ):  # fmt: skip
     """One step: what a tile of queries adds to dK and dV, and its dQ."""
@@ -220,7 +232,9 @@ def meet(
     dweights = warpgroup_mma(v, dout.permute((1, 0)), empty, use_acc=False, is_async=True)
     lse2 = shared.lse2.index(slot).load(columns)
     scores = warpgroup_mma_wait(1, deps=(scores,))
-    weights, sloped = weigh(scores, lse2, place, work, scale, RULE, PLAN, TAIL)
+    weights, sloped = weigh(scores, lse2, place, dropout, work, scale, RULE, PLAN, TAIL)
+    if RULE.dropout:
+        weights = gl.maximum(weights, 0.0)
     no_dq = accumulator(PLAN.block_q, PLAN.dim, PLAN)
     # weights and dscores may be written: since the products of the last step all warps have met, because Triton lets
     # them meet before each mbarrier.arrive (tests/test_compile.py looks for it in the PTX)
@@ -231,7 +245,7 @@ def meet(
         dweights = warpgroup_mma_wait(0, deps=(dweights,))
         dv = warpgroup_mma(shared.weights, dout, dv, is_async=True)
         delta = shared.delta.index(slot).load(columns)[None, :]
-        shared.dscores.store((sloped * (dweights - delta)).to(dtype))
+        shared.dscores.store(score_gradient(sloped, dweights, delta, dropout, RULE).to(dtype))
         fence_async_shared()
         partition_barrier()
         left = shared.dscores
@@ -240,7 +254,7 @@ def meet(
         dweights = warpgroup_mma_wait(0, deps=(dweights,))
         dv = warpgroup_mma(left, dout, dv, is_async=True)
         delta = shared.delta.index(slot).load(columns)[None, :]
-        dscores = (sloped * (dweights - delta)).to(dtype)
+        dscores = score_gradient(sloped, dweights, delta, dropout, RULE).to(dtype)
         left = gl.convert_layout(dscores, operand)
         if PLAN.early:
             dk = warpgroup_mma(left, q, dk, is_async=True)
@@ -266,7 +280,7 @@ def meet(
 
 @gluon.jit
 def multiply(
-    dk_out, dv_out, dk_part, dv_part, dq_sum, shared, signals, work, scale,
+    dk_out, dv_out, dk_part, dv_part, dq_sum, shared, signals, work, scale, probability, seed,
     RULE: gl.constexpr, PLAN: gl.constexpr, TAIL: gl.constexpr,
 ):  # fmt: skip
     """The multiplying warps: all steps of a program, then dK and dV."""
@@ -280,14 +294,20 @@ def multiply(
     dv = accumulator(PLAN.block_k, PLAN.dim, PLAN)
     tile = work.start
     member = 0
+    key = dropout_key(work.index, work.head, seed, RULE)
     for step in range(work.steps):  # one loop over all heads and tiles: nested ones cost registers
         edge = (tile < work.full_lo) | (tile >= work.full_hi)
         number = work.first_tile + member * work.q_tiles + tile
         place = Place(step, tile, number, edge)
-        dk, dv = meet(dk, dv, k, v, place, dq_sum, shared, signals, work, scale, RULE, PLAN, TAIL)
+        dropout = Dropout(key, probability)
+        dk, dv = meet(dk, dv, k, v, place, dropout, dq_sum, shared, signals, work, scale, RULE, PLAN, TAIL)
         tile, member = advance(tile, member, work)
+        if RULE.dropout and tile == work.start:  # of the next head
+            key = dropout_key(work.index, work.head + member, seed, RULE)
 
     dk = dk * scale
+    if RULE.dropout:
+        dv = dv * (1 / (1 - probability))
     if dk_part is not None:
         key = work.k_start + gl.arange(0, PLAN.block_k, gl.SliceLayout(1, keys_layout(PLAN)))[:, None]
         column = gl.arange(0, PLAN.dim, gl.SliceLayout(0, keys_layout(PLAN)))[None, :]
@@ -316,7 +336,7 @@ def shared_layout(shape, dtype):
 @gluon.jit(do_not_specialize=["q_len", "k_len", "batches", "heads", "group", "span", "q_slots"])
 def backward_kernel(
     q, k, v, dout, rows, dq_sum, dk, dv, dk_part, dv_part, q_len, k_len, batches, heads, group, span, scale,
-    k_tiles, ragged, q_slots,
+    dropout, seed, k_tiles, ragged, q_slots,
     RULE: gl.constexpr, PLAN: gl.constexpr, TAIL: gl.constexpr,
 ):  # fmt: skip
     """dK and dV of one tile of keys, and what it adds to dQ, for `span` query heads of one key head.
@@ -357,7 +377,10 @@ def backward_kernel(
     )  # fmt: skip
     gl.warp_specialize(
         [
-            (multiply, (dk, dv, dk_part, dv_part, dq_sum, shared, signals, work, scale, RULE, PLAN, TAIL)),
+            (
+                multiply,
+                (dk, dv, dk_part, dv_part, dq_sum, shared, signals, work, scale, dropout, seed, RULE, PLAN, TAIL),
+            ),
             (load, (q, k, v, dout, rows, shared, signals, work, RULE, PLAN)),
             (add, (dq_sum, shared, signals, work, PLAN)),
         ],

@@ -37,7 +37,7 @@ from .pipeline import (
     take_turn,
 )
 from .ragged import Rows, corner
-from .tiles import barriers, end_softmax, keep_columns, tanh
+from .tiles import Dropout, barriers, end_softmax, keep_columns, kept, tanh
 
 
 class State(NamedTuple):
@@ -67,7 +67,7 @@ def hide(scores, edge, start, problem, RULE: gl.constexpr):
 
 @gluon.jit
 def weigh(
-    scores, top, total, edge, start, problem,
+    scores, top, total, edge, start, dropout, problem,
     RULE: gl.constexpr, TILE: gl.constexpr, PIPE: gl.constexpr, MASKED: gl.constexpr,
 ):  # fmt: skip
     """Raw scores of a block -> (weights, top, total, fade): fade is what the sums so far shrink by."""
@@ -86,7 +86,11 @@ def weigh(
         pivot = new_top
     weights = gl.exp2(scores * factor - pivot[:, None])
     fade = gl.exp2(top - pivot)
-    return weights, new_top, total * fade + gl.sum(weights, 1), fade
+    total = total * fade + gl.sum(weights, 1)
+    if RULE.dropout:  # acts on normalised weights
+        keep = kept(weights, edge - (problem.k_len - problem.q_len), start, dropout, QUERIES=0)
+        weights = gl.where(keep, weights, 0.0)
+    return weights, new_top, total, fade
 
 
 @gluon.jit
@@ -113,7 +117,7 @@ def unpack(pairs, acc, DTYPE: gl.constexpr):
 
 @gluon.jit
 def attend(
-    state, q, shared, count, steps, edge, start, problem,
+    state, q, shared, count, steps, edge, start, dropout, problem,
     INDEX: gl.constexpr, RULE: gl.constexpr, TILE: gl.constexpr, PIPE: gl.constexpr,
     MASKED: gl.constexpr, FIRST: gl.constexpr = False,
 ):  # fmt: skip
@@ -132,7 +136,7 @@ def attend(
         scores = warpgroup_mma_wait(0 if FIRST else 1, deps=(scores,))
         release(shared.k, count)
         weights, top, total, fade = weigh(
-            scores, state.top, state.total, edge, start, problem, RULE, TILE, PIPE, MASKED
+            scores, state.top, state.total, edge, start, dropout, problem, RULE, TILE, PIPE, MASKED
         )
         if not FIRST:
             acc = warpgroup_mma_wait(0, deps=(acc,))
@@ -160,11 +164,15 @@ def consumer(
     message = receive(shared.mail, visit)
     while message[0] >= 0:
         tile_start, lane = message[0], message[1]
+        dropout = Dropout(0, problem.dropout)
+        if RULE.dropout:
+            KEY: gl.constexpr = 5 if PIPE.ragged else 2
+            dropout = Dropout(message[KEY].to(gl.uint32, bitcast=True), problem.dropout)
         first = 0  # query of the sequence in its row
         own = problem
         if PIPE.ragged:
             first = message[2]
-            own = Sizes(message[3], message[4], problem.scale)
+            own = Sizes(message[3], message[4], problem.scale, problem.dropout)
         # which blocks are this consumer's; where it has no queries one, so that the code below holds
         q_start = tile_start + INDEX * ROWS
         tile_begin, _, _, tile_end = blocks(tile_start, TILE.block_q, own, RULE, TILE)
@@ -189,18 +197,21 @@ def consumer(
             gl.full([ROWS], 0.0, gl.float32, row_layout),
         )
         state, count, start = attend(
-            state, q, shared, count, 1, edge, start, own, INDEX, RULE, TILE, PIPE, MASKED=True, FIRST=True
+            state, q, shared, count, 1, edge, start, dropout, own, INDEX, RULE, TILE, PIPE, MASKED=True, FIRST=True
         )
         state, count, start = attend(
-            state, q, shared, count, end - 1 - full_end, edge, start, own, INDEX, RULE, TILE, PIPE, MASKED=True
-        )
+            state, q, shared, count, end - 1 - full_end, edge, start, dropout, own,
+            INDEX, RULE, TILE, PIPE, MASKED=True,
+        )  # fmt: skip
         state, count, start = attend(
-            state, q, shared, count, full_end - full_begin, edge, start, own, INDEX, RULE, TILE, PIPE, MASKED=False
-        )
+            state, q, shared, count, full_end - full_begin, edge, start, dropout, own,
+            INDEX, RULE, TILE, PIPE, MASKED=False,
+        )  # fmt: skip
         if RULE.window > 0:
             state, count, start = attend(
-                state, q, shared, count, full_begin - begin, edge, start, own, INDEX, RULE, TILE, PIPE, MASKED=True
-            )
+                state, q, shared, count, full_begin - begin, edge, start, dropout, own,
+                INDEX, RULE, TILE, PIPE, MASKED=True,
+            )  # fmt: skip
         if not PIPE.reuse:
             mbarrier.arrive(shared.q.empty.index(INDEX))
         v_tile = filled(shared.v, count - 1)
@@ -218,6 +229,8 @@ def consumer(
         acc = warpgroup_mma_wait(0, deps=(acc,))
         release(shared.v, count - 1)
         count = skip(shared, count, next_tile - count, INDEX, PIPE)
+        if RULE.dropout:
+            factor /= 1 - dropout.probability
         acc = acc * gl.convert_layout(factor, gl.SliceLayout(1, out_layout))[:, None]
         tma_wait(0)  # the tile before has left
         partition_barrier()
@@ -237,17 +250,17 @@ def consumer(
 
 @gluon.jit(do_not_specialize=["q_len", "k_len", "n_tiles", "lanes"])
 def hopper_forward_kernel(
-    q, k, v, out, lse2, sink, tiles, ragged, q_len, k_len, n_tiles, lanes, scale,
+    q, k, v, out, lse2, sink, tiles, ragged, q_len, k_len, n_tiles, lanes, scale, dropout, seed,
     RULE: gl.constexpr, TILE: gl.constexpr, PIPE: gl.constexpr,
 ):  # fmt: skip
     """out = softmax(rule(q k^T)) v and lse2 = log2 sum 2^score, for tiles of queries as long as there are any.
 
     tiles: those of ragged sequences as list_kernel lists them; else n_tiles of each lane, and a 0 to count them.
     """
-    problem = Sizes(q_len, k_len, scale)
+    problem = Sizes(q_len, k_len, scale, dropout)
     q_channel = channel(PIPE.consumers, ROWS, TILE.dim, q.dtype, 1)
     mail_layout: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
-    WORDS: gl.constexpr = 5 if PIPE.ragged else 2
+    WORDS: gl.constexpr = 2 + 3 * PIPE.ragged + RULE.dropout
     shared = Shared(
         q_channel,
         channel(PIPE.stages, TILE.block_k, TILE.dim, q.dtype, PIPE.consumers),
@@ -269,7 +282,7 @@ def hopper_forward_kernel(
             [
                 (consumer, (0, shared, out, lse2, sink, problem, RULE, TILE, PIPE)),
                 (consumer, (1, shared, out, lse2, sink, problem, RULE, TILE, PIPE)),
-                (loader, (shared, q, k, v, problem, n_tiles, lanes, tiles, ragged, RULE, TILE, PIPE)),
+                (loader, (shared, q, k, v, seed, problem, n_tiles, lanes, tiles, ragged, RULE, TILE, PIPE)),
             ],
             [4, 1],
             [240, 24],
@@ -280,7 +293,7 @@ def hopper_forward_kernel(
                 (consumer, (0, shared, out, lse2, sink, problem, RULE, TILE, PIPE)),
                 (consumer, (1, shared, out, lse2, sink, problem, RULE, TILE, PIPE)),
                 (consumer, (2, shared, out, lse2, sink, problem, RULE, TILE, PIPE)),
-                (loader, (shared, q, k, v, problem, n_tiles, lanes, tiles, ragged, RULE, TILE, PIPE)),
+                (loader, (shared, q, k, v, seed, problem, n_tiles, lanes, tiles, ragged, RULE, TILE, PIPE)),
             ],
             [4, 4, 1],
             [160, 160, 32],

@@ -46,6 +46,9 @@ FORWARD = {
     128: Forward(128, Pipeline(consumers=2, stages=2, turns=True, reuse=False, flip=False), 168),
     256: Forward(64, Pipeline(consumers=2, stages=2, turns=False, reuse=True, flip=False), 168),
 }
+FORWARD_WITH_DROPOUT = FORWARD | {  # registers for three consumers would not do
+    64: Forward(128, Pipeline(consumers=2, stages=3, turns=True, reuse=False, flip=False), 168),
+}
 BACKWARD = {
     64: Backward(Plan(64, 64, 64, warps=4, stages=2, dq_stages=1, branch=True, hold=True, early=False), 128),
     128: Backward(Plan(64, 128, 128, warps=8, stages=2, dq_stages=2, branch=True, hold=False, early=True), 168),
@@ -150,13 +153,14 @@ def forward(q, k, v, options):
             tiles_of(problem, "out", out, rows), lse2, None if options.sink is None else options.sink.contiguous(),
             tiles, problem.ragged, problem.q_len, problem.k_len, n_tiles, tile.heads * problem.batch,
             max(abs(options.scale), 1e-30),  # 0 would turn the -inf of a hidden key into NaN
+            problem.terms.dropout, options.seed,
         )  # fmt: skip
     return out, lse2
 
 
 def forward_launcher(problem):
     dim = tile_dim(problem.tile.dim)
-    block_k, pipe, registers = FORWARD[dim]
+    block_k, pipe, registers = (FORWARD_WITH_DROPOUT if problem.rule.dropout else FORWARD)[dim]
     pipe = pipe._replace(flip=problem.terms.scale < 0, ragged=problem.bounded)
     block_q = ROWS.value * pipe.consumers
     tile = problem.tile._replace(block_q=block_q, block_k=block_k, dim=dim, value_dim=dim)
@@ -227,7 +231,8 @@ def backward(q, k, v, out, lse2, dout, dlse, bias_grad, options, deterministic=N
             tiles_of(problem, "q", q, block_q), tiles_of(problem, "k", k, block_k), tiles_of(problem, "v", v, block_k),
             tiles_of(problem, "dout", dout, block_q), descriptor(problem, "rows", rows, described, (block_q,)), sums,
             tiles_of(problem, "dk", dk, block_k), tiles_of(problem, "dv", dv, block_k), *parts,
-            q_len, k_len, batch, heads, group, span, options.scale, k_tiles, problem.ragged, q_slots,
+            q_len, k_len, batch, heads, group, span, options.scale, problem.terms.dropout, options.seed,
+            k_tiles, problem.ragged, q_slots,
         )  # fmt: skip
         problem.once(finish_launcher).start(dq_sum, view("dq", dq), *where, options.scale)
         if span < group:

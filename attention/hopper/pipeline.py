@@ -11,7 +11,7 @@ from .gluon import (
     tma_load,
 )
 from .ragged import Rows, corner
-from .tiles import barriers, bounds, listed, meeting_range, query_tile, ring
+from .tiles import barriers, bounds, dropout_key, listed, meeting_range, query_tile, ring
 
 ROWS = gl.constexpr(64)  # queries of a consumer: what one warpgroup multiplies at a time
 MAILBOX = gl.constexpr(2)  # tiles on their way from the loader to the consumers
@@ -53,6 +53,7 @@ class Sizes(NamedTuple):
     q_len: gl.tensor
     k_len: gl.tensor
     scale: gl.tensor
+    dropout: gl.tensor  # probability
 
 
 @gluon.jit
@@ -101,9 +102,10 @@ def channel(SLOTS: gl.constexpr, ROWS: gl.constexpr, DIM: gl.constexpr, DTYPE: g
 
 @gluon.jit
 def send(mail, visit, message):
-    """Tell the consumers of a tile: its first query, or -1 when there are no more, its head of all sequences.
+    """Tell the consumers of a tile: its first query, or -1 when there are no more, and its head of all sequences.
 
-    If sequences are ragged also where its own begins in its row, and how many queries and keys that has.
+    If sequences are ragged also where its own begins in its row, and how many queries and keys that has; with dropout
+    also its key.
     """
     layout: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
     WORDS: gl.constexpr = mail.tiles.shape[0] // MAILBOX
@@ -129,8 +131,8 @@ def receive(mail, visit):
     mbarrier.wait(mail.full.index(slot), phase)
     first = WORDS * slot
     message = read(mail, first), read(mail, first + 1)
-    if WORDS > 2:
-        message += read(mail, first + 2), read(mail, first + 3), read(mail, first + 4)
+    for word in gl.static_range(2, WORDS):
+        message += (read(mail, first + word),)
     release(mail, visit)
     return message
 
@@ -148,7 +150,7 @@ def tile_at(number, total, n_tiles, tiles, ragged, problem, RULE: gl.constexpr, 
 
 @gluon.jit
 def loader(
-    shared, q, k, v, problem, n_tiles, lanes, tiles, ragged,
+    shared, q, k, v, seed, problem, n_tiles, lanes, tiles, ragged,
     RULE: gl.constexpr, TILE: gl.constexpr, PIPE: gl.constexpr,
 ):  # fmt: skip
     """Choose tiles, and load what the consumers will need in the order in which they will."""
@@ -162,14 +164,19 @@ def loader(
     while number < total:
         tile, head, seq = tile_at(number, total, n_tiles, tiles, ragged, problem, RULE, TILE, PIPE)
         q_start = tile * TILE.block_q
-        send(shared.mail, visit, (q_start, seq.row * TILE.heads + head, seq.q_start, seq.q_len, seq.k_len))
+        key = gl.cast(dropout_key(seq.index, head, seed, RULE), gl.int32)
+        message = q_start, seq.row * TILE.heads + head
+        if PIPE.ragged:
+            message += seq.q_start, seq.q_len, seq.k_len
+        message += (key,)
+        send(shared.mail, visit, message)
         queries = Rows(seq.row, seq.row * problem.q_len + seq.q_start + seq.q_len, seq.q_len)
         for index in gl.static_range(CONSUMERS):
             at = corner(queries, q_start + index * ROWS, head, PIPE.ragged)
             fill(shared.q, visit * CONSUMERS + index, q, at)
         keys = Rows(seq.row, seq.row * problem.k_len + seq.k_start + seq.k_len, seq.k_len)
         kv_head = head // TILE.group
-        own = Sizes(seq.q_len, seq.k_len, problem.scale)
+        own = Sizes(seq.q_len, seq.k_len, problem.scale, problem.dropout)
         begin, _, _, end = blocks(q_start, TILE.block_q, own, RULE, TILE)
         start = (end - 1) * TILE.block_k
         fill(shared.k, count, k, corner(keys, start, kv_head, PIPE.ragged))
@@ -182,7 +189,7 @@ def loader(
         count += 1
         visit += 1
         number = gl.atomic_add(tiles, 1, sem="relaxed") + gl.num_programs(0)  # whoever is free takes the next
-    send(shared.mail, visit, (-1, 0, 0, 0, 0))
+    send(shared.mail, visit, (-1, 0, 0, 0, 0, 0))
 
 
 @gluon.jit

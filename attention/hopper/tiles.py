@@ -1,13 +1,26 @@
 """What the Hopper kernels share: barriers, masks, and functions of the portable kernels compiled as Gluon."""
 
+from typing import NamedTuple
+
 from .. import score, tiles
 from . import ragged
 from .gluon import gl, gluon, mbarrier
 
+
+class Dropout(NamedTuple):
+    """Of one head of a sequence."""
+
+    key: gl.tensor  # of score.dropout_key()
+    probability: gl.tensor
+
+
 end_softmax = gluon.jit(score.end_softmax.fn)
 bounds = gluon.jit(ragged.bounds.fn)
+dropout_key = gluon.jit(score.dropout_key.fn)
+keeps = gluon.jit(score.keeps.fn)
 listed = gluon.jit(ragged.listed.fn)
 meeting_range = gluon.jit(tiles.meeting_range.fn)
+philox = gluon.jit(score.philox.fn)
 query_tile = gluon.jit(tiles.query_tile.fn)
 tanh = gluon.jit(score.tanh.fn)
 
@@ -49,3 +62,37 @@ def keep_columns(x, begin, end, other):
         begin = gl.convert_layout(begin, gl.SliceLayout(1, of_row), assert_trivial=True)
         parts = gl.where(column >= (begin[:, None] - thread)[:, None, :, None], parts, other)
     return gl.convert_layout(parts.reshape([ROWS, COLUMNS]), x.type.layout, assert_trivial=True)
+
+
+@gluon.constexpr_function
+def axis(layout, dim):
+    """Of one dimension of four."""
+    for other in (3, 2, 1, 0):
+        layout = layout if other == dim else gl.SliceLayout(other, layout)
+    return layout
+
+
+@gluon.jit
+def kept(x, row, column, dropout, QUERIES: gl.constexpr):
+    """Which weights in a matmul's result x [rows, columns] dropout keeps, as score.drop() decides.
+
+    row, column: of the first, multiples of 16; QUERIES: whether rows are queries (0), or columns (1). A thread holds
+    the rows i and i + 8 and the columns j and j + 8 of blocks of 16: of one philox() all four weights.
+    """
+    ROWS: gl.constexpr = x.shape[0]
+    COLUMNS: gl.constexpr = x.shape[1]
+    parts = x.reshape([ROWS // 16, 2, 8, COLUMNS // 16, 2, 8]).permute((0, 2, 3, 5, 1, 4))
+    of_four: gl.constexpr = gl.SliceLayout(4, gl.SliceLayout(5, parts.type.layout))
+    rows = row + gl.arange(0, ROWS // 16, axis(of_four, 0))[:, None, None, None] * 16
+    rows += gl.arange(0, 8, axis(of_four, 1))[None, :, None, None]
+    columns = column + gl.arange(0, COLUMNS // 16, axis(of_four, 2))[None, None, :, None] * 16
+    columns += gl.arange(0, 8, axis(of_four, 3))[None, None, None, :]
+    rows, columns = rows.to(gl.uint32), columns.to(gl.uint32)
+    if QUERIES == 0:
+        low, high = philox(rows, columns, dropout.key)
+        bits = gl.join(gl.join(low << 16, low), gl.join(high << 16, high))
+    else:
+        low, high = philox(columns, rows, dropout.key)
+        bits = gl.join(gl.join(low << 16, high << 16), gl.join(low, high))
+    keep = keeps(bits, dropout.probability).permute((0, 4, 1, 2, 5, 3)).reshape([ROWS, COLUMNS])
+    return gl.convert_layout(keep, x.type.layout, assert_trivial=True)

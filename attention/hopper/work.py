@@ -38,7 +38,8 @@ class Plan(NamedTuple):
 class Work(NamedTuple):
     """What a program does: its keys, its query heads, and the tiles of queries that meet the keys."""
 
-    queries: Rows  # of the sequence
+    index: gl.tensor  # of the sequence
+    queries: Rows
     keys: Rows
     kv_head: gl.tensor
     head: gl.tensor  # first of `span` query heads
@@ -136,6 +137,6 @@ def plan_work(
     queries = Rows(seq.row, seq.row * q_rows + seq.q_start + q_len, q_len)
     keys = Rows(seq.row, seq.row * k_rows + seq.k_start + k_len, k_len)
     return Work(
-        queries, keys, head // group, head, span, heads, k_start, shift, first_tile, q_tiles, lo, full_lo, full_hi, hi,
-        start, (hi - lo) * span,
+        seq.index, queries, keys, head // group, head, span, heads, k_start, shift, first_tile, q_tiles, lo, full_lo,
+        full_hi, hi, start, (hi - lo) * span,
     )  # fmt: skip

@@ -97,14 +97,14 @@ def load_queries(lanes, head, start, seq, terms, RULE: tl.constexpr, TILE: tl.co
         delta,
         start + seq.k_len - seq.q_len + tl.arange(0, TILE.block_q),
         head,
-        dropout_key(seq, head, terms, RULE),
+        dropout_key(seq.index, head, terms.seed, RULE),
     )
 
 
 @triton.jit
 def score_gradient(weights, dweights, delta, q_pos, k_pos, key, seq, terms, RULE: tl.constexpr, MASKED: tl.constexpr):
     """dS; dweights is dO.v, the gradient of the weights after dropout."""
-    dscores = weights * (drop(dweights, key, q_pos, k_pos, RULE) * dp_factor(seq.k_len, RULE) - delta)
+    dscores = weights * (drop(dweights, key, q_pos, k_pos, seq, terms, RULE) * dp_factor(seq.k_len, RULE) - delta)
     if MASKED or terms.bias is not None:  # an invisible key may hold NaN, and so may delta of a row that sees no key
         dscores = tl.where(weights > 0, dscores, 0.0)
     return dscores

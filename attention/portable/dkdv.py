@@ -37,7 +37,7 @@ def gather_dkdv(
 
     Tiles are [keys, queries]: P'^T and dS^T are born so.
     """
-    key = dropout_key(seq, head, terms, RULE)
+    key = dropout_key(seq.index, head, terms.seed, RULE)
     BLOCK: tl.constexpr = step_size(TILE.block_q, MASKED and OUTPUTS == "dkdv")
     for step in range(first_step(span, MASKED), last_step(span, MASKED), BLOCK):
         start = position(step, span, MASKED)
@@ -49,7 +49,7 @@ def gather_dkdv(
         weights = tl.exp2(scores - load_lse(lanes, start, seq, terms, BLOCK, MASKED)[None, :])
         main, value, gate = sums.main, sums.value, sums.gate
         if OUTPUTS != "dk":
-            kept = drop(weights, key, q_pos, k_pos, RULE)
+            kept = drop(weights, key, q_pos, k_pos, seq, terms, RULE)
             value = dot(narrow(kept, dout_tile), dout_tile, value, TILE)
         if OUTPUTS != "dv":
             dweights = dot(v_tile, tl.trans(dout_tile), None, TILE)
@@ -64,8 +64,8 @@ def gather_dkdv(
 
 @triton.jit(do_not_specialize=["q_len", "k_len"])
 def dkdv_kernel(
-    q, k, v, dout, lse2, delta, q_tiles, dout_tiles, dk, dv, dgate, q_len, k_len, ragged, scale, seed, bias, gate,
-    RULE: tl.constexpr, TILE: tl.constexpr, SPAN: tl.constexpr, OUTPUTS: tl.constexpr,
+    q, k, v, dout, lse2, delta, q_tiles, dout_tiles, dk, dv, dgate, q_len, k_len, ragged, scale, dropout, seed, bias,
+    gate, RULE: tl.constexpr, TILE: tl.constexpr, SPAN: tl.constexpr, OUTPUTS: tl.constexpr,
 ):  # fmt: skip
     """dK, dV and the key half of dgate for one tile of keys, summed over SPAN query heads (dgate: for each of them).
 
@@ -75,7 +75,7 @@ def dkdv_kernel(
     """
     tile, slot, index = locate(tl.cdiv(k_len, TILE.block_k), TILE.heads)
     seq = sequence(index, q_len, k_len, ragged)
-    terms = Terms(scale, seed, bias, gate)
+    terms = Terms(scale, dropout, seed, bias, gate)
     k_start = tile * TILE.block_k
     count = seq.k_len - k_start
     if count <= 0:

@@ -69,12 +69,12 @@ def gather_dq(
 @triton.jit(do_not_specialize=["q_len", "k_len"])
 def dq_kernel(
     q, k, v, dout, lse2, delta, k_tiles, v_tiles, out, dlse, dq, dgate,
-    q_len, k_len, ragged, scale, seed, bias, gate, RULE: tl.constexpr, TILE: tl.constexpr,
+    q_len, k_len, ragged, scale, dropout, seed, bias, gate, RULE: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
     """dQ = scale dS K, delta and the query half of dgate [B, H, Tk], for one tile of queries; walks the keys."""
     tile, head, index = locate_query_tile(tl.cdiv(q_len, TILE.block_q), k_len, RULE, TILE)
     seq = sequence(index, q_len, k_len, ragged)
-    terms = Terms(scale, seed, bias, gate)
+    terms = Terms(scale, dropout, seed, bias, gate)
     q_start = tile * TILE.block_q
     count = seq.q_len - q_start
     if count <= 0:

@@ -69,7 +69,7 @@ def attend(
         fade = tl.exp2(state.top - pivot)
         total = state.total * fade + tl.sum(weights, 1)
         # after the sum: dropout acts on normalised weights
-        weights = drop(weights, queries.key, queries.pos[:, None], k_pos[None, :], RULE)
+        weights = drop(weights, queries.key, queries.pos[:, None], k_pos[None, :], seq, terms, RULE)
         v_tile = fetch_tile(v, v_tiles, start, queries.low, span.hi, BLOCK, TILE.value_dim, MASKED)
         if terms.bias is not None:  # a value hidden by -inf may hold NaN, and 0 * NaN is NaN
             v_tile = tl.where(tl.max(scores, 0)[:, None] == float("-inf"), 0.0, v_tile).to(v_tile.dtype)
@@ -80,7 +80,7 @@ def attend(
 
 @triton.jit(do_not_specialize=["q_len", "k_len"])
 def forward_kernel(
-    q, k, v, k_tiles, v_tiles, out, lse2, sink, q_len, k_len, ragged, scale, seed, bias, gate,
+    q, k, v, k_tiles, v_tiles, out, lse2, sink, q_len, k_len, ragged, scale, dropout, seed, bias, gate,
     RULE: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
     """out = softmax(rule(q k^T)) v and lse2 = log2 sum 2^score, for one tile of queries of one head.
@@ -90,7 +90,7 @@ def forward_kernel(
     """
     tile, head, index = locate_query_tile(tl.cdiv(q_len, TILE.block_q), k_len, RULE, TILE)
     seq = sequence(index, q_len, k_len, ragged)
-    terms = Terms(scale, seed, bias, gate)
+    terms = Terms(scale, dropout, seed, bias, gate)
     q_start = tile * TILE.block_q
     count = seq.q_len - q_start
     if count <= 0:
@@ -107,7 +107,7 @@ def forward_kernel(
         load_tile(q, q_start, 0, seq.q_len, TILE.block_q, TILE.dim, True),
         first + tl.arange(0, TILE.block_q),
         head,
-        dropout_key(seq, head, terms, RULE),
+        dropout_key(seq.index, head, seed, RULE),
         first - behind(RULE),
     )
     state = Softmax(
