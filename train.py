@@ -59,14 +59,13 @@ def train(config):
 
     run = Run(config, corpus, ranks, saved)
     network = compile_and_wrap(model, config, ranks)
-    kernels = KernelsAhead(model.config, config, ranks, micro_batch)
     take_step = TrainStep(network, optimizer, config, ranks, micro_batch)
     start, best = run.load(model, optimizer, take_step)  # 0 and infinity for a new run
     report = Report(run.folder, config, model, corpus, ranks, start)
-    report.describe(model, corpus, ranks, micro_batch)
-    clock.end("model")
-    compile_network(network, config, ranks, micro_batch)
-    kernels.wait()
+    with KernelsAhead(model.config, config, ranks, micro_batch):
+        report.describe(model, corpus, ranks, micro_batch)
+        clock.end("model")
+        compile_network(network, config, ranks, micro_batch)
     clock.end("compilation")
 
     steps = prefetch(batches, range(start, config.steps), ranks)

@@ -51,6 +51,7 @@ def store_gradient(
 ):  # fmt: skip
     z, column = read_part(parts, number, VOCABULARY, MASKED, TILE)
     gradient = gl.exp2(z - lse2) - gl.where(column == target, 1.0, 0.0)
+    gradient = gl.where(target < 0, 0.0, gradient)  # also where a logit is no number
     if MASKED:
         gl.store(logits + column, gradient.to(gl.bfloat16), column < COLUMNS)
     else:
@@ -95,7 +96,6 @@ def cross_entropy_hopper_kernel(
     lse2 = top + gl.log2(gl.sum(gl.sum(total, 1), 0))
     gl.store(losses + row, gl.where(target < 0, 0.0, lse2 / LOG2E - chosen))
 
-    lse2 = gl.where(target < 0, float("inf"), lse2)  # then the softmax is 0
     for number in range(WHOLE):
         store_gradient(logits, target, lse2, parts, number, VOCABULARY, COLUMNS, False, TILE)
     for number in range(WHOLE, PARTS):

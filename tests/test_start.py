@@ -1,6 +1,8 @@
+
 """The start of a run: kernels and network compiled ahead, and the line that says where the time went."""
 
 import re
+import sys
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -30,8 +32,10 @@ def test_kernels_ahead_are_those_of_a_step(device, options):
     problem = pytest.importorskip("attention.problem", reason="Triton exists for Linux only")
     config, model_config = make_config(attention="auto", **options)
     problem.PROBLEMS.clear()
-    KernelsAhead(model_config, config, SimpleNamespace(device=device, on_gpu=True), 3).wait()
+    with KernelsAhead(model_config, config, SimpleNamespace(device=device, on_gpu=True), 3):
+        pass
     ahead = set(problem.PROBLEMS)
+    assert {"kernels.cross_entropy", "attention.portable.launch"} <= set(sys.modules)
     model = GPT(model_config if device == "cuda" else replace(model_config, attention="triton")).to(device)
     tokens = torch.randint(256, (3, config.block_size), device=device)
     with autocast(config.dtype, device):
@@ -43,7 +47,8 @@ def test_kernels_ahead_leave_torchs_random_state(device):
     """For the CPU it is the state of the weights' initialisation; that of a GPU is set anew by every step."""
     config, model_config = make_config(attention="auto", dropout=0.0)
     before = torch.get_rng_state()
-    KernelsAhead(model_config, config, SimpleNamespace(device=device, on_gpu=True), 3).wait()
+    with KernelsAhead(model_config, config, SimpleNamespace(device=device, on_gpu=True), 3):
+        pass
     assert torch.equal(torch.get_rng_state(), before)
 
 

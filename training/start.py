@@ -4,6 +4,7 @@ import os
 import time
 from contextlib import suppress
 from dataclasses import replace
+from importlib import import_module
 from pathlib import Path
 from threading import Thread
 
@@ -33,18 +34,15 @@ def process_age():
     return 0.0
 
 
-def import_kernels():
-    """Import what the threads below need, as far as this machine has it: threads that import together may fail."""
-    with suppress(ImportError, AttributeError):  # no Triton, or one without Hopper's kernels
-        pass
-    with suppress(ImportError, AttributeError):
-        pass
+# Imported before the threads below start: threads that import the same module at once can see it half made.
+KERNELS = (
+    "kernels.cross_entropy", "kernels.cross_entropy_hopper", "kernels.matmul",
+    "attention.portable.launch", "attention.hopper.launch",
+)  # fmt: skip
 
 
 class KernelsAhead:
-    """Compiles the kernels of a run in threads, while the main thread goes on: call wait() before the first step.
-
-    To be started once torch._dynamo is imported, if it will be: see import_kernels().
+    """Compiles the kernels of a run in two threads, while the body of a `with` compiles the network.
 
     One thread runs an evaluation of a network with one layer, in which attention checks itself. The other runs a
     training step of one, with the kernels that attention will probably choose. The step draws random numbers, and CUDA
@@ -56,27 +54,29 @@ class KernelsAhead:
 
     def __init__(self, model_config, config, ranks, micro_batch):
         self.config, self.device = config, ranks.device
-        # fewer rows take less memory, and Triton compiles for multiples of 16 alike
-        self.rows = micro_batch if micro_batch % 16 else 16
+        # Fewer rows take less memory, and Triton compiles for multiples of 16 alike. With grouped queries the number of
+        # programs decides which kernels serve.
+        grouped = model_config.kv_heads != model_config.n_head
+        self.rows = micro_batch if micro_batch % 16 or grouped else 16
         one_layer = replace(model_config, n_layer=1)
-        self.threads = []
-        if ranks.on_gpu:
-            import_kernels()
+        jobs = (self.evaluate, self.train) if ranks.on_gpu else ()
+        self.threads = [Thread(target=self.quietly, args=(job, one_layer), daemon=True) for job in jobs]
 
-            self.threads = [
-                Thread(target=self.quietly, args=(job, one_layer), daemon=True) for job in (self.evaluate, self.train)
-            ]
+    def __enter__(self):
+        for module in KERNELS if self.threads else ():
+            with suppress(ImportError, AttributeError):  # no Triton, or one without Hopper's kernels
+                import_module(module)
         for thread in self.threads:
             thread.start()
 
-    def wait(self):
+    def __exit__(self, *error):
         for thread in self.threads:
             thread.join()
         if self.threads:
             torch.cuda.empty_cache()
 
     def quietly(self, job, model_config):
-        """Errors are left to the main thread, which will meet them too, and reports them."""
+        """An error is not reported here: the main thread will have the same."""
         with suppress(Exception):
             if self.device.startswith("cuda:"):
                 torch.cuda.set_device(self.device)  # of this thread, which otherwise has the first GPU
