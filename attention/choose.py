@@ -133,7 +133,7 @@ def _choose_for(device, dtype, hopper, ragged=False):
 def _passes(device, dtype, ragged, impl):
     """Whether the kernels of an implementation compute a tiny case right, and how well or why not, in words.
 
-    That memory is out is an error of the caller's: it says nothing of the kernels, and the next call asks again.
+    An error of too little memory is passed on: it says nothing about the kernels, and the next call tries again.
     """
     try:
         worst = _apart(_self_check, device, dtype, ragged, impl)

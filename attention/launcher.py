@@ -1,6 +1,6 @@
-"""How a problem starts a kernel: from the second time on without looking things up, which can take longer than it.
+"""How a problem starts a kernel. From the second time on nothing is looked up, which can take longer than the kernel.
 
-All that goes around Triton's own way is in this file; LOG.md has what it saves.
+All that bypasses Triton's own launch is in this file. benchmarks/LOG.md ("fewer and cheaper starts") has what it saves.
 """
 
 import triton
@@ -9,7 +9,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from .tiles import INTERPRETED, padded
 
-BUFFERS_LESS = True  # benchmarks/tune.py turns it off: it wants to know
+BUFFERS_LESS = True  # off in benchmarks/tune.py, which asks whether a kernel fits as it is
 
 
 class Launcher:
@@ -24,16 +24,17 @@ class Launcher:
         self.compiled = None
 
     def start(self, *args):
-        """Run the kernel; args come before the constants, and what Triton looks at in them is the problem's.
+        """Run the kernel with args, which come before its constants.
 
-        So later runs can do without its look-up, and without its profiler's hooks.
+        Dtypes, alignments and strides are the same in all calls of a problem. So from the second run on, Triton need
+        not look them up. Its profiler's hooks are left out too.
         """
         if self.compiled is None:
             self._compile_and_run(args)
             return
         compiled, driver = self.compiled, triton.runtime.driver.active
         stream = driver.get_current_stream(driver.get_current_device())
-        no_hooks = None, None, None  # nor what they would be told
+        no_hooks = None, None, None
         compiled.run(
             self.programs, 1, 1, stream, compiled.function, compiled.packed_metadata, *no_hooks, *args, *self.constants
         )

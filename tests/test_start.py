@@ -1,4 +1,3 @@
-
 """The start of a run: kernels and network compiled ahead, and the line that says where the time went."""
 
 import re

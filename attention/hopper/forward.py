@@ -97,7 +97,7 @@ def weigh(
 def pack(weights, DTYPE: gl.constexpr):
     """float32 [queries, keys] -> pairs of 16 bits, int32 [queries, keys / 2].
 
-    Only so, and in assembly, do they stay packed from one iteration to the next.
+    In assembly, because the compiler would unpack them again before the next iteration.
     """
     ROWS: gl.constexpr = weights.shape[0]
     PAIRS: gl.constexpr = weights.shape[1] // 2

@@ -41,8 +41,9 @@ def end_strides(x):
 
     On the axis of positions all sequences end at END, so that what is past the end of one is past the end of the
     tensor: TMA reads zeros there and writes nothing. The two axes before it lead from there to the sequence: the second
-    by `end` steps to its end, the first by END steps back. These are END strides of 2^34 - step elements, since
-    addresses have 64 bits, and 2^64 elements lead nowhere. Source: triton/tools/ragged_tma.py.
+    by `end` steps to its end, the first by END steps back. A stride cannot be negative, so the first is 2^34 - step:
+    END = 2^30 of these are 2^64 - END * step, which is -END * step in the 64 bits of an address. Source:
+    triton/tools/ragged_tma.py.
     """
     step = x.stride(1)
     return 2**34 - step, step, step, *x.stride()[2:]

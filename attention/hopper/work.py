@@ -31,7 +31,7 @@ class Plan(NamedTuple):
     dq_stages: int  # tiles of dQ on their way to the sum; 0 = added from registers
     branch: bool  # mask only where something may be hidden, not everywhere
     hold: bool  # K and V in registers, not shared memory, as left operands
-    early: bool  # dK before dQ, under the meeting of all warps, not after it, under the way of dQ out of the registers
+    early: bool  # multiply dK while warps wait for each other before dQ; else while dQ leaves the registers
     ragged: bool = False  # whether sequences have lengths of their own, and tiles come from lists
 
 

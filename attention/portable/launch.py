@@ -70,8 +70,8 @@ def backward(q, k, v, out, lse2, dout, dlse, bias_grad, options):
     inputs = (
         view("q", q), view("k", k), view("v", v), view("dout", dout), view("lse2", lse2), view("delta", delta)
     )  # fmt: skip
-    # The gate's gradient as a query and as a key, each at its key. All gates before the keys of a row learn what these
-    # two sums of dS differ by: often that is 0, and then what rounding leaves of it adds up. 16-bit inputs err more.
+    # A gate's gradient is the difference of two sums of dS: as a query and as a key. It is added up over all later keys
+    # (cumsum in autograd), and so are its rounding errors. Inputs of 16 bits have larger errors of their own.
     sum_type = torch.float64 if q.element_size() > 2 else torch.float32
     q_gate, k_gate = (None if gate is None else empty(gate, dtype=sum_type).zero_() for _ in range(2))
 
