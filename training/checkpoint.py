@@ -272,7 +272,8 @@ def to_host(value, keep=True):
     """Nested dicts, lists and tuples with their tensors copied to the host; tied weights stay tied.
 
     Tensors that FSDP spreads are gathered one by one; a rank that does not `keep` them gets None in their place.
-    Tensors on a GPU are copied to pinned memory, after the work that is queued there and without waiting for it.
+    Other tensors on a GPU are copied to pinned memory, after the work that is queued there and without waiting for it.
+    Gathered ones are not, because PyTorch rounds the size of pinned memory up to a power of two.
     """
     copies = {}
 
@@ -280,8 +281,9 @@ def to_host(value, keep=True):
         if id(tensor) not in copies:
             whole, host = gather(tensor), None
             if keep:
-                host = torch.empty_like(whole, device="cpu", pin_memory=whole.is_cuda)
-                host.copy_(whole, non_blocking=whole.is_cuda)
+                pinned = whole.is_cuda and whole is tensor
+                host = torch.empty_like(whole, device="cpu", pin_memory=pinned)
+                host.copy_(whole, non_blocking=pinned)
             copies[id(tensor)] = host
         return copies[id(tensor)]
 
