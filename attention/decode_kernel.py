@@ -30,14 +30,14 @@ from .tiles import (
 BLOCK_K = 64  # most keys per step
 TILE_BYTES = 2**14  # of a tile of keys; a half or a quarter for a single query, which keeps all of it in registers
 LARGE_CHIPS = ((8, 0), (9, 0), (10, 0))  # shared memory for three stages of these tiles; others have two
-ROWS = 64  # most queries of a key head in one program; half as many if the head dim is above 128
+MOST_ROWS = 64  # most queries of a key head in one program; half as many if the head dim is above 128
 # Whether the queries of a group share a program -> (programs per multiprocessor to split the keys into, most shares);
 # tuned on an H200 (benchmarks/LOG.md).
 SHARES = {False: (4, 256), True: (2, 128)}
 MERGED = tl.constexpr(32)  # most shares that the merge kernel loads at once
 
 
-class Rows(NamedTuple):
+class QueryRows(NamedTuple):
     """Queries of one key head in a program: new tokens x heads of its group, padded to a power of two."""
 
     token: tl.tensor  # [rows]
@@ -136,7 +136,7 @@ def decode_kernel(
     exist = number < count
     number = tl.minimum(number, count - 1)  # padding repeats the last query
     token = number // TILE.group
-    rows = Rows(token, kv_head * TILE.group + number % TILE.group, exist, length - q_len + token)
+    rows = QueryRows(token, kv_head * TILE.group + number % TILE.group, exist, length - q_len + token)
     seq = Sequence(row, row, 0, q_len, 0, length)
     terms = Terms(scale, 0.0, None, None, gate)
 
@@ -218,7 +218,7 @@ def launch_decode(q, k, v, lengths, options):
         return out.zero_()
     group, widest = heads // kv_heads, triton.next_power_of_2(max(dim, value_dim))
     count = q_len * group
-    block_q = min(triton.next_power_of_2(count), ROWS // 2 if widest > 128 else ROWS)
+    block_q = min(triton.next_power_of_2(count), MOST_ROWS // 2 if widest > 128 else MOST_ROWS)
     block_q = block_q if block_q == 1 else max(block_q, 16)  # rows that tensor cores need
     part = 1 if block_q > 1 else 2 if widest <= 64 else 4
     block_k = min(BLOCK_K, TILE_BYTES // (part * widest * k.element_size()))

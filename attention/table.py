@@ -99,7 +99,7 @@ CHIPS = {(9, 0): HOPPER}
 # Small and unequal, so that a short sequence in the interpreter meets many tiles and a swapped axis shows.
 INTERPRETER = Launch(32, 16, 1, 1)
 # Bandwidth-bound kernels: rows per program.
-ROWS = Launch(32, 32, 4, 1)
+STREAMING = Launch(32, 32, 4, 1)
 
 
 def way(q_len, k_len, rule):

@@ -101,7 +101,7 @@ def split(request, monkeypatch):
     monkeypatch.setattr(kernel, "splits_for", lambda *args: request.param)
     if not ON_GPU:
         monkeypatch.setattr(kernel, "BLOCK_K", 16)  # so that a short row has several steps
-        monkeypatch.setattr(kernel, "ROWS", 16)
+        monkeypatch.setattr(kernel, "MOST_ROWS", 16)
         monkeypatch.setattr(kernel, "MERGED", kernel.tl.constexpr(2))  # so that four shares take two steps
 
 

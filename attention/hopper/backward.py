@@ -35,7 +35,7 @@ from .tiles import Dropout, barriers, dropout_key, keep_columns, kept, ring, tan
 from .work import advance, hides, plan_work
 
 
-class Shared(NamedTuple):
+class SharedTiles(NamedTuple):
     """Tiles in shared memory; all but k and v and the last three in stages."""
 
     k: gl.shared_memory_descriptor
@@ -359,7 +359,7 @@ def backward_kernel(
         dq = gl.allocate_shared_memory(
             gl.float32, [PLAN.dq_stages, PLAN.block_q * PLAN.dim // WIDTH, WIDTH], dq_sum.layout
         )
-    shared = Shared(
+    shared = SharedTiles(
         gl.allocate_shared_memory(dtype, keys, shared_layout(keys, dtype)),
         gl.allocate_shared_memory(dtype, keys, shared_layout(keys, dtype)),
         gl.allocate_shared_memory(dtype, [PLAN.stages, PLAN.block_q, PLAN.dim], shared_layout(queries, dtype)),

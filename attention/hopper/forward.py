@@ -24,7 +24,7 @@ from .pipeline import (
     MAILBOX,
     ROWS,
     Channel,
-    Shared,
+    SharedMemory,
     Sizes,
     blocks,
     channel,
@@ -261,7 +261,7 @@ def hopper_forward_kernel(
     q_channel = channel(PIPE.consumers, ROWS, TILE.dim, q.dtype, 1)
     mail_layout: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     WORDS: gl.constexpr = 2 + 3 * PIPE.ragged + RULE.dropout
-    shared = Shared(
+    shared = SharedMemory(
         q_channel,
         channel(PIPE.stages, TILE.block_k, TILE.dim, q.dtype, PIPE.consumers),
         channel(PIPE.stages, TILE.block_k, TILE.dim, q.dtype, PIPE.consumers),

@@ -25,7 +25,7 @@ from .rows import WIDTH, finish_kernel, prepare_kernel
 from .work import Plan
 
 
-class Forward(NamedTuple):
+class ForwardSettings(NamedTuple):
     """Settings of the forward."""
 
     block_k: int  # keys of a block
@@ -33,7 +33,7 @@ class Forward(NamedTuple):
     registers: int  # of a thread, as launched; the partitions of a program then trade them
 
 
-class Backward(NamedTuple):
+class BackwardSettings(NamedTuple):
     """Settings of the backward."""
 
     plan: Plan
@@ -42,17 +42,19 @@ class Backward(NamedTuple):
 
 # Head dim as tiles hold it -> settings, tuned on an H200 (benchmarks/LOG.md).
 FORWARD = {
-    64: Forward(128, Pipeline(consumers=3, stages=3, turns=True, reuse=False, flip=False), 128),
-    128: Forward(128, Pipeline(consumers=2, stages=2, turns=True, reuse=False, flip=False), 168),
-    256: Forward(64, Pipeline(consumers=2, stages=2, turns=False, reuse=True, flip=False), 168),
+    64: ForwardSettings(128, Pipeline(consumers=3, stages=3, turns=True, reuse=False, flip=False), 128),
+    128: ForwardSettings(128, Pipeline(consumers=2, stages=2, turns=True, reuse=False, flip=False), 168),
+    256: ForwardSettings(64, Pipeline(consumers=2, stages=2, turns=False, reuse=True, flip=False), 168),
 }
 FORWARD_WITH_DROPOUT = FORWARD | {  # registers for three consumers would not do
-    64: Forward(128, Pipeline(consumers=2, stages=3, turns=True, reuse=False, flip=False), 168),
+    64: ForwardSettings(128, Pipeline(consumers=2, stages=3, turns=True, reuse=False, flip=False), 168),
 }
 BACKWARD = {
-    64: Backward(Plan(64, 64, 64, warps=4, stages=2, dq_stages=1, branch=True, hold=True, early=False), 128),
-    128: Backward(Plan(64, 128, 128, warps=8, stages=2, dq_stages=2, branch=True, hold=False, early=True), 168),
-    256: Backward(Plan(64, 64, 256, warps=8, stages=2, dq_stages=0, branch=False, hold=False, early=False), 168),
+    64: BackwardSettings(Plan(64, 64, 64, warps=4, stages=2, dq_stages=1, branch=True, hold=True, early=False), 128),
+    128: BackwardSettings(Plan(64, 128, 128, warps=8, stages=2, dq_stages=2, branch=True, hold=False, early=True), 168),
+    256: BackwardSettings(
+        Plan(64, 64, 256, warps=8, stages=2, dq_stages=0, branch=False, hold=False, early=False), 168
+    ),
 }
 
 
@@ -114,7 +116,7 @@ def list_tiles(problem, q, block_q, block_k=None):
 
 
 def list_launcher(problem, block_q, block_k):
-    return Launcher(list_kernel, 1 if block_k is None else 2, table.ROWS, (problem.rule, block_q, block_k))
+    return Launcher(list_kernel, 1 if block_k is None else 2, table.STREAMING, (problem.rule, block_q, block_k))
 
 
 def blank(problem, x, keys=False):
@@ -126,7 +128,7 @@ def blank(problem, x, keys=False):
 
 def blank_launcher(problem, shape, step, keys):
     batch, length, heads, dim = shape
-    return Launcher(blank_kernel, -(-length // POSITIONS.value) * batch, table.ROWS, (heads * dim, step, keys))
+    return Launcher(blank_kernel, -(-length // POSITIONS.value) * batch, table.STREAMING, (heads * dim, step, keys))
 
 
 def of_whole_rows(options, q, k):
@@ -250,7 +252,7 @@ def backward(q, k, v, out, lse2, dout, dlse, bias_grad, options, deterministic=N
 def prepare_launcher(problem):
     plan, _, q_slots, _, _ = problem.once(share)
     tile = problem.tile._replace(block_q=plan.block_q, block_k=plan.block_q)
-    return Launcher(prepare_kernel, q_slots * tile.heads, table.ROWS, (problem.rule, tile))
+    return Launcher(prepare_kernel, q_slots * tile.heads, table.STREAMING, (problem.rule, tile))
 
 
 def finish_launcher(problem):

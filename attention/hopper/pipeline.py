@@ -36,8 +36,8 @@ class Channel(NamedTuple):
     empty: gl.shared_memory_descriptor
 
 
-class Shared(NamedTuple):
-    """Shared memory of a program."""
+class SharedMemory(NamedTuple):
+    """SharedMemory memory of a program."""
 
     q: Channel  # a slot for each consumer
     k: Channel

@@ -10,7 +10,7 @@ import torch
 from ..launcher import Launcher, tiles_for
 from ..problem import describe, empty, gradients, output
 from ..score import LOG2E
-from ..table import ROWS, loops_over_group, processors
+from ..table import STREAMING, loops_over_group, processors
 from ..tiles import aligned, pair_view, view
 from .dbias import Spread, dbias_kernel
 from .dkdv import dkdv_kernel, group_sum_kernel
@@ -148,8 +148,8 @@ def launch_group_sum(problem, partial, total):
 
 def group_sum_launcher(problem, shape):
     batch, k_len, kv_heads, dim = shape
-    tile = problem.tile_for(ROWS, dim=dim, heads=kv_heads)
-    return Launcher(group_sum_kernel, -(-k_len // tile.block_k) * kv_heads * batch, ROWS, (tile,))
+    tile = problem.tile_for(STREAMING, dim=dim, heads=kv_heads)
+    return Launcher(group_sum_kernel, -(-k_len // tile.block_k) * kv_heads * batch, STREAMING, (tile,))
 
 
 def launch_dbias(problem, inputs, bias):
