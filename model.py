@@ -283,7 +283,7 @@ class GPT(nn.Module):
         if targets is not None and hidden.is_cuda and HAS_TRITON:
             from kernels.cross_entropy import linear_cross_entropy  # imports Triton, which not every machine has
 
-            return linear_cross_entropy(hidden.flatten(0, 1), self.head.weight, targets.flatten(), softcap)
+            return linear_cross_entropy(hidden.flatten(0, 1), self.head.weight, targets.flatten(), softcap, self.head)
         logits = self.logits(hidden)
         return logits if targets is None else F.cross_entropy(logits.flatten(0, 1), targets.flatten())
 

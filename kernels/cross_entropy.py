@@ -10,14 +10,16 @@ Letters: N rows (tokens), C width, V vocabulary.
 import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
+from kernels.fp8 import Float8Linear, multiply
 from kernels.hopper import on_hopper
 
 SHARE = 16  # a chunk of logits takes at most 1/SHARE of the GPU's memory; with several chunks their dW must be added
 MULTIPLE = 128  # columns are padded to a multiple of this: matmuls of odd widths are slow
 
 
-def linear_cross_entropy(x, weight, targets, softcap=None):
+def linear_cross_entropy(x, weight, targets, softcap=None, layer=None):
     """Mean cross-entropy, in nats, of the logits cap(x weight^T), where cap(z) = softcap * tanh(z / softcap).
 
     Args:
@@ -25,6 +27,7 @@ def linear_cross_entropy(x, weight, targets, softcap=None):
         weight: [V, C], of any floating dtype; its gradient has that dtype and is summed in float32.
         targets: [N] int64 in [0, V), or -100 for rows that do not count. A target >= V makes the loss NaN.
         softcap: positive float, or None for no cap.
+        layer: the nn.Linear with this weight, or None. A Float8Linear in training mode computes the logits in FP8.
 
     Returns:
         float32 scalar; NaN if no row counts, as torch.nn.functional.cross_entropy. Its gradient is not differentiable.
@@ -33,8 +36,10 @@ def linear_cross_entropy(x, weight, targets, softcap=None):
     if torch.is_autocast_enabled(kind):
         x = x.to(torch.get_autocast_dtype(kind))
     needs_gradients = torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad)
+    fp8 = isinstance(layer, Float8Linear) and layer.training
+    operands = layer.operands(x, MULTIPLE) if fp8 else (None,) * 4
     run = _chunked_cross_entropy if torch.compiler.is_compiling() else LossAndGradients.apply
-    total, _, _ = run(x, weight, targets, softcap or 0.0, needs_gradients)
+    total, _, _ = run(x, weight, targets, softcap or 0.0, needs_gradients, *operands)
     return total / (targets >= 0).sum()
 
 
@@ -135,9 +140,13 @@ def chunk_rows(x, columns):
 
 
 def chunked_cross_entropy(
-    x: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor, softcap: float, gradients: bool
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Sum of the losses and, with gradients, dx in the dtype of x and dweight [V, C] float32 (else empty tensors)."""
+    x: Tensor, weight: Tensor, targets: Tensor, softcap: float, gradients: bool, x_fp8: Tensor | None = None,
+    head_fp8: Tensor | None = None, scale: Tensor | None = None, head_scale: Tensor | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """Sum of the losses and, with gradients, dx in the dtype of x and dweight [V, C] float32 (else empty tensors).
+
+    The last four, of Float8Linear.operands(), are None without FP8.
+    """
     (rows, width), vocabulary = x.shape, weight.shape[0]
     columns = -(-vocabulary // MULTIPLE) * MULTIPLE
     targets = targets.contiguous()
@@ -150,7 +159,11 @@ def chunked_cross_entropy(
     buffer = x.new_empty(min(step, rows), columns)
     for first in range(0, rows, step):
         chunk = slice(first, min(first + step, rows))
-        logits = torch.mm(x[chunk], head.T, out=buffer[: chunk.stop - first])
+        logits = buffer[: chunk.stop - first]
+        if x_fp8 is None:
+            torch.mm(x[chunk], head.T, out=logits)
+        else:
+            multiply(x_fp8[chunk], head_fp8, scale, head_scale, x.dtype, out=logits)
         _launch(logits, targets[chunk], losses[chunk], vocabulary, softcap, gradients)
         if gradients:
             torch.mm(logits, head, out=dx[chunk])
@@ -188,7 +201,7 @@ _chunked_cross_entropy = torch.library.custom_op("gpt::linear_cross_entropy", ch
 
 
 @_chunked_cross_entropy.register_fake
-def _(x, weight, targets, softcap, gradients):
+def _(x, weight, targets, softcap, gradients, *operands):
     shapes = (x.shape, weight.shape) if gradients else ((0,), (0,))
     return x.new_empty((), dtype=torch.float32), x.new_empty(shapes[0]), x.new_empty(shapes[1], dtype=torch.float32)
 
@@ -203,7 +216,7 @@ def _save(ctx, inputs, output):
 
 def _backward(ctx, dtotal, *_):
     dx, dweight = ctx.saved_tensors
-    return (dx.float() * dtotal).to(dx.dtype), (dweight * dtotal).to(ctx.weight_dtype), None, None, None
+    return (dx.float() * dtotal).to(dx.dtype), (dweight * dtotal).to(ctx.weight_dtype), *(None,) * 7
 
 
 _chunked_cross_entropy.register_autograd(_backward, setup_context=_save)

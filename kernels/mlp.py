@@ -35,6 +35,10 @@ def mlp(x, expand, project, kind):
     Args:
         x: [..., C]. expand: nn.Linear from C to N. project: nn.Linear from N to C. kind: of activation, as activate().
     """
+    from kernels.fp8 import Float8Linear  # not at the top, because it imports this module
+
+    if isinstance(project, Float8Linear):
+        return project(expand(x), kind)
     device = x.device.type
     dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x.dtype
     weights = (expand.weight, expand.bias, project.weight, project.bias)

@@ -88,6 +88,9 @@ class Config(GPTConfig):
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     """dtype of matmuls. auto: bfloat16 on GPUs that have it, float16 with a gradient scaler on older ones, float32 on
     other devices."""
+    fp8: bool = False
+    """Multiply in FP8 in the forward pass of training: the head, the MLPs, and q, k and v. It needs a GPU of compute
+    capability 8.9 or higher, and pays for networks of GPT-2's size or larger. Evaluation stays as it is."""
     compile: Literal["auto", "model", "blocks", "off"] = "auto"
     """torch.compile the whole model, or only its blocks, which share one compilation: this starts sooner and runs a few
     percent slower. auto: model on CUDA, off elsewhere."""

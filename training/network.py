@@ -8,6 +8,7 @@ import torch
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
+from kernels.fp8 import convert, require_fp8
 from model import require
 from training.checkpoint import empty_model
 from training.config import resolve_dtype
@@ -18,7 +19,9 @@ STATE_BYTES = 16  # of a parameter: float32 weight, gradient and two moments
 SAVED_BYTES = 12  # of a parameter in a checkpoint, which has no gradients
 STATE_SHARE = 0.8  # of a GPU's memory that these may take; the rest is for activations
 # beginnings of the names of ops whose results are kept
-EXPENSIVE = ("aten.mm.", "aten.addmm.", "aten._scaled_dot_product_", "attention.forward.", "gpt.mlp.")
+EXPENSIVE = (
+    "aten.mm.", "aten.addmm.", "aten._scaled_mm.", "aten._scaled_dot_product_", "attention.forward.", "gpt.mlp.",
+)  # fmt: skip
 
 
 @torch.no_grad()
@@ -28,8 +31,11 @@ def make_model(config, tokenizer, ranks):
     Each parameter is drawn on this rank's device, which with FSDP keeps its shard of it.
 
     Raises:
-        ValueError: FSDP cannot train with these options, or rank 0 has too little host memory for a checkpoint.
+        ValueError: FSDP or the GPU cannot train with these options, or rank 0 has too little host memory for a
+            checkpoint.
     """
+    if config.fp8:
+        require_fp8(ranks.device, resolve_dtype(config.dtype, ranks.device))
     network = config.model(tokenizer)
     model = empty_model(network, "meta")
     parameters = sum(p.numel() for p in model.parameters())
@@ -40,12 +46,15 @@ def make_model(config, tokenizer, ranks):
         dtype = resolve_dtype(config.dtype, ranks.device)
         scaled = dtype == torch.float16
         require(not scaled, "FSDP does not scale gradients, as dtype=float16 needs; take bfloat16 or float32")
+        require(not config.fp8, "FSDP does not multiply in FP8; leave out --fp8, or give --parallel ddp")
         require(config.micro_batch != "auto", "micro_batch=auto cannot be tried with FSDP; give a number, such as 1")
         require(config.sample_every == 0, "sample_every needs a whole network, not FSDP; run sample.py meanwhile")
         shard(model, dtype, config.cpu_offload, "cuda" if ranks.on_gpu else "cpu")
         model.materialise(ranks.device, "cpu" if config.cpu_offload else None)
     else:
         model = empty_model(network, ranks.device).to(ranks.device)  # its buffers are on the CPU
+        if config.fp8:
+            convert(model)
     if config.checkpoint_activations != "off":
         checkpoint_activations(model, config)
     for parameter, value in model.first_weights(config.seed, ranks.device):

@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch.nn.utils import get_total_norm
 
 from data import map_ahead
+from kernels.fp8 import Scales
 from model import require
 from training.config import resolve_dtype
 from training.fsdp import gather
@@ -56,6 +57,7 @@ class TrainStep:
         kind = torch.device(ranks.device).type
         self.scaler = torch.amp.GradScaler(kind, enabled=resolve_dtype(config.dtype, ranks.device) == torch.float16)
         self.skipped, self.bad_in_row = torch.zeros(2, device=ranks.device).unbind()
+        self.scales = Scales(network) if config.fp8 else None
         redraws = config.checkpoint_activations != "off" and config.dropout > 0  # restores torch's random state
         alone = ranks.world == 1 and not ranks.sharded
         graph = config.cuda_graph and ranks.on_gpu and alone and not self.scaler.is_enabled() and not redraws
@@ -70,6 +72,8 @@ class TrainStep:
         set_learning_rate(self.optimizer, rate)
         share, rank = len(inputs), self.ranks.rank
         batches = [x.to(self.ranks.device, non_blocking=True).split(self.micro_batch) for x in (inputs, targets)]
+        if self.scales:
+            self.scales.begin()
         loss = 0
         for index, batch in enumerate(zip(*batches, strict=True)):
             if self.config.dropout > 0:  # the masks depend on the rows, not on the rank or on earlier steps
@@ -98,6 +102,8 @@ class TrainStep:
     def _update(self, loss):
         if self.ranks.world > 1:
             dist.all_reduce(loss)
+        if self.scales:
+            self.scales.end(self.ranks.world)
         self.scaler.unscale_(self.optimizer)
         place = "cpu" if self.config.cpu_offload else self.ranks.device  # of the optimizer's state
         grad_norm = get_total_norm([p.grad for p in self.network.parameters() if p.grad is not None])
@@ -126,11 +132,15 @@ class TrainStep:
 
     def state_dict(self):
         counts = {"skipped": self.skipped, "bad_in_row": self.bad_in_row}
+        if self.scales:
+            counts["fp8_history"] = self.scales.history
         return counts | {"micro_batch": self.micro_batch, "scaler": self.scaler.state_dict()}
 
     def load_state_dict(self, state):
         if state["scaler"]:  # only float16 has one
             self.scaler.load_state_dict(state["scaler"])
+        if self.scales and "fp8_history" in state:  # a run without --fp8 has none
+            self.scales.load(state["fp8_history"])
         self.skipped.copy_(state["skipped"])
         bad = state["bad_in_row"]
         self.bad_in_row.copy_(bad * (bad < self.config.max_bad_steps))  # a resumed run gets another chance

@@ -1,0 +1,294 @@
+"""Layers that multiply in FP8, and training with them. A CPU computes the formula; train.py refuses --fp8 there."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+import torch.nn.functional as F
+from helpers import FAST, contents, equal, finish, losses, metrics, one_sentence, run_script, same, start
+from problems import ON_GPU
+from torch import nn
+
+from data.tokenizer import CharTokenizer
+from kernels.fp8 import HISTORY, LARGEST, Float8Linear, Scales, convert, find_scale, multiply, quantise, require_fp8
+from kernels.mlp import activate, mlp
+from model import GPT, GPTConfig
+from training import network
+from training.config import Config
+from training.distributed import Ranks
+from training.optimizer import make_optimizer
+from training.step import TrainStep
+from training.weights import load_model
+
+HAS_FP8 = not ON_GPU or torch.cuda.get_device_capability() >= (8, 9)
+CHECKPOINT = "runs/run/checkpoint.pt"
+pytestmark = pytest.mark.skipif(not HAS_FP8, reason="the GPU has no FP8")
+
+
+@pytest.fixture
+def allow_cpu(monkeypatch):
+    monkeypatch.setattr(network, "require_fp8", lambda device, dtype: None)
+
+
+def error(found, exact):
+    return (found.double() - exact).norm()
+
+
+def test_quantise():
+    """Within half a step of e4m3, which has 3 bits after the point; too large values are clamped and NaN stays."""
+    scale = torch.tensor(0.5)
+    x = torch.randn(10_000) * 20
+    found = quantise(x, scale).float() * scale
+    normal = x.abs() >= 2**-6 * scale
+    assert ((found - x).abs() <= x.abs() / 16)[normal].all() and ((found - x).abs() <= 2**-10 * scale)[~normal].all()
+    found = quantise(torch.tensor([1e6, -1e6, float("inf"), float("nan")]), scale).float()
+    assert found[:3].tolist() == [LARGEST, -LARGEST, LARGEST] and found[3].isnan()
+
+
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("rows, width, columns", [(1, 16, 16), (37, 64, 48), (300, 768, 256)])
+def test_multiply(rows, width, columns, bias, device, poisoned):
+    """At most twice the error of a bfloat16 matmul of the same values, which bfloat16 holds exactly."""
+    x, weight = torch.randn(rows, width, device=device), torch.randn(columns, width, device=device)
+    scales = [find_scale(a.abs().max()) for a in (x, weight)]
+    x, weight = (quantise(a, scale) for a, scale in zip((x, weight), scales, strict=True))
+    shift = torch.randn(columns, device=device).bfloat16() if bias else None
+    values = [a.double() * scale.double() for a, scale in zip((x, weight), scales, strict=True)]
+    exact = F.linear(*values, None if shift is None else shift.double())
+    eager = (x.bfloat16() @ weight.bfloat16().T) * (scales[0] * scales[1]).bfloat16()
+    eager = eager if shift is None else eager + shift
+    found = multiply(x, weight, *scales, torch.bfloat16, shift)
+    assert found.dtype == torch.bfloat16 and error(found, exact) <= 2 * error(eager, exact)
+
+
+@pytest.mark.parametrize("columns", [48, 50])
+@pytest.mark.parametrize("kind", [None, "gelu", "gelu_tanh", "relu2"])
+@pytest.mark.parametrize("bias", [False, True])
+def test_layer_and_gradients(bias, kind, columns, device):
+    """The output is that of the formula, the gradients are those of a layer without FP8. Also compiled in one graph."""
+    layer = nn.Linear(64, columns, bias=bias).to(device)
+    ours = Float8Linear(layer)
+    x, dy = torch.randn(2, 5, 64, device=device).bfloat16(), torch.randn(2, 5, columns, device=device).bfloat16()
+    x.requires_grad_()
+    scales = Scales(nn.Sequential(ours))
+    scales.load(torch.full((1, HISTORY), 16.0, device=device))
+    scales.begin()
+
+    def plain(x):
+        return layer(x if kind is None else activate(x, kind))
+
+    def run(function, *arguments):
+        with torch.autocast(device, torch.bfloat16):
+            y = function(*arguments)
+        return [y.detach(), *torch.autograd.grad(y, [x, *layer.parameters()], dy)]
+
+    y, *gradients = run(ours, x, kind)
+    expected, *plain_gradients = run(plain, x)
+    active = (x if kind is None else activate(x, kind)).detach()
+    values = [quantise(a, s).double() * s for a, s in ((active, ours.scale), (layer.weight, ours.weight_scale))]
+    exact = F.linear(*values, layer.bias.bfloat16().double() if bias else None)
+    assert y.dtype == torch.bfloat16 and error(y, exact) <= 4e-3 * exact.norm()  # one rounding to bfloat16
+    assert 1e-3 * exact.norm() < error(expected, exact) <= 6e-2 * exact.norm()
+    for a, b in zip(gradients, plain_gradients, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-2, atol=1e-2)
+    assert ours.largest == active.abs().max() and ours.scale == torch.tensor(16 / LARGEST)
+    torch._dynamo.reset()
+    compiled = run(torch.compile(ours, fullgraph=True, backend="aot_eager"), x, kind)
+    assert all(map(torch.equal, compiled, [y, *gradients]))
+
+
+def test_mlp(device):
+    """mlp() takes the layers' FP8, and the activation that is multiplied is that of the first layer's output."""
+    expand, project = (Float8Linear(nn.Linear(*shape).to(device)) for shape in ((32, 64), (64, 32)))
+    x = torch.randn(3, 32, device=device).bfloat16()
+    with torch.autocast(device, torch.bfloat16):
+        assert torch.equal(mlp(x, expand, project, "gelu"), project(F.gelu(expand(x))))
+        assert not torch.equal(mlp(x, expand, project, "gelu"), mlp(x, expand.eval(), project.eval(), "gelu"))
+
+
+@pytest.mark.parametrize("share", [16, 2**40])
+def test_cross_entropy(share, device, monkeypatch):
+    """Loss and gradients of logits from FP8; dx and dweight by the bfloat16 values. Also in chunks of 128 rows."""
+    cross_entropy = pytest.importorskip("kernels.cross_entropy", reason="Triton exists for Linux only")
+    monkeypatch.setattr(cross_entropy, "SHARE", share)
+    layer = Float8Linear(nn.Linear(64, 300, bias=False).to(device))
+    with torch.no_grad():
+        layer.weight.mul_(8)
+    x = torch.randn(150, 64, device=device).bfloat16().requires_grad_()
+    targets = torch.randint(300, (150,), device=device)
+    scales = Scales(nn.Sequential(layer))
+    scales.load(torch.full((1, HISTORY), 4.0, device=device))
+    scales.begin()
+    x_values = quantise(x, layer.scale).float() * layer.scale
+    weight_values = quantise(layer.weight, layer.weight_scale).float() * layer.weight_scale
+    logits = (x_values @ weight_values.T).requires_grad_()
+    expected = F.cross_entropy(logits, targets)
+    [dlogits] = torch.autograd.grad(expected, logits)
+    found = cross_entropy.linear_cross_entropy(x, layer.weight, targets, layer=layer)
+    torch.testing.assert_close(found, expected, rtol=1e-3, atol=1e-3)
+    assert layer.largest == x.abs().max()
+    dx, dweight = torch.autograd.grad(found, (x, layer.weight))
+    for a, b in ((dx, dlogits @ layer.weight), (dweight, dlogits.T @ x.float())):
+        assert (a - b).norm() <= 1e-2 * b.norm()
+    arguments = (x.detach(), layer.weight, targets, 0.0, True, *layer.operands(x, 128))
+    checks = ("test_faketensor", "test_autograd_registration")  # the others do arithmetic on FP8
+    torch.library.opcheck(cross_entropy._chunked_cross_entropy, arguments, test_utils=checks)
+    layer.eval()
+    value = cross_entropy.linear_cross_entropy(x, layer.weight, targets, layer=layer)
+    assert torch.equal(value, cross_entropy.linear_cross_entropy(x, layer.weight, targets))
+
+
+def test_scales_follow_the_last_steps():
+    """The largest of all micro-batches counts, for HISTORY steps; what is not finite is left out."""
+    layer = Float8Linear(nn.Linear(16, 16))
+    scales = Scales(nn.Sequential(layer))
+
+    def step(*sizes):
+        scales.begin()
+        for size in sizes:
+            layer(torch.full((2, 16), size))
+        scales.end(1)
+        return round(layer.scale.item() * LARGEST, 5)
+
+    layer(torch.full((2, 16), 1e9))  # a pass before the first step, in which the network is compiled
+    assert step(1.0, -5.0, 2.0) == 5.0
+    assert [step(1.0) for _ in range(HISTORY)] == [5.0] * (HISTORY - 1) + [1.0]
+    assert step(float("inf")) == step(float("nan"), 0.5) == 1.0
+    assert layer.weight_scale == layer.weight.abs().max() / LARGEST
+    before = layer.scale.clone()
+    layer.eval()(torch.full((2, 16), 9.0))
+    assert step() == 1.0 and layer.scale == before
+    assert step(0.0) and layer.scale == before
+
+
+SMALL = dict(vocab_size=50, n_layer=2, n_head=2, n_embd=32, block_size=16, attention="sdpa")
+
+
+def train_small(fp8, steps, compiled=None, **memory):
+    """(losses of some steps, model) on sequences that count up."""
+    config = Config(**SMALL, **memory)
+    model = GPT(GPTConfig(**SMALL), seed=0)
+    if fp8:
+        convert(model)
+    if memory:
+        network.checkpoint_activations(model, config)
+    run = torch.compile(model, fullgraph=True, backend=compiled) if compiled else model
+    scales, optimizer = Scales(model) if fp8 else None, torch.optim.AdamW(model.parameters(), lr=3e-3)
+    generator, found = torch.Generator().manual_seed(1), []
+    for _ in range(steps):
+        tokens = (torch.randint(50, (8, 1), generator=generator) + torch.arange(17)) % 50
+        if fp8:
+            scales.begin()
+        with torch.autocast("cpu", torch.bfloat16):
+            loss = run(tokens[:, :-1], tokens[:, 1:])
+        loss.backward()
+        if fp8:
+            scales.end(1)
+        optimizer.step()
+        optimizer.zero_grad()
+        found.append(loss.item())
+    return found, model
+
+
+@pytest.mark.skipif(not ON_GPU, reason="needs a GPU")
+@pytest.mark.parametrize("mlp", ["gelu", "swiglu"])
+def test_trains_in_a_cuda_graph_as_without(mlp):
+    """Compiled, with the kernels of the head and, on Hopper GPUs, of the MLP."""
+    config = Config(**SMALL | dict(n_embd=256, n_head=4, attention="auto", mlp=mlp), batch_size=16, fp8=True)
+    ranks, found = Ranks(0, 1, "cuda"), []
+    tokens = (torch.randint(50, (10, 16, 1)) + torch.arange(17)) % 50
+    for graph in (True, False):
+        torch._dynamo.reset()
+        options = replace(config, cuda_graph=graph)
+        model, _ = network.make_model(options, CharTokenizer("".join(map(chr, range(50)))), ranks)
+        compiled = torch.compile(model, fullgraph=True)
+        take_step = TrainStep(compiled, make_optimizer(model, options, ranks), options, ranks, 16)
+        steps = [take_step(step, x[:, :-1], x[:, 1:], 1e-3)[0].item() for step, x in enumerate(tokens)]
+        found.append((steps, take_step.scales.history.clone()))
+    (graphed, history), (eager, expected) = found
+    assert graphed == pytest.approx(eager, rel=1e-3) and graphed[-1] < graphed[0] - 0.5
+    assert (history[:, :10] > 0).all() and (history[:, 10:] == 0).all()
+    torch.testing.assert_close(history, expected, rtol=0.1, atol=0.1)
+
+
+def test_trains_as_bfloat16_does():
+    (plain, _), (found, _) = (train_small(fp8, 80) for fp8 in (False, True))
+    assert found[-1] < 0.5 < 3.8 < found[0] and found != plain
+    assert max(abs(a - b) for a, b in zip(found, plain, strict=True)) < 0.1
+
+
+def test_evaluation_and_names_are_those_of_the_network_without_fp8():
+    _, model = train_small(True, 3)
+    plain = GPT(model.config)
+    plain.load_state_dict(model.state_dict())
+    assert equal(dict(plain.state_dict()), dict(model.state_dict()))
+    assert model.head.weight is model.embed.weight and model.flops_per_token() == plain.flops_per_token()
+    tokens = torch.randint(50, (2, 16))
+    with torch.no_grad():
+        assert torch.equal(model.eval()(tokens), plain.eval()(tokens))
+        assert not torch.equal(model.train()(tokens), plain(tokens))
+
+
+@pytest.mark.parametrize("kind", ["blocks", "selective"])
+@pytest.mark.parametrize("compiled", [None, "aot_eager"])
+def test_checkpointed_activations_change_nothing(kind, compiled):
+    assert train_small(True, 3, compiled, checkpoint_activations=kind)[0] == train_small(True, 3)[0]
+
+
+@pytest.mark.parametrize("mlp", ["gelu", "swiglu"])
+def test_a_resumed_run_is_bit_exact_and_can_be_sampled(mlp, folder, run, allow_cpu, monkeypatch, capsys):
+    options = dict(fp8=True, dtype="bfloat16", mlp=mlp, steps=8, eval_every=4, micro_batch=4, bias=True)
+    assert run(**options)[0] == 0
+    whole, expected = contents(CHECKPOINT), losses(folder)
+    (folder / CHECKPOINT).unlink()
+    assert run("--resume", "runs/run")[0] == 0
+    assert same(contents(CHECKPOINT), whole) and losses(folder) == expected
+    assert (whole["take_step"]["fp8_history"][:, :8] > 0).all()
+    model, *_ = load_model(CHECKPOINT)
+    assert equal(dict(model.state_dict()), whole["model"])
+    code, out, _ = run_script(monkeypatch, capsys, str(network.__file__).replace("training/network", "sample"),
+                              "--max_tokens", "5")  # fmt: skip
+    assert code == 0 and out
+    assert run(name="plain", **options | {"fp8": False})[0] == 0
+    assert losses(folder, "plain") == pytest.approx(expected, rel=0.02) and losses(folder, "plain") != expected
+
+
+def test_a_run_without_fp8_resumes_with_it(folder, run, allow_cpu):
+    assert run(steps=4, eval_every=2)[0] == 0
+    (folder / CHECKPOINT).unlink()
+    code, err = run("--resume", "runs/run", "--fp8")
+    assert code == 1
+    one_sentence(err, "fp8", "--allow_changes")
+    assert run("--resume", "runs/run", "--fp8", "--allow_changes")[0] == 0
+    assert (contents(CHECKPOINT)["take_step"]["fp8_history"][:, :2] > 0).all()
+
+
+@pytest.mark.slow
+def test_two_ranks_share_their_scales(folder, run, allow_cpu):
+    script = folder / "on_cpu.py"
+    script.write_text(
+        "import sys\nimport train\nfrom training import network\n"
+        "network.require_fp8 = lambda device, dtype: None\ntrain.main(sys.argv[1:])\n"
+    )
+    options = dict(fp8=True, steps=6, eval_every=3, dropout=0, micro_batch=2)
+    assert run(name="whole", **options)[0] == 0
+    finish(start(folder, ranks=2, script=script, **FAST | options))
+    histories = [contents(f"runs/{name}/checkpoint.pt")["take_step"]["fp8_history"] for name in ("run", "whole")]
+    torch.testing.assert_close(*histories, rtol=1e-2, atol=1e-3)
+    assert losses(folder) == pytest.approx(losses(folder, "whole"), rel=1e-3)
+    assert metrics(folder)[-1]["val_loss"] == pytest.approx(metrics(folder, "whole")[-1]["val_loss"], rel=1e-3)
+
+
+def test_refusals(folder, run, monkeypatch):
+    code, err = run(fp8=True)
+    assert code == 1
+    one_sentence(err, "--fp8", "8.9", "device=cpu", "leave it out")
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 6))
+    with pytest.raises(ValueError, match=r"8\.9 or higher, not compute capability 8\.6"):
+        require_fp8("cuda:0", torch.bfloat16)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    require_fp8("cuda", torch.bfloat16)
+    with pytest.raises(ValueError, match="--dtype bfloat16"):
+        require_fp8("cuda", torch.float16)
+    with pytest.raises(ValueError, match="multiples of 16, not 24"):
+        Float8Linear(nn.Linear(24, 32))
