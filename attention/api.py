@@ -164,8 +164,11 @@ def explain(q, k, v, **arguments):
     return f"{impl}: {reason}"
 
 
-def call_of(q, k, v, **arguments):
+def call_of(q, k, v, /, **arguments):
     """The Call of attention(q, k, v, **arguments)."""
+    for name in arguments:
+        if name not in DEFAULTS:
+            raise TypeError(f"attention_qkv() and explain() take the keywords of attention(), and {name!r} is none")
     return Call(q, k, v, **DEFAULTS | arguments)
 
 

@@ -373,4 +373,5 @@ def test_supported_calls(case):
 def lacks(dtype=torch.bfloat16, dim=64, **problem):
     """hopper_lacks() of a problem: why the Hopper kernels do not support it, or None."""
     arguments, _, _ = make_problem("cpu", dtype, dim=dim, **problem)
-    return hopper_lacks(call_of(**arguments))
+    q, k, v = map(arguments.pop, "qkv")
+    return hopper_lacks(call_of(q, k, v, **arguments))
