@@ -27,6 +27,7 @@ class Call(NamedTuple):
     cu_seqlens: Tensor | tuple | None
     max_seqlen: int | tuple | None
     return_lse: bool
+    return_max_logit: bool
     impl: str
 
 
@@ -40,7 +41,10 @@ def key_of(call):
 
     Left out are the seed and the values of lengths, cu_seqlens and max_seqlen, so each call must check them.
     """
-    options = call.causal, call.window, call.scale, call.softcap, call.dropout, call.return_lse, call.impl
+    options = (
+        call.causal, call.window, call.scale, call.softcap, call.dropout, call.return_lse, call.return_max_logit,
+        call.impl,
+    )  # fmt: skip
     types = tuple(map(type, (*options, call.seed)))  # the types too, since True == 1
     tensors = call.bias is not None or call.decay is not None or call.sink is not None
     if tensors or not _SIMPLE.issuperset(types) or torch.compiler.is_compiling():

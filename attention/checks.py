@@ -21,6 +21,7 @@ def check_call(call):
     check_options(
         call.q, call.causal, call.window, call.scale, call.softcap, call.dropout, call.impl, call.return_lse, call.seed
     )
+    check_is("return_max_logit", call.return_max_logit, bool)
     check_terms(call.q, call.k, call.causal, call.bias, call.decay, call.sink)
     check_ragged(call.q, call.k, call.lengths, call.cu_seqlens, call.max_seqlen)
 

@@ -12,8 +12,9 @@ def sdpa_lacks(call):
     for name in ("softcap", "decay", "sink", "cu_seqlens"):
         if getattr(call, name) is not None:
             return name
-    if call.return_lse:
-        return "return_lse"
+    for name in ("return_lse", "return_max_logit"):
+        if getattr(call, name):
+            return name
     if call.dropout > 0 and call.seed is not None:
         return "dropout with a given seed"
     if call.causal and q_len > k_len:

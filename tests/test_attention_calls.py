@@ -365,6 +365,7 @@ def test_backwards_that_look_alike(impl, device):
         ("sink", dict(sink=True)),
         ("cu_seqlens", dict(packed=[0, 8, 20], q_len=20)),
         ("return_lse", dict(return_lse=True)),
+        ("return_max_logit", dict(return_max_logit=True)),
         ("seed", dict(dropout=0.1, seed=3)),
         ("9 queries", dict(q_len=9, k_len=8)),
         ("window", dict(q_len=9, k_len=8, window=5, causal=False)),

@@ -188,6 +188,11 @@ BAD = {
     ),
     "numpy_causal": (lambda q, k, v: (q, k, v), dict(causal=np.bool_(1)), "causal=.*Python bool.*item"),
     "return_lse": (lambda q, k, v: (q, k, v), dict(return_lse="x"), "return_lse='x'.*Python bool"),
+    "return_max_logit": (
+        lambda q, k, v: (q, k, v),
+        dict(return_max_logit=1),
+        "return_max_logit=1.*Python bool",
+    ),
     "big_softcap": (lambda q, k, v: (q, k, v), dict(softcap=3e38), "softcap=3e\\+38.*1e-30.*1e30"),
     "small_softcap": (lambda q, k, v: (q, k, v), dict(softcap=1e-42), "softcap=1e-42.*1e-30.*1e30"),
     "big_max_seqlen": (

@@ -80,11 +80,12 @@ def attend(
 
 @triton.jit(do_not_specialize=["q_len", "k_len"])
 def forward_kernel(
-    q, k, v, k_tiles, v_tiles, out, lse2, sink, q_len, k_len, ragged, scale, seed, bias, gate,
+    q, k, v, k_tiles, v_tiles, out, lse2, max_logit2, sink, q_len, k_len, ragged, scale, seed, bias, gate,
     RULE: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
     """out = softmax(rule(q k^T)) v and lse2 = log2 sum 2^score, for one tile of queries of one head.
 
+    max_logit2 [H], if not None, is raised to the largest score.
     On chip: the query tile, one key and one value tile (double-buffered), and the Softmax state in registers.
     Source: Dao, FlashAttention-2, algorithm 1; scores in base 2.
     """
@@ -123,4 +124,7 @@ def forward_kernel(
         logit = tl.where(state.total > 0, tl.load(sink + head).to(tl.float32) * LOG2E, float("-inf"))
     lse, factor = end_softmax(state.top, state.total, logit)
     store_tile(out, state.acc * factor[:, None], q_start, seq.q_len, TILE.block_q, TILE.value_dim)
+    if max_logit2 is not None:
+        top = tl.where(tl.arange(0, TILE.block_q) < count, state.top, float("-inf"))
+        tl.atomic_max(max_logit2 + head, tl.max(top, 0), sem="relaxed")
     store_rows(lse2, lse, seq.row, head, seq.q_start + q_start, 0, count, TILE.block_q)
