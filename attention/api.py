@@ -17,7 +17,8 @@ AUTOCAST_DEVICES = frozenset(d for d in ("cpu", "cuda", "mps", "xpu") if torch.a
 
 def attention(
     q, k, v, *, causal=True, window=None, scale=None, softcap=None, dropout=0.0, seed=None, bias=None, decay=None,
-    sink=None, lengths=None, cu_seqlens=None, max_seqlen=None, return_lse=False, return_max_logit=False, impl="auto",
+    sink=None, lengths=None, cu_seqlens=None, max_seqlen=None, prefix_lengths=None, return_lse=False,
+    return_max_logit=False, impl="auto",
 ):  # fmt: skip
     """Scaled dot-product attention, exact, in O(T) memory: dropout(softmax(mask(cap(scale q k^T) + terms))) v per head.
 
@@ -53,6 +54,8 @@ def attention(
         max_seqlen: length of the longest sequence, or a pair (queries, keys); None = T, which is safe and starts more
             programs than needed. What a smaller one than the longest gives is undefined. Triton's kernels are looked
             up anew for each value, as for each T and N: better round it up than pass that of every batch.
+        prefix_lengths: [B] int32, for prefix-LM: the keys at positions below it are visible to all queries of the row,
+            before them too; 0 gives the causal mask. Needs causal; not with window, decay or cu_seqlens.
         return_lse: also return the logarithm of the softmax denominator (with the sink), natural log, differentiable.
         return_max_logit: also return the largest logit of each query head: of all scores that its softmax sees, after
             scale, softcap, decay and bias, without the sink. For QK-clip, and to watch a run. Has no gradient.
@@ -79,7 +82,7 @@ def attention(
     """
     q, k, v = _cast_for_autocast(q=q, k=k, v=v)
     given = q, k, v, causal, window, scale, softcap, dropout, seed, bias, decay, sink, lengths, cu_seqlens, max_seqlen
-    return _attend(Call(*given, return_lse, return_max_logit, impl))
+    return _attend(Call(*given, prefix_lengths, return_lse, return_max_logit, impl))
 
 
 DEFAULTS = attention.__kwdefaults__
@@ -116,7 +119,7 @@ def _attend(call, qkv=None):
     """attention() of a Call; qkv: [B, T, H + 2 Hkv, D] if q, k and v are views of one tensor."""
     (
         q, k, v, causal, window, scale, softcap, dropout, seed, bias, decay, sink, lengths, cu_seqlens, max_seqlen,
-        return_lse, return_max_logit, _,
+        prefix_lengths, return_lse, return_max_logit, _,
     ) = call  # fmt: skip
     impl, _ = decide(call)
     scale = q.shape[-1] ** -0.5 if scale is None else float(scale)
@@ -130,7 +133,7 @@ def _attend(call, qkv=None):
         return reference_attention(
             q, k, v, causal=causal, window=window, scale=scale, softcap=softcap, dropout=dropout, seed=seed, bias=bias,
             decay=decay, sink=sink, lengths=lengths, cu_seqlens=cu_seqlens, max_seqlen=max_seqlen,
-            return_lse=return_lse, return_max_logit=return_max_logit,
+            prefix_lengths=prefix_lengths, return_lse=return_lse, return_max_logit=return_max_logit,
         )  # fmt: skip
     (q_starts, k_starts), (max_q_len, max_k_len) = pair(cu_seqlens), pair(max_seqlen)
     options = ops.Options(
@@ -141,6 +144,7 @@ def _attend(call, qkv=None):
         lengths=lengths,
         q_starts=q_starts,
         k_starts=k_starts,
+        prefix_lengths=prefix_lengths,
         max_q_len=q.shape[1] if max_q_len is None else max_q_len,
         max_k_len=k.shape[1] if max_k_len is None else max_k_len,
         causal=causal,

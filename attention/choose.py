@@ -226,6 +226,8 @@ def hopper_lacks(call):
         return "decay"
     if call.dropout > 0:
         return "dropout"
+    if call.prefix_lengths is not None:
+        return "prefix_lengths"
     if not 40 <= q.shape[-1] <= 256:
         return f"head dim {q.shape[-1]} (40 to 256)"
     if v.shape[-1] != q.shape[-1]:

@@ -24,6 +24,7 @@ class Options(NamedTuple):
     lengths: Tensor | None  # [B] int32
     q_starts: Tensor | None  # [N + 1] int32, cumulative; both or none
     k_starts: Tensor | None
+    prefix_lengths: Tensor | None  # [B] int32
     max_q_len: int
     max_k_len: int
     causal: bool
@@ -76,6 +77,7 @@ outside_graphs = torch._disable_dynamo
 TENSORS = "Tensor q, Tensor? k, Tensor? v"
 OPTIONS = (  # the fields of Options, in their order
     "Tensor? bias, Tensor? gate, Tensor? sink, Tensor? seed, Tensor? lengths, Tensor? q_starts, Tensor? k_starts, "
+    "Tensor? prefix_lengths, "
     "SymInt max_q_len, SymInt max_k_len, bool causal, int window, float softcap, float dropout, float scale, "
     "bool hopper, int kv_heads, bool max_logit"
 )

@@ -80,7 +80,7 @@ def describe(q, k, v, options, *others):
 def of_tensors(options):
     """The fields of a Problem that hold the optional tensors of a call."""
     return dict(
-        ragged=Ragged(options.lengths, options.q_starts, options.k_starts),
+        ragged=Ragged(options.lengths, options.q_starts, options.k_starts, options.prefix_lengths),
         terms=Terms(options.scale, options.seed, pair_view(options.bias), rows_view(options.gate)),
     )
 
@@ -97,7 +97,8 @@ def analyse(q, k, v, options):
     # a window over all keys is none, and no other kernel; queries may stand before the first key if there are more
     farthest = k_len if options.causal else max(q_len, k_len)
     window = options.window if options.window < farthest else 0
-    rule = Rule(options.causal, window, options.softcap, options.dropout, options.sink is not None)
+    prefix = options.prefix_lengths is not None
+    rule = Rule(options.causal, window, options.softcap, options.dropout, options.sink is not None, prefix=prefix)
     without = all(x is None for x in options.tensors)
     return Problem(
         made={},

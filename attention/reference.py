@@ -13,7 +13,8 @@ LOWEST_BIAS = math.log(2) * torch.finfo(torch.float32).min  # what is lower is -
 
 def reference_attention(
     q, k, v, *, causal=True, window=None, scale=None, softcap=None, dropout=0.0, seed=None, bias=None, decay=None,
-    sink=None, lengths=None, cu_seqlens=None, max_seqlen=None, return_lse=False, return_max_logit=False,
+    sink=None, lengths=None, cu_seqlens=None, max_seqlen=None, prefix_lengths=None, return_lse=False,
+    return_max_logit=False,
 ):  # fmt: skip
     """Arguments and results as attention(); seed is a tensor of one int64. Computes in the dtype of q throughout."""
     batch, q_len, heads, dim = q.shape
@@ -23,7 +24,8 @@ def reference_attention(
     shape = (batch, heads, q_len, k_len)
     sequence, q_pos, k_pos, visible = place(shape, lengths, cu_seqlens, q.device)
     if causal:
-        visible = visible & (k_pos <= q_pos)
+        last = q_pos if prefix_lengths is None else torch.maximum(q_pos, prefix_lengths.view(-1, 1, 1, 1) - 1)
+        visible = visible & (k_pos <= last)
     if window is not None:
         visible = visible & (q_pos - k_pos < window) & (k_pos - q_pos < window)
     reach = visible

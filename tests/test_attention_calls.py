@@ -363,6 +363,7 @@ def test_backwards_that_look_alike(impl, device):
         ("softcap", dict(softcap=3.0)),
         ("decay", dict(decay=True)),
         ("sink", dict(sink=True)),
+        ("prefix_lengths", dict(prefix_lengths=[3, 0])),
         ("cu_seqlens", dict(packed=[0, 8, 20], q_len=20)),
         ("return_lse", dict(return_lse=True)),
         ("return_max_logit", dict(return_max_logit=True)),

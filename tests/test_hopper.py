@@ -349,6 +349,7 @@ def test_explain_names_the_implementation(device):
         ("dropout", dict(dropout=0.1)),
         ("decay", dict(decay=True)),
         ("bias", dict(bias=(8, 8))),
+        ("prefix_lengths", dict(prefix_lengths=[3, 0])),
         ("window", dict(q_len=8, k_len=18, window=10)),
     ],
 )

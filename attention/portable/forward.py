@@ -5,7 +5,7 @@ from typing import NamedTuple
 import triton
 import triton.language as tl
 
-from ..score import LOG2E, Terms, ahead, behind, drop, dropout_key, end_softmax, shape_scores
+from ..score import LOG2E, Terms, ahead, behind, drop, dropout_key, end_softmax, reach, shape_scores
 from ..tiles import (
     dot,
     fetch_tile,
@@ -99,7 +99,8 @@ def forward_kernel(
     first = q_start + seq.k_len - seq.q_len  # query i stands at key i + k_len - q_len
     last = first + tl.minimum(TILE.block_q, count) - 1
     EDGE: tl.constexpr = step_size(TILE.block_k, True)
-    span = meeting_range(first, last, behind(RULE), ahead(RULE), seq.k_len, TILE.block_k, EDGE)
+    seen_first, seen_last = reach(first, seq, RULE), reach(last, seq, RULE)
+    span = meeting_range(seen_first, seen_last, behind(RULE), ahead(RULE), seq.k_len, TILE.block_k, EDGE)
     q = tile_lane(q, seq.row, head, seq.q_start)
     k = tile_lane(k, seq.row, head // TILE.group, seq.k_start)
     v = tile_lane(v, seq.row, head // TILE.group, seq.k_start)
