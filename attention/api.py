@@ -17,7 +17,8 @@ AUTOCAST_DEVICES = frozenset(d for d in ("cpu", "cuda", "mps", "xpu") if torch.a
 
 def attention(
     q, k, v, *, causal=True, window=None, scale=None, softcap=None, dropout=0.0, seed=None, bias=None, decay=None,
-    sink=None, lengths=None, cu_seqlens=None, max_seqlen=None, return_lse=False, impl="auto",
+    sink=None, lengths=None, cu_seqlens=None, max_seqlen=None, prefix_lengths=None, return_lse=False,
+    return_max_logit=False, impl="auto",
 ):  # fmt: skip
     """Scaled dot-product attention, exact, in O(T) memory: dropout(softmax(mask(cap(scale q k^T) + terms))) v per head.
 
@@ -55,7 +56,11 @@ def attention(
         max_seqlen: length of the longest sequence, or a pair (queries, keys); None = T, which is safe and starts more
             programs than needed. What a smaller one than the longest gives is undefined. Triton's kernels are looked
             up anew for each value, as for each T and N: better round it up than pass that of every batch.
+        prefix_lengths: [B] int32, for prefix-LM: the keys at positions below it are visible to all queries of the row,
+            before them too; 0 gives the causal mask. Needs causal; not with window, decay or cu_seqlens.
         return_lse: also return the logarithm of the softmax denominator (with the sink), natural log, differentiable.
+        return_max_logit: also return the largest logit of each query head: of all scores that its softmax sees, after
+            scale, softcap, decay and bias, without the sink. For QK-clip, and to watch a run. Has no gradient.
         impl: "auto" takes, where they passed a self-check, the Hopper kernels on their chip for the calls they serve
             (with dropout only impl="hopper" does), else Triton on a CUDA GPU; SDPA elsewhere where it can express the
             call, else the reference. The first call on a device in a dtype prints which and why, once more where Hopper
@@ -66,7 +71,8 @@ def attention(
             torch.use_deterministic_algorithms(True) has the backward of "triton" serve there.
 
     Returns:
-        [B, Tq, H, Dv] in the dtype of q; with return_lse also [B, H, Tq] float32, -inf where a row sees no key.
+        [B, Tq, H, Dv] in the dtype of q; with return_lse also [B, H, Tq] float32, -inf where a row sees no key; with
+        return_max_logit also [H] float32, -inf for a head whose queries see no key.
 
     Raises:
         ValueError: an argument breaks a rule above; decay without causal; lengths together with cu_seqlens.
@@ -78,7 +84,7 @@ def attention(
     """
     q, k, v = _cast_for_autocast(q=q, k=k, v=v)
     given = q, k, v, causal, window, scale, softcap, dropout, seed, bias, decay, sink, lengths, cu_seqlens, max_seqlen
-    return _attend(Call(*given, return_lse, impl))
+    return _attend(Call(*given, prefix_lengths, return_lse, return_max_logit, impl))
 
 
 DEFAULTS = attention.__kwdefaults__
@@ -97,7 +103,7 @@ def attention_qkv(qkv, n_head, n_kv_head=None, **options):
         options: the keyword arguments of attention().
 
     Returns:
-        As attention(): [B, T, H, D]; with return_lse also [B, H, T].
+        As attention(): [B, T, H, D]; with return_lse also [B, H, T]; with return_max_logit also [H].
 
     Raises:
         ValueError, RuntimeError: as attention(); the last dimension is no multiple of H + 2 Hkv, or H none of Hkv.
@@ -115,7 +121,7 @@ def _attend(call, qkv=None):
     """attention() of a Call; qkv: [B, T, H + 2 Hkv, D] if q, k and v are views of one tensor."""
     (
         q, k, v, causal, window, scale, softcap, dropout, seed, bias, decay, sink, lengths, cu_seqlens, max_seqlen,
-        return_lse, _,
+        prefix_lengths, return_lse, return_max_logit, _,
     ) = call  # fmt: skip
     impl, _ = decide(call)
     scale = q.shape[-1] ** -0.5 if scale is None else float(scale)
@@ -129,7 +135,7 @@ def _attend(call, qkv=None):
         return reference_attention(
             q, k, v, causal=causal, window=window, scale=scale, softcap=softcap, dropout=dropout, seed=seed, bias=bias,
             decay=decay, sink=sink, lengths=lengths, cu_seqlens=cu_seqlens, max_seqlen=max_seqlen,
-            return_lse=return_lse,
+            prefix_lengths=prefix_lengths, return_lse=return_lse, return_max_logit=return_max_logit,
         )  # fmt: skip
     (q_starts, k_starts), (max_q_len, max_k_len) = pair(cu_seqlens), pair(max_seqlen)
     options = ops.Options(
@@ -140,6 +146,7 @@ def _attend(call, qkv=None):
         lengths=lengths,
         q_starts=q_starts,
         k_starts=k_starts,
+        prefix_lengths=prefix_lengths,
         max_q_len=q.shape[1] if max_q_len is None else max_q_len,
         max_k_len=k.shape[1] if max_k_len is None else max_k_len,
         causal=causal,
@@ -149,15 +156,17 @@ def _attend(call, qkv=None):
         scale=scale,
         hopper=impl == "hopper",
         kv_heads=0 if qkv is None else k.shape[2],
+        max_logit=return_max_logit,
     )
     if qkv is not None:
         q, k, v = qkv, None, None
     # else what the op does, since the way through PyTorch's dispatcher takes as long as a kernel
     if torch.compiler.is_compiling() or ops.transformed():
-        out, lse2 = ops.forward(q, k, v, *options)
+        out, *rows = ops.forward(q, k, v, *options)
     else:
-        out, lse2 = ops.forward_with_gradient(q, k, v, options)
-    return (out, lse2 * math.log(2)) if return_lse else out
+        out, *rows = ops.forward_with_gradient(q, k, v, options)
+    rows = [x * math.log(2) for x in (rows if return_lse else rows[1:])]  # to natural units
+    return (out, *rows) if rows else out
 
 
 def explain(q, k, v, **arguments):
@@ -166,8 +175,11 @@ def explain(q, k, v, **arguments):
     return f"{impl}: {reason}"
 
 
-def call_of(q, k, v, **arguments):
+def call_of(q, k, v, /, **arguments):
     """The Call of attention(q, k, v, **arguments)."""
+    for name in arguments:
+        if name not in DEFAULTS:
+            raise TypeError(f"attention_qkv() and explain() take the keywords of attention(), and {name!r} is none")
     return Call(q, k, v, **DEFAULTS | arguments)
 
 

@@ -26,7 +26,9 @@ class Call(NamedTuple):
     lengths: Tensor | None
     cu_seqlens: Tensor | tuple | None
     max_seqlen: int | tuple | None
+    prefix_lengths: Tensor | None
     return_lse: bool
+    return_max_logit: bool
     impl: str
 
 
@@ -36,14 +38,17 @@ def is_ragged(call):
 
 
 def key_of(call):
-    """What decides which implementation serves a Call; None if it has a bias, a decay, a sink or a seed tensor.
+    """What decides which implementation serves a Call; None with a bias, decay, sink, prefixes or a seed tensor.
 
     Left out are the seed and the values of lengths, cu_seqlens and max_seqlen, so each call must check them.
     """
-    options = call.causal, call.window, call.scale, call.softcap, call.dropout, call.return_lse, call.impl
+    options = (
+        call.causal, call.window, call.scale, call.softcap, call.dropout, call.return_lse, call.return_max_logit,
+        call.impl,
+    )  # fmt: skip
     types = tuple(map(type, (*options, call.seed)))  # the types too, since True == 1
     tensors = call.bias is not None or call.decay is not None or call.sink is not None
-    if tensors or not _SIMPLE.issuperset(types) or torch.compiler.is_compiling():
+    if tensors or call.prefix_lengths is not None or not _SIMPLE.issuperset(types) or torch.compiler.is_compiling():
         return None
     given = call.lengths is not None, call.cu_seqlens is not None, call.max_seqlen is not None
     return (*((x.shape, x.stride(), x.dtype, x.device) for x in (call.q, call.k, call.v)), options, types, given)

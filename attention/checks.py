@@ -21,8 +21,11 @@ def check_call(call):
     check_options(
         call.q, call.causal, call.window, call.scale, call.softcap, call.dropout, call.impl, call.return_lse, call.seed
     )
+    check_is("return_max_logit", call.return_max_logit, bool)
     check_terms(call.q, call.k, call.causal, call.bias, call.decay, call.sink)
     check_ragged(call.q, call.k, call.lengths, call.cu_seqlens, call.max_seqlen)
+    if call.prefix_lengths is not None:
+        check_prefixes(call)
 
 
 def check_is_tensor(name, x):
@@ -185,6 +188,19 @@ def check_ragged(q, k, lengths, cu_seqlens, max_seqlen):
             check_int("max_seqlen", limit, 1, MAX_WINDOW)
     if os.environ.get("ATTENTION_DEBUG") == "1" and not torch.compiler.is_compiling():  # a graph cannot raise
         check_contents(q_len, k_len, lengths, starts, limits)
+
+
+def check_prefixes(call):
+    """prefix_lengths against the rest of a Call."""
+    x, q = call.prefix_lengths, call.q
+    check_is_tensor("prefix_lengths", x)
+    if x.dtype != torch.int32 or x.shape != q.shape[:1] or x.device != q.device or not x.is_contiguous():
+        raise ValueError(
+            f"prefix_lengths is {x.dtype} of shape {tuple(x.shape)} on {x.device}; it must be int32 of shape "
+            f"({len(q)},), contiguous, on {q.device}"
+        )
+    if not call.causal or any(x is not None for x in (call.window, call.decay, call.cu_seqlens)):
+        raise ValueError("prefix_lengths needs causal=True, without window, decay and cu_seqlens: use a bias there")
 
 
 def pair(x):

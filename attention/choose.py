@@ -225,6 +225,8 @@ def hopper_lacks(call):
         return "bias"
     if call.decay is not None:
         return "decay"
+    if call.prefix_lengths is not None:
+        return "prefix_lengths"
     if not 40 <= q.shape[-1] <= 256:
         return f"head dim {q.shape[-1]} (40 to 256)"
     if v.shape[-1] != q.shape[-1]:

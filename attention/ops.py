@@ -24,6 +24,7 @@ class Options(NamedTuple):
     lengths: Tensor | None  # [B] int32
     q_starts: Tensor | None  # [N + 1] int32, cumulative; both or none
     k_starts: Tensor | None
+    prefix_lengths: Tensor | None  # [B] int32
     max_q_len: int
     max_k_len: int
     causal: bool
@@ -33,6 +34,7 @@ class Options(NamedTuple):
     scale: float
     hopper: bool = False  # whether the kernels of hopper/ serve
     kv_heads: int = 0  # if not 0, q is the qkv of attention_qkv(), [B, T, H + 2 kv_heads, D], and k and v are None
+    max_logit: bool = False  # whether forward has a third result
 
     def split(self, q, k, v):
         """q, k and v of a call: as they are, or as views of one tensor."""
@@ -75,14 +77,15 @@ outside_graphs = torch._disable_dynamo
 TENSORS = "Tensor q, Tensor? k, Tensor? v"
 OPTIONS = (  # the fields of Options, in their order
     "Tensor? bias, Tensor? gate, Tensor? sink, Tensor? seed, Tensor? lengths, Tensor? q_starts, Tensor? k_starts, "
+    "Tensor? prefix_lengths, "
     "SymInt max_q_len, SymInt max_k_len, bool causal, int window, float softcap, float dropout, float scale, "
-    "bool hopper, int kv_heads"
+    "bool hopper, int kv_heads, bool max_logit"
 )
 TENSOR_OPTIONS = OPTIONS.count("Tensor?")  # they come first
 # torch.library.custom_op would do the same with three times the Python per call: it reads a long schema anew each time.
 LIBRARY = torch.library.Library("attention", "FRAGMENT")
 TAGS = (torch.Tag.pt2_compliant_tag, torch.Tag.needs_fixed_stride_order)
-LIBRARY.define(f"forward({TENSORS}, {OPTIONS}) -> (Tensor, Tensor)", tags=TAGS)
+LIBRARY.define(f"forward({TENSORS}, {OPTIONS}) -> Tensor[]", tags=TAGS)
 LIBRARY.define(
     f"backward({TENSORS}, Tensor out, Tensor lse2, Tensor dout, Tensor? dlse, bool bias_grad, {OPTIONS}) -> Tensor[]",
     tags=TAGS,
@@ -94,16 +97,18 @@ backward = torch.ops.attention.backward.default
 @torch.library.impl(LIBRARY, "forward", "CompositeExplicitAutograd")
 @outside_graphs
 def _forward(q, k, v, *options):
-    """out [B, Tq, H, Dv] in the dtype of q and lse2 [B, H, Tq] float32, base 2."""
+    """out [B, Tq, H, Dv] in the dtype of q, lse2 [B, H, Tq] float32 and if asked max_logit2 [H] float32, base 2."""
     options = Options(*options)
-    return host(options.hopper).forward(q, k, v, options)
+    return list(host(options.hopper).forward(q, k, v, options))
 
 
 @torch.library.register_fake("attention::forward", lib=LIBRARY)
 def _(q, k, v, *options):
-    q, k, v = Options(*options).split(q, k, v)
+    options = Options(*options)
+    q, k, v = options.split(q, k, v)
     batch, q_len, heads, _ = q.shape
-    return q.new_empty(batch, q_len, heads, v.shape[-1]), q.new_empty(batch, heads, q_len, dtype=torch.float32)
+    shapes = [(batch, heads, q_len), (heads,)][: 1 + options.max_logit]
+    return [q.new_empty(batch, q_len, heads, v.shape[-1]), *(q.new_empty(x, dtype=torch.float32) for x in shapes)]
 
 
 @torch.library.impl(LIBRARY, "backward", "CompositeExplicitAutograd")
@@ -201,14 +206,15 @@ class Attention(torch.autograd.Function):
     @staticmethod
     def forward(ctx, q, k, v, *inputs):
         *_, options = inputs
-        out, lse2 = _below(_run_forward, q, k, v, options)
+        out, lse2, *max_logit = _below(_run_forward, q, k, v, options)
         ctx.save_for_backward(q, k, v, out, lse2, *options.tensors)
         ctx.numbers = options.numbers
         ctx.set_materialize_grads(False)
-        return out, lse2
+        ctx.mark_non_differentiable(*max_logit)
+        return out, lse2, *max_logit
 
     @staticmethod
-    def backward(ctx, dout, dlse2):
+    def backward(ctx, dout, dlse2, *_):
         q, k, v, out, lse2, *tensors = ctx.saved_tensors
         options = Options(*tensors, *ctx.numbers)
         if dout is None:
@@ -263,7 +269,7 @@ def backward_with_error(q, k, v, out, lse2, dout, dlse, bias_grad, *options):
 
 
 def _forward_with_gradient(q, k, v, *options):
-    return forward_with_gradient(q, k, v, Options(*options))
+    return list(forward_with_gradient(q, k, v, Options(*options)))
 
 
 LIBRARY.impl("forward", outside_graphs(_forward_with_gradient), "Autograd")

@@ -82,7 +82,7 @@ def of_tensors(options):
     """The fields of a Problem that hold the optional tensors of a call."""
     dropout = drop_probability(options.dropout)
     return dict(
-        ragged=Ragged(options.lengths, options.q_starts, options.k_starts),
+        ragged=Ragged(options.lengths, options.q_starts, options.k_starts, options.prefix_lengths),
         terms=Terms(options.scale, dropout, options.seed, pair_view(options.bias), rows_view(options.gate)),
     )
 
@@ -99,7 +99,8 @@ def analyse(q, k, v, options):
     # a window over all keys is none, and no other kernel; queries may stand before the first key if there are more
     farthest = k_len if options.causal else max(q_len, k_len)
     window = options.window if options.window < farthest else 0
-    rule = Rule(options.causal, window, options.softcap, options.dropout > 0, options.sink is not None)
+    prefix = options.prefix_lengths is not None
+    rule = Rule(options.causal, window, options.softcap, options.dropout > 0, options.sink is not None, prefix=prefix)
     without = all(x is None for x in options.tensors)
     return Problem(
         made={},

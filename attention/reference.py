@@ -6,13 +6,15 @@ Memory is O(Tq Tk). Letters: B batch, T sequence, H query heads, G key heads, D 
 import math
 
 import torch
+import torch.nn.functional as F
 
 LOWEST_BIAS = math.log(2) * torch.finfo(torch.float32).min  # what is lower is -inf in float32 and base 2
 
 
 def reference_attention(
     q, k, v, *, causal=True, window=None, scale=None, softcap=None, dropout=0.0, seed=None, bias=None, decay=None,
-    sink=None, lengths=None, cu_seqlens=None, max_seqlen=None, return_lse=False,
+    sink=None, lengths=None, cu_seqlens=None, max_seqlen=None, prefix_lengths=None, return_lse=False,
+    return_max_logit=False,
 ):  # fmt: skip
     """Arguments and results as attention(); seed is a tensor of one int64. Computes in the dtype of q throughout."""
     batch, q_len, heads, dim = q.shape
@@ -22,7 +24,8 @@ def reference_attention(
     shape = (batch, heads, q_len, k_len)
     sequence, q_index, q_pos, k_pos, visible = place(shape, lengths, cu_seqlens, q.device)
     if causal:
-        visible = visible & (k_pos <= q_pos)
+        last = q_pos if prefix_lengths is None else torch.maximum(q_pos, prefix_lengths.view(-1, 1, 1, 1) - 1)
+        visible = visible & (k_pos <= last)
     if window is not None:
         visible = visible & (q_pos - k_pos < window) & (k_pos - q_pos < window)
     reach = visible
@@ -59,10 +62,14 @@ def reference_attention(
         kept = keep_mask(seed, sequence, heads, q_index, k_pos, dropout)
         weights = weights * kept / (1 - drop_probability(dropout))
     out = torch.einsum("bhqk,bkhd->bqhd", weights, v)
-    if not return_lse:
-        return out
-    lse = torch.logsumexp(logits, -1).masked_fill(~alive.squeeze(-1), float("-inf"))
-    return out, lse.float() if q.dtype != torch.float64 else lse
+    rows = []
+    if return_lse:
+        rows.append(torch.logsumexp(logits, -1).masked_fill(~alive.squeeze(-1), float("-inf")))
+    if return_max_logit:
+        by_head = scores.detach().masked_fill(~alive, float("-inf")).transpose(0, 1).flatten(1)
+        rows.append(F.pad(by_head, (0, 1), value=float("-inf")).amax(1))  # one more, since there may be no score at all
+    rows = [x.float() if q.dtype != torch.float64 else x for x in rows]
+    return (out, *rows) if rows else out
 
 
 def hides(bias):

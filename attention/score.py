@@ -27,6 +27,7 @@ class Rule(NamedTuple):
     dropout: bool  # whether weights are dropped
     sink: bool  # whether the softmax has a sink
     ring: int = 0  # slots of a ring cache, in which position p is in slot p % ring; 0 = each position has its own
+    prefix: bool = False  # whether all queries see the first keys of a sequence
 
 
 class Terms(NamedTuple):
@@ -52,6 +53,14 @@ def behind(rule):
 def ahead(rule):
     """How many keys after its own position a query sees."""
     return 0 if rule.causal else rule.window - 1 if rule.window > 0 else FAR.value
+
+
+@triton.jit
+def reach(positions, seq, RULE: tl.constexpr):
+    """Where queries would stand that see as far under a causal mask alone: the prefix is visible to all."""
+    if RULE.prefix:
+        positions = tl.maximum(positions, seq.prefix - 1)
+    return positions
 
 
 @triton.jit
@@ -135,7 +144,7 @@ def shape_scores(qk, q_pos, k_pos, head, seq, terms, RULE: tl.constexpr, MASKED:
     if MASKED:
         visible = k_exists
         if RULE.causal:
-            visible = visible & (k_pos <= q_pos)
+            visible = visible & (k_pos <= reach(q_pos, seq, RULE))
         elif RULE.window > 0:
             visible = visible & (k_pos - q_pos < RULE.window)
         if RULE.window > 0:

@@ -9,11 +9,12 @@ from .reference import hides, narrowed
 def sdpa_lacks(call):
     """What of a Call torch's scaled_dot_product_attention cannot express, in words; None if it can express all."""
     q_len, k_len = call.q.shape[1], call.k.shape[1]
-    for name in ("softcap", "decay", "sink", "cu_seqlens"):
+    for name in ("softcap", "decay", "sink", "cu_seqlens", "prefix_lengths"):
         if getattr(call, name) is not None:
             return name
-    if call.return_lse:
-        return "return_lse"
+    for name in ("return_lse", "return_max_logit"):
+        if getattr(call, name):
+            return name
     if call.dropout > 0 and call.seed is not None:
         return "dropout with a given seed"
     if call.causal and q_len > k_len:

@@ -101,6 +101,7 @@ class Ragged(NamedTuple):
     lengths: torch.Tensor | None
     q_starts: torch.Tensor | None
     k_starts: torch.Tensor | None
+    prefixes: torch.Tensor | None = None  # [B], whose keys all queries see
 
 
 class Span(NamedTuple):
@@ -125,6 +126,7 @@ class Sequence(NamedTuple):
     q_len: tl.tensor
     k_start: tl.tensor
     k_len: tl.tensor
+    prefix: tl.tensor = 0  # how many keys all queries see
 
 
 @triton.jit
@@ -147,7 +149,10 @@ def sequence(index, q_len, k_len, ragged):
         length = tl.minimum(tl.load(ragged.lengths + index), k_len)
         q_len = tl.maximum(q_len - (k_len - length), 0)
         k_len = length
-    return Sequence(index, row, q_start, q_len, k_start, k_len)
+    prefix = 0
+    if ragged.prefixes is not None:
+        prefix = tl.load(ragged.prefixes + index)
+    return Sequence(index, row, q_start, q_len, k_start, k_len, prefix)
 
 
 @triton.jit

@@ -139,8 +139,9 @@ def launch_kernels(dtype, dim, causal, group, features=False, length=4096, ways=
             window=1000,
             softcap=30.0,
             dropout=0.1,
+            max_logit=True,
         )
-    out, lse2 = portable.forward(q, k, k, options)
+    out, lse2, *_ = portable.forward(q, k, k, options)
     for way in ways[: 1 if group == 1 else 2]:
         portable.loops_over_group = lambda problem, programs, device, way=way: way == "loop"
         portable.backward(q, k, k, out, lse2, out, None, features, options)
@@ -150,7 +151,7 @@ def launch_kernels(dtype, dim, causal, group, features=False, length=4096, ways=
 
 
 UNEVEN = 4095  # a length that no tile divides
-HOPPER_FEATURES = ("window", "softcap", "sink", "dropout")
+HOPPER_FEATURES = ("window", "softcap", "sink", "max_logit", "dropout")
 
 
 def launch_hopper_kernels(dtype, dim, causal, group, features=(), length=4096, bounds=None):
@@ -170,13 +171,13 @@ def launch_hopper_kernels(dtype, dim, causal, group, features=(), length=4096, b
         elif bounds == "packed":
             starts = q.new_empty(batch + 1, dtype=torch.int32)
             options = options._replace(q_starts=starts, k_starts=starts, max_q_len=length, max_k_len=length)
-        values = dict(window=1000, softcap=30.0, sink=q.new_empty(2 * group), dropout=0.1)
+        values = dict(window=1000, softcap=30.0, sink=q.new_empty(2 * group), max_logit=True, dropout=0.1)
         options = options._replace(**{name: values[name] for name in features})
         if options.dropout:
             options = options._replace(seed=q.new_empty(1, dtype=torch.int64))
         for dropout in {options.dropout, 2 * options.dropout}:  # another probability compiles nothing
             options = options._replace(dropout=dropout)
-            out, lse2 = hopper.forward(q, k, k, options)
+            out, lse2, *_ = hopper.forward(q, k, k, options)
             hopper.backward(q, k, k, out, lse2, out, None, False, options)
 
 

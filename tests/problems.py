@@ -58,6 +58,14 @@ CASES = {
     "packed_bias": dict(packed=[0, 20, 50], bias=(1, 2, 50, 50), q_len=50),
     "packed_bias_of_one": dict(packed=[0, 20, 50], bias=(2, 1, 1), q_len=50),
     "packed_window_decay": dict(packed=[0, 31, 50], window=12, decay=True, q_len=50),
+    "prefix": dict(prefix_lengths=[45, 0], heads=4, kv_heads=2),
+    "prefix_more_keys": dict(prefix_lengths=[80, 60], q_len=37, k_len=90),
+    "prefix_more_queries": dict(prefix_lengths=[5, 37], q_len=90, k_len=37),
+    "prefix_of_all": dict(prefix_lengths=[32, 70, 100], batch=3),
+    "prefix_all": dict(
+        prefix_lengths=[30, 55, 9, 2], lengths=[70, 40, 0, 1], batch=4, softcap=2.0, dropout=0.2, seed=1, heads=3,
+        kv_heads=1, bias=(3, 70, 70), hide=True, sink=True,
+    ),
     "all": dict(
         window=20, softcap=2.0, dropout=0.2, seed=1, batch=1, heads=3, kv_heads=1, q_len=45, k_len=60, bias=(3, 45, 60),
         decay=True, sink=True, lengths=[55],
@@ -105,8 +113,9 @@ def make_problem(
             options["max_seqlen"] = tuple(max(1, *(b - a for a, b in itertools.pairwise(starts))) for starts in pair)
         starts = tuple(torch.tensor(x, dtype=torch.int32, device=device) for x in pair)
         options["cu_seqlens"] = starts if isinstance(packed, tuple) else starts[0]
-    if "lengths" in options:
-        options["lengths"] = torch.tensor(options["lengths"], dtype=torch.int32, device=device)
+    for name in ("lengths", "prefix_lengths"):
+        if name in options:
+            options[name] = torch.tensor(options[name], dtype=torch.int32, device=device)
     if options.get("seed") is None:
         options.pop("seed", None)
     else:

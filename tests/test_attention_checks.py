@@ -188,6 +188,31 @@ BAD = {
     ),
     "numpy_causal": (lambda q, k, v: (q, k, v), dict(causal=np.bool_(1)), "causal=.*Python bool.*item"),
     "return_lse": (lambda q, k, v: (q, k, v), dict(return_lse="x"), "return_lse='x'.*Python bool"),
+    "return_max_logit": (
+        lambda q, k, v: (q, k, v),
+        dict(return_max_logit=1),
+        "return_max_logit=1.*Python bool",
+    ),
+    "long_prefix": (
+        lambda q, k, v: (q, k, v),
+        dict(prefix_lengths=integers(1, 2).long()),
+        "prefix_lengths is torch.int64 of shape \\(2,\\).*int32 of shape \\(2,\\)",
+    ),
+    "prefixes": (lambda q, k, v: (q, k, v), dict(prefix_lengths=integers(1)), "prefix_lengths .*\\(1,\\).*\\(2,\\)"),
+    "prefix_number": (lambda q, k, v: (q, k, v), dict(prefix_lengths=3), "prefix_lengths is int"),
+    **{
+        f"prefix_{next(iter(other))}": (
+            lambda q, k, v: (q, k, v),
+            dict(prefix_lengths=integers(1, 2)) | other,
+            "prefix_lengths needs causal=True, without window",
+        )
+        for other in (dict(causal=False), dict(window=3), dict(decay=floats(2, 10, 4)))
+    },
+    "prefix_packed": (
+        lambda q, k, v: (q[:1], k[:1], v[:1]),
+        dict(prefix_lengths=integers(1), cu_seqlens=integers(0, 10)),
+        "prefix_lengths needs causal=True, without window",
+    ),
     "big_softcap": (lambda q, k, v: (q, k, v), dict(softcap=3e38), "softcap=3e\\+38.*1e-30.*1e30"),
     "small_softcap": (lambda q, k, v: (q, k, v), dict(softcap=1e-42), "softcap=1e-42.*1e-30.*1e30"),
     "big_max_seqlen": (

@@ -21,6 +21,7 @@ WHOLE = {
     "none": ("triton", torch.float32, CASES["causal"]),
     "all": ("triton", torch.float32, CASES["all"]),
     "all_packed": ("triton", torch.float32, CASES["all_packed"]),
+    "prefix_all": ("triton", torch.float32, CASES["prefix_all"]),
     "qkv_all": ("triton", torch.float32, CASES["all"] | dict(q_len=60, bias=(3, 60, 60))),
     "qkv_packed": ("triton", torch.float32, CASES["all_packed"] | dict(value_dim=24)),
     "hopper_none": ("hopper", torch.bfloat16, HOPPER_CASES["ragged"] | dict(dim=64)),
@@ -129,6 +130,7 @@ def test_no_recompilation_when_only_the_length_changes(call, device):
 SHORT = {
     "none": dict(q_len=20),
     "all": dict(q_len=15, k_len=20, bias=(3, 15, 20), lengths=[18]),
+    "prefix_all": dict(q_len=20, bias=(3, 20, 20), lengths=[18, 20, 0, 1]),
     "all_packed": dict(q_len=20, heads=2, kv_heads=1, bias=(2, 1, 20), packed=[0, 6, 6, 18]),
     "qkv_all": dict(q_len=20, k_len=20, bias=(3, 20, 20), lengths=[18]),
     "qkv_packed": dict(q_len=20, heads=2, kv_heads=1, bias=(2, 1, 20), packed=[0, 6, 6, 18]),

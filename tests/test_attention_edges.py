@@ -21,6 +21,19 @@ def test_rows_without_keys(device):
     assert (dq[:, :30] == 0).all() and dq.isfinite().all()
 
 
+def test_prefixes_are_a_mask(device):
+    """A bias that hides all but the prefix and the past gives the same; the queries before the first key see it too."""
+    q, k, v = (torch.randn(2, n, 2, 16, device=device) for n in (50, 40, 40))
+    q_pos, k_pos = torch.arange(50, device=device)[:, None] - 10, torch.arange(40, device=device)
+    prefixes = integers(33, 0)
+    sees = (k_pos <= q_pos) | (k_pos < prefixes[:, None, None, None])
+    bias = torch.zeros(2, 1, 50, 40, device=device).masked_fill(~sees, float("-inf"))
+    for impl in ("triton", "reference"):
+        out = attention(q, k, v, prefix_lengths=prefixes, impl=impl)
+        torch.testing.assert_close(out, attention(q, k, v, causal=False, bias=bias, impl="reference"))
+        assert out[0].all() and (out[1, :10] == 0).all()
+
+
 LENGTH = 70 if ON_GPU else 35
 
 

@@ -164,5 +164,6 @@ def test_rules(shape, heads, said):
 def test_arguments():
     with pytest.raises(ValueError, match="qkv is list"):
         attention_qkv([1.0], 4)
-    with pytest.raises(TypeError, match="windows"):
-        attention_qkv(torch.zeros(1, 10, 96), 2, windows=3)
+    for name in ("windows", "q"):
+        with pytest.raises(TypeError, match=rf"attention_qkv\(\).*'{name}'"):
+            attention_qkv(torch.zeros(1, 10, 96), 2, **{name: 3})

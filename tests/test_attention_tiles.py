@@ -26,6 +26,8 @@ CASES = {
     "window_more_keys": dict(window=BLOCK_K, q_len=LONG // 2, k_len=LONG),
     "lengths": dict(lengths=[LONG - BLOCK_K - 5, 0], batch=2),
     "lengths_window_full": dict(lengths=[LONG - 5, 3], batch=2, window=BLOCK_Q + 2 * BLOCK_K, causal=False),
+    "prefix": dict(prefix_lengths=[BLOCK_K + 5, 2 * BLOCK_K], batch=2, k_len=LONG + 9),
+    "prefix_bias": dict(prefix_lengths=[LONG, BLOCK_K], lengths=[LONG - BLOCK_K - 5, 9], batch=2, bias=(LONG, LONG)),
     "packed": dict(packed=[0, LONG - BLOCK_Q - 3, LONG - BLOCK_Q - 3, LONG - 3]),
     "packed_pair_window": dict(
         packed=([0, LONG - BLOCK_Q, LONG], [0, LONG, LONG + BLOCK_K + 1]), k_len=LONG + 2 * BLOCK_K, window=BLOCK_Q
@@ -63,6 +65,8 @@ def make_case(case, device, dtype=torch.float32, **sizes):
     for row, q_start, k_start, queries, keys in places:
         distance = torch.arange(queries)[:, None] + keys - queries - torch.arange(keys)
         sees = (distance < window) & (distance >= 0 if causal else distance > -window)
+        if "prefix_lengths" in arguments:
+            sees |= torch.arange(keys) < arguments["prefix_lengths"][row].item()
         sequences.append(Bounds(row, q_start, k_start, sees))
     return problem, sequences
 

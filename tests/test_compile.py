@@ -25,14 +25,14 @@ SHARED_KB = {80: 163, 89: 99, 90: 227, 100: 227}  # chip -> shared memory that o
 COMPILE_ALL = os.environ.get("COMPILE_ALL") == "1"
 
 EVEN, UNEVEN = 4096, 4095  # lengths that tiles divide, or do not
-THREE, FOUR = "window softcap sink", "window softcap sink dropout"
+MANY, ALL = "window softcap sink max_logit", "window softcap sink max_logit dropout"
 # Compiled for Hopper: dtype, bounds of sequences, features, masks, head dims, lengths.
 HOPPER = [
-    ("bfloat16", None, THREE, "causal", (128,), (UNEVEN,)),
-    ("float16", "packed", THREE, "causal", (64,), (EVEN,)),
-    ("bfloat16", "lengths", THREE, "full", (128, 256), (EVEN,)),
+    ("bfloat16", None, MANY, "causal", (128,), (UNEVEN,)),
+    ("float16", "packed", MANY, "causal", (64,), (EVEN,)),
+    ("bfloat16", "lengths", MANY, "full", (128, 256), (EVEN,)),
     ("bfloat16", None, "dropout", "causal", (64, 128), (EVEN,)),
-    ("bfloat16", "packed", FOUR, "full", (64, 256), (EVEN,)),
+    ("bfloat16", "packed", ALL, "full", (64, 256), (EVEN,)),
     ("bfloat16", None, "", "causal", (64, 256), (EVEN,)),
     ("float16", None, "", "full", (64, 128), (UNEVEN,)),
 ]
@@ -40,7 +40,7 @@ if COMPILE_ALL:
     values = (
         ("bfloat16", "float16"),
         (None, "lengths", "packed"),
-        ("", "dropout", THREE, FOUR),
+        ("", "dropout", MANY, ALL),
         ("causal full",),
         [(64, 128, 256)],
     )
@@ -58,9 +58,9 @@ SPILLED_BEFORE_3_9 = {
 # Hopper kernels that spill: features -> (kernel, head dim) -> bytes per thread, the most of Triton 3.9 and 3.6.
 SPILLED = {
     "": {("backward_kernel", 64): 28, ("backward_kernel", 128): 64, ("backward_kernel", 256): 72},
-    THREE: {
-        ("hopper_forward_kernel", 64): 104,
-        ("hopper_forward_kernel", 256): 152,
+    MANY: {
+        ("hopper_forward_kernel", 64): 152,
+        ("hopper_forward_kernel", 256): 220,
         ("backward_kernel", 128): 316,
         ("backward_kernel", 256): 52,
     },
@@ -71,7 +71,7 @@ SPILLED = {
         ("backward_kernel", 128): 352,
         ("backward_kernel", 256): 260,
     },
-    FOUR: {
+    ALL: {
         ("hopper_forward_kernel", 128): 120,
         ("hopper_forward_kernel", 256): 296,
         ("backward_kernel", 64): 28,
@@ -148,7 +148,7 @@ def test_hopper_kernels_fit_their_chip(dtype, bounds, features, masks, dims, len
     And with a barrier of all multiplying warps before each mbarrier.arrive of theirs, on which backward_kernel relies.
 
     HOPPER contains every pair of values of dtype, mask, bounds of sequences (none, lengths, packed) and features (none,
-    or THREE), and each head dim with and without features, some of a length that tiles divide and some of one that they
+    or MANY), and each head dim with and without features, some of a length that tiles divide and some of one that they
     do not. Each combination is compiled with a group of two in one program and in parts. Dropout, alone and with the
     others, is called with two probabilities, of which the second compiles nothing. COMPILE_ALL=1 adds all other
     combinations.

@@ -359,6 +359,7 @@ def test_explain_names_the_implementation(device):
         ("empty", dict(batch=0)),
         ("decay", dict(decay=True)),
         ("bias", dict(bias=(8, 8))),
+        ("prefix_lengths", dict(prefix_lengths=[3, 0])),
         ("window", dict(q_len=8, k_len=18, window=10)),
         ("dropout", dict(q_len=8, k_len=18, window=10, dropout=0.1, lengths=[18, 9])),
         ("dropout", dict(packed=([0, 8], [0, 8]), window=10, dropout=0.1)),
@@ -385,4 +386,5 @@ def test_supported_calls(case):
 def lacks(dtype=torch.bfloat16, dim=64, **problem):
     """hopper_lacks() of a problem: why the Hopper kernels do not support it, or None."""
     arguments, _, _ = make_problem("cpu", dtype, dim=dim, **problem)
-    return hopper_lacks(call_of(**arguments))
+    q, k, v = map(arguments.pop, "qkv")
+    return hopper_lacks(call_of(q, k, v, **arguments))

@@ -150,7 +150,7 @@ def attend(
 
 @gluon.jit
 def consumer(
-    INDEX: gl.constexpr, shared, out, lse2, sink, problem,
+    INDEX: gl.constexpr, shared, out, lse2, max_logit2, sink, problem,
     RULE: gl.constexpr, TILE: gl.constexpr, PIPE: gl.constexpr,
 ):  # fmt: skip
     """Attention of ROWS queries of each tile."""
@@ -243,6 +243,9 @@ def consumer(
         if PIPE.reuse:
             tma_wait(0)
             mbarrier.arrive(shared.q.empty.index(INDEX))
+        if max_logit2 is not None:  # last, when there are registers for it
+            top = gl.max(gl.where(offset < own.q_len, state.top, float("-inf")), 0)
+            gl.atomic_max(max_logit2 + lane % TILE.heads, top, sem="relaxed")
         visit += 1
         message = receive(shared.mail, visit)
     tma_wait(0)
@@ -250,11 +253,12 @@ def consumer(
 
 @gluon.jit(do_not_specialize=["q_len", "k_len", "n_tiles", "lanes"])
 def hopper_forward_kernel(
-    q, k, v, out, lse2, sink, tiles, ragged, q_len, k_len, n_tiles, lanes, scale, dropout, seed,
+    q, k, v, out, lse2, max_logit2, sink, tiles, ragged, q_len, k_len, n_tiles, lanes, scale, dropout, seed,
     RULE: gl.constexpr, TILE: gl.constexpr, PIPE: gl.constexpr,
 ):  # fmt: skip
     """out = softmax(rule(q k^T)) v and lse2 = log2 sum 2^score, for tiles of queries as long as there are any.
 
+    max_logit2 [H], if not None, is raised to the largest score of each head.
     tiles: those of ragged sequences as list_kernel lists them; else n_tiles of each lane, and a 0 to count them.
     """
     problem = Sizes(q_len, k_len, scale, dropout)
@@ -280,8 +284,8 @@ def hopper_forward_kernel(
     if PIPE.consumers == 2:
         gl.warp_specialize(
             [
-                (consumer, (0, shared, out, lse2, sink, problem, RULE, TILE, PIPE)),
-                (consumer, (1, shared, out, lse2, sink, problem, RULE, TILE, PIPE)),
+                (consumer, (0, shared, out, lse2, max_logit2, sink, problem, RULE, TILE, PIPE)),
+                (consumer, (1, shared, out, lse2, max_logit2, sink, problem, RULE, TILE, PIPE)),
                 (loader, (shared, q, k, v, seed, problem, n_tiles, lanes, tiles, ragged, RULE, TILE, PIPE)),
             ],
             [4, 1],
@@ -290,9 +294,9 @@ def hopper_forward_kernel(
     else:
         gl.warp_specialize(
             [
-                (consumer, (0, shared, out, lse2, sink, problem, RULE, TILE, PIPE)),
-                (consumer, (1, shared, out, lse2, sink, problem, RULE, TILE, PIPE)),
-                (consumer, (2, shared, out, lse2, sink, problem, RULE, TILE, PIPE)),
+                (consumer, (0, shared, out, lse2, max_logit2, sink, problem, RULE, TILE, PIPE)),
+                (consumer, (1, shared, out, lse2, max_logit2, sink, problem, RULE, TILE, PIPE)),
+                (consumer, (2, shared, out, lse2, max_logit2, sink, problem, RULE, TILE, PIPE)),
                 (loader, (shared, q, k, v, seed, problem, n_tiles, lanes, tiles, ragged, RULE, TILE, PIPE)),
             ],
             [4, 4, 1],

@@ -144,6 +144,7 @@ def forward(q, k, v, options):
     rows, block_k, n_tiles = ROWS.value, tile.block_k, -(-problem.q_len // tile.block_q)
     out = empty(q)
     lse2 = output(problem, q, (problem.batch, tile.heads, problem.q_len), fill=float("-inf"), dtype=torch.float32)
+    max_logit2 = q.new_full((tile.heads,), float("-inf"), dtype=torch.float32) if options.max_logit else None
     with torch.cuda.device_of(q):
         if problem.bounded:
             (tiles,) = list_tiles(problem, q, tile.block_q)
@@ -152,12 +153,13 @@ def forward(q, k, v, options):
             tiles = q.new_zeros(1, dtype=torch.int32)
         problem.once(forward_launcher).start(
             tiles_of(problem, "q", q, rows), tiles_of(problem, "k", k, block_k), tiles_of(problem, "v", v, block_k),
-            tiles_of(problem, "out", out, rows), lse2, None if options.sink is None else options.sink.contiguous(),
-            tiles, problem.ragged, problem.q_len, problem.k_len, n_tiles, tile.heads * problem.batch,
+            tiles_of(problem, "out", out, rows), lse2, max_logit2,
+            None if options.sink is None else options.sink.contiguous(), tiles, problem.ragged, problem.q_len,
+            problem.k_len, n_tiles, tile.heads * problem.batch,
             max(abs(options.scale), 1e-30),  # 0 would turn the -inf of a hidden key into NaN
             problem.terms.dropout, options.seed,
         )  # fmt: skip
-    return out, lse2
+    return (out, lse2, max_logit2)[: 2 + options.max_logit]
 
 
 def forward_launcher(problem):

@@ -8,7 +8,7 @@ from typing import NamedTuple
 import triton
 import triton.language as tl
 
-from ..score import Terms, ahead, behind
+from ..score import Terms, ahead, behind, reach
 from ..tiles import (
     Ragged,
     locate,
@@ -67,7 +67,8 @@ def dbias_kernel(
         queries = load_queries(lanes, head, q_start, seq, terms, RULE, TILE, DELTA=True)
         first = q_start + seq.k_len - seq.q_len
         last = first + TILE.block_q - 1
-        span = meeting_range(first, last, behind(RULE), ahead(RULE), seq.k_len, TILE.block_k, TILE.block_k)
+        seen_first, seen_last = reach(first, seq, RULE), reach(last, seq, RULE)
+        span = meeting_range(seen_first, seen_last, behind(RULE), ahead(RULE), seq.k_len, TILE.block_k, TILE.block_k)
         low = first - behind(RULE)
         k_hi = seq.k_len if SPREAD.keys else tl.minimum(k_lo + TILE.block_k, seq.k_len)
         end = tl.where(q_start < seq.q_len, tl.minimum(span.hi, k_hi), 0)

@@ -93,6 +93,9 @@ def dkdv_kernel(
     # in query indices a key meets [k - shift - ahead, k - shift + behind]
     first = k_start - shift
     last = first + tl.minimum(TILE.block_k, count) - 1
+    if RULE.prefix:  # whose keys meet all queries
+        first = tl.where(first + shift < seq.prefix, 0, first)
+        last = tl.where(last + shift < seq.prefix, 0, last)
     EDGE: tl.constexpr = step_size(TILE.block_q, OUTPUTS == "dkdv")
     span = meeting_range(first, last, ahead(RULE), behind(RULE), seq.q_len, TILE.block_q, EDGE)
     sums = Gradients(

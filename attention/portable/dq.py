@@ -6,7 +6,7 @@ Formulas and shared parts are in backward.py.
 import triton
 import triton.language as tl
 
-from ..score import Terms, ahead, behind, dp_factor
+from ..score import Terms, ahead, behind, dp_factor, reach
 from ..tiles import (
     dot,
     first_step,
@@ -81,7 +81,8 @@ def dq_kernel(
         return
     first = q_start + seq.k_len - seq.q_len
     last = first + tl.minimum(TILE.block_q, count) - 1
-    span = meeting_range(first, last, behind(RULE), ahead(RULE), seq.k_len, TILE.block_k, TILE.block_k)
+    seen_first, seen_last = reach(first, seq, RULE), reach(last, seq, RULE)
+    span = meeting_range(seen_first, seen_last, behind(RULE), ahead(RULE), seq.k_len, TILE.block_k, TILE.block_k)
     low = first - behind(RULE)
     lanes = query_lanes(q, dout, lse2, delta, head, seq)
     queries = load_queries(lanes, head, q_start, seq, terms, RULE, TILE, DELTA=False)

@@ -5,7 +5,7 @@ from typing import NamedTuple
 import triton
 import triton.language as tl
 
-from ..score import LOG2E, Terms, ahead, behind, drop, dropout_key, end_softmax, shape_scores
+from ..score import LOG2E, Terms, ahead, behind, drop, dropout_key, end_softmax, reach, shape_scores
 from ..tiles import (
     dot,
     fetch_tile,
@@ -80,11 +80,12 @@ def attend(
 
 @triton.jit(do_not_specialize=["q_len", "k_len"])
 def forward_kernel(
-    q, k, v, k_tiles, v_tiles, out, lse2, sink, q_len, k_len, ragged, scale, dropout, seed, bias, gate,
+    q, k, v, k_tiles, v_tiles, out, lse2, max_logit2, sink, q_len, k_len, ragged, scale, dropout, seed, bias, gate,
     RULE: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
     """out = softmax(rule(q k^T)) v and lse2 = log2 sum 2^score, for one tile of queries of one head.
 
+    max_logit2 [H], if not None, is raised to the largest score.
     On chip: the query tile, one key and one value tile (double-buffered), and the Softmax state in registers.
     Source: Dao, FlashAttention-2, algorithm 1; scores in base 2.
     """
@@ -98,7 +99,8 @@ def forward_kernel(
     first = q_start + seq.k_len - seq.q_len  # query i stands at key i + k_len - q_len
     last = first + tl.minimum(TILE.block_q, count) - 1
     EDGE: tl.constexpr = step_size(TILE.block_k, True)
-    span = meeting_range(first, last, behind(RULE), ahead(RULE), seq.k_len, TILE.block_k, EDGE)
+    seen_first, seen_last = reach(first, seq, RULE), reach(last, seq, RULE)
+    span = meeting_range(seen_first, seen_last, behind(RULE), ahead(RULE), seq.k_len, TILE.block_k, EDGE)
     q = tile_lane(q, seq.row, head, seq.q_start)
     k = tile_lane(k, seq.row, head // TILE.group, seq.k_start)
     v = tile_lane(v, seq.row, head // TILE.group, seq.k_start)
@@ -123,4 +125,7 @@ def forward_kernel(
         logit = tl.where(state.total > 0, tl.load(sink + head).to(tl.float32) * LOG2E, float("-inf"))
     lse, factor = end_softmax(state.top, state.total, logit)
     store_tile(out, state.acc * factor[:, None], q_start, seq.q_len, TILE.block_q, TILE.value_dim)
+    if max_logit2 is not None:
+        top = tl.where(tl.arange(0, TILE.block_q) < count, state.top, float("-inf"))
+        tl.atomic_max(max_logit2 + head, tl.max(top, 0), sem="relaxed")
     store_rows(lse2, lse, seq.row, head, seq.q_start + q_start, 0, count, TILE.block_q)

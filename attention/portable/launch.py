@@ -21,7 +21,9 @@ DBIAS_WAVES = 8  # programs per multiprocessor that share the gradient of a smal
 
 
 def forward(q, k, v, options):
-    """Launch the forward. Shapes as in attention(); returns out [B, Tq, H, Dv] and lse2 [B, H, Tq] float32, base 2."""
+    """Launch the forward. Shapes as in attention(); returns out [B, Tq, H, Dv] and, both float32 and in base 2,
+    lse2 [B, H, Tq] and, if options.max_logit, max_logit2 [H].
+    """
     q, k, v = map(aligned, options.split(q, k, v))
     problem = describe(q, k, v, options)
     batch, q_len, heads, dim = q.shape
@@ -29,18 +31,19 @@ def forward(q, k, v, options):
     out = output(problem, q, None if value_dim == dim else (batch, q_len, heads, value_dim))
     lse2 = output(problem, q, (batch, heads, q_len), fill=float("-inf"), dtype=torch.float32)
     sink = None if options.sink is None else options.sink.contiguous()
+    max_logit2 = q.new_full((heads,), float("-inf"), dtype=torch.float32) if options.max_logit else None
     if out.numel() > 0:
         with torch.cuda.device_of(q):
-            launch_forward(problem, q, k, v, out, lse2, sink)
-    return out, lse2
+            launch_forward(problem, q, k, v, out, lse2, max_logit2, sink)
+    return (out, lse2, max_logit2)[: 2 + options.max_logit]
 
 
-def launch_forward(problem, q, k, v, out, lse2, sink):
-    """Fill out and lse2."""
+def launch_forward(problem, q, k, v, out, lse2, max_logit2, sink):
+    """Fill out, lse2 and, unless it is None, max_logit2."""
     view = problem.view
     problem.once(forward_launcher).start(
         view("q", q), view("k", k), view("v", v), *tiles_for(problem, "forward", k, v), view("out", out),
-        view("lse2", lse2), sink, problem.q_len, problem.k_len, problem.ragged, *problem.terms,
+        view("lse2", lse2), max_logit2, sink, problem.q_len, problem.k_len, problem.ragged, *problem.terms,
     )  # fmt: skip
 
 
