@@ -266,17 +266,6 @@ class GPT(nn.Module):
                 value.normal_(std=0.02 / math.sqrt(branches), generator=generator)
             yield parameter, value
 
-    def materialise(self, device, parameter_device=None):
-        """Move the network from the device "meta" to another, with arbitrary weights.
-
-        parameter_device: of the parameters, if they stay on another device than the one that computes.
-        """
-        self.to_empty(device=parameter_device or device)
-        if self.config.tie_head:
-            self.head.weight = self.embed.weight  # to_empty() has made two of them
-        if self.config.position == "rope":
-            self.rotary_cos, self.rotary_sin = (x.to(device) for x in rotary_angles(self.config))
-
     def forward(self, tokens, targets=None):
         """Logits [B, T, V] of tokens [B, T]; with targets [B, T], the mean cross-entropy in nats instead."""
         hidden, softcap = self.hidden(tokens), self.config.logit_softcap
@@ -315,24 +304,6 @@ class GPT(nn.Module):
         """Float32 logits [..., V] of hidden states [..., C]."""
         logits, softcap = self.head(hidden).float(), self.config.logit_softcap
         return logits if softcap is None else softcap * torch.tanh(logits / softcap)
-
-    def parameter_groups(self, weight_decay, **of_blocks):
-        """Optimizer groups: matrices and embeddings with weight decay, norms and biases without.
-
-        of_blocks: options of a third group, which holds the matrices of the blocks; no such group if empty.
-        """
-        inner = {p for p in self.blocks.parameters() if p.dim() == 2} if of_blocks else set()
-        outer = [p for p in self.parameters() if p not in inner]
-        groups = [
-            {"params": [p for p in outer if p.dim() >= 2], "weight_decay": weight_decay},
-            {"params": [p for p in outer if p.dim() < 2], "weight_decay": 0.0},
-        ]
-        if of_blocks:
-            for block in self.blocks:  # q, k and v are matrices of their own
-                block.attention.qkv.weight.parts = block.attention.rows
-            inner = [p for p in self.parameters() if p in inner]  # in their order
-            groups.append({"params": inner, "weight_decay": weight_decay, **of_blocks})
-        return groups
 
     def flops_per_token(self):
         """Floating-point operations per token, forward and backward, at full context.

@@ -62,7 +62,7 @@ def test_grouped_queries_equal_repeated_heads():
 def test_one_batch_overfits(config):
     model = make_model(config).train()
     tokens = torch.randint(50, (4, 17))
-    optimizer = torch.optim.AdamW(model.parameter_groups(0.0), lr=1e-2)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=0.0)
     first = model(tokens[:, :-1], tokens[:, 1:])
     assert abs(first.item() - math.log(50)) < 0.3  # an untrained network knows nothing
     for _ in range(36):

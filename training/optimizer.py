@@ -25,9 +25,28 @@ def make_optimizer(model, config, ranks):
         scale = config.muon_scale
         blocks = dict(momentum=MOMENTUM, lr=rate(scale * config.learning_rate), relative=scale)
     kind = Muon if blocks else AdamW
-    groups = model.parameter_groups(config.weight_decay, **blocks)
+    groups = parameter_groups(model, config.weight_decay, **blocks)
     # fused: fast, and skips a step on the device where its found_inf is 1
     return kind(groups, rate(config.learning_rate), (0.9, config.beta2), fused=True, capturable=on_gpu)
+
+
+def parameter_groups(model, weight_decay, **of_blocks):
+    """Groups of a GPT's parameters: matrices and embeddings with weight decay, norms and biases without.
+
+    of_blocks: options of a third group, which holds the matrices of the blocks; no such group if empty.
+    """
+    inner = {p for p in model.blocks.parameters() if p.dim() == 2} if of_blocks else set()
+    outer = [p for p in model.parameters() if p not in inner]
+    groups = [
+        {"params": [p for p in outer if p.dim() >= 2], "weight_decay": weight_decay},
+        {"params": [p for p in outer if p.dim() < 2], "weight_decay": 0.0},
+    ]
+    if of_blocks:
+        for block in model.blocks:  # q, k and v are matrices of their own
+            block.attention.qkv.weight.parts = block.attention.rows
+        inner = [p for p in model.parameters() if p in inner]  # in their order
+        groups.append({"params": inner, "weight_decay": weight_decay, **of_blocks})
+    return groups
 
 
 def learning_rate(step, config):
