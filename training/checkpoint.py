@@ -29,7 +29,8 @@ from training.fsdp import from_rank_0, gather
 
 RUNS = Path("runs")
 FORMAT = 1
-HERE_ONLY = ("dropout", "attention", "mask_documents", "end_of_text")  # options that do not come with weights
+# options that do not come with weights
+HERE_ONLY = ("dropout", "attention", "mask_documents", "end_of_text", "zero_init")
 
 
 class Run:

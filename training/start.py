@@ -46,7 +46,7 @@ class KernelsAhead:
 
     To be started once torch._dynamo is imported, if it will be: see import_kernels().
 
-    One thread runs an evaluation of a network with one layer, in which attention checks itself. The other runs a
+    One thread runs an evaluation of a network with few layers, in which attention checks itself. The other runs a
     training step of one, with the kernels that attention will probably choose. The step draws random numbers, and CUDA
     graphs cannot be recorded beside them. Without a GPU there is nothing to compile.
 
@@ -58,13 +58,17 @@ class KernelsAhead:
         self.config, self.device = config, ranks.device
         # fewer rows take less memory, and Triton compiles for multiples of 16 alike
         self.rows = micro_batch if micro_batch % 16 else 16
-        one_layer = replace(model_config, n_layer=1)
+        # those of the first blocks have all kernels
+        tables, layers = min(1, model_config.value_embeds), 1
+        if tables or model_config.window:
+            layers = min(4, model_config.n_layer)
+        small = replace(model_config, n_layer=layers, value_embeds=tables)
         self.threads = []
         if ranks.on_gpu:
             import_kernels()
 
             self.threads = [
-                Thread(target=self.quietly, args=(job, one_layer), daemon=True) for job in (self.evaluate, self.train)
+                Thread(target=self.quietly, args=(job, small), daemon=True) for job in (self.evaluate, self.train)
             ]
         for thread in self.threads:
             thread.start()
