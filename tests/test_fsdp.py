@@ -54,7 +54,15 @@ def assert_resumes_bit_exactly(run, folder):
 PATHS = dict(norm="rmsnorm", norm_weight=False, embed_skip=True, value_residual=True, value_embeds=1, window=9)
 
 
-@pytest.mark.parametrize("options", [{}, dict(optimizer="muon"), dict(optimizer="muon", **PATHS)], ids=str)
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        dict(optimizer="muon"),
+        dict(optimizer="muon", polar_express=True, cautious_decay=True, embed_scale=5.0, **PATHS),
+    ],
+    ids=str,
+)
 def test_one_rank_with_fsdp_equals_one_process(folder, run, one_rank, options):
     """Also in host memory; the first weights are the same bits. A resumed run is bit-exact."""
     options |= dict(steps=6, eval_every=3)
