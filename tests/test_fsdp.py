@@ -6,7 +6,7 @@ from collections import Counter
 
 import pytest
 import torch
-from helpers import FAST, ON_GPU, contents, equal, finish, losses, metrics, one_sentence, same, start
+from helpers import FAST, ON_GPU, PATHS, contents, equal, finish, losses, metrics, one_sentence, same, start
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from model import GPT
@@ -51,17 +51,10 @@ def assert_resumes_bit_exactly(run, folder):
     assert same(contents(CHECKPOINT), whole) and losses(folder) == whole_losses
 
 
-PATHS = dict(norm="rmsnorm", norm_weight=False, embed_skip=True, value_residual=True, value_embeds=1, window=9)
-
-
 @pytest.mark.parametrize(
     "options",
-    [
-        {},
-        dict(optimizer="muon"),
-        dict(optimizer="muon", polar_express=True, cautious_decay=True, embed_scale=5.0, **PATHS),
-    ],
-    ids=str,
+    [{}, dict(optimizer="muon"), dict(optimizer="muon", polar_express=True, cautious_decay=True, **PATHS)],
+    ids=["adamw", "muon", "recipe"],
 )
 def test_one_rank_with_fsdp_equals_one_process(folder, run, one_rank, options):
     """Also in host memory; the first weights are the same bits. A resumed run is bit-exact."""
