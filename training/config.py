@@ -46,6 +46,9 @@ class Config(GPTConfig):
     micro_batch: int | Literal["auto"] = 0
     """Sequences per forward pass of one GPU: 0 takes the GPU's whole share of a batch, auto as many as fit into memory.
     """
+    small_batches: float = 0.0
+    """Share of the steps, from the first one, in which each micro-batch makes an update of its own: at first, small
+    batches learn more from as many tokens."""
 
     # optimizer
     steps: int = 5000
@@ -159,7 +162,11 @@ class Config(GPTConfig):
         require(untied, f"head_scale={self.head_scale} needs --tie_head False; embed_scale is that of a tied head")
         with_fsdp = self.parallel == "fsdp" or not self.cpu_offload
         require(with_fsdp, "cpu_offload=True needs --parallel fsdp, under torchrun")
-        require(0 <= self.cooldown <= 1, f"cooldown={self.cooldown} must be in [0, 1], a share of the steps")
+        for name in ("cooldown", "small_batches"):
+            value = getattr(self, name)
+            require(0 <= value <= 1, f"{name}={value} must be in [0, 1], a share of the steps")
+        sized = self.small_batches == 0 or self.micro_batch not in (0, "auto")
+        require(sized, f"small_batches={self.small_batches} needs --micro_batch N, the size of a small batch")
         with_input = self.data not in ("text", "tokens") or self.input
         require(with_input, f"data={self.data!r} needs --input PATH, a file or folder of yours")
         one_folder = Path(self.name).name == self.name and not self.name.startswith(".")
