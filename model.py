@@ -1,7 +1,7 @@
 """The network: GPTConfig, Block and GPT.
 
 The default is nanoGPT's GPT-2: LayerNorm, GELU, learned positions, tied head. Options turn it into a modern network:
-RMSNorm, rotary positions, QK-norm, ReLU^2 or SwiGLU, grouped queries, an untied head, a logit softcap.
+RMSNorm, rotary positions, QK-norm, ReLU^2 or SwiGLU, grouped queries, an untied head, a logit softcap and so on.
 
 Letters: B batch, T sequence, C embedding, H query heads, G key/value heads, D head dim, V vocabulary.
 """
@@ -18,10 +18,10 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from attention import attention, attention_qkv
+from kernels.documents import find_documents
 from kernels.mlp import mlp
 
 HAS_TRITON = find_spec("triton") is not None
-SHORTEST = 8  # tokens: mean length of the shortest documents of a row that mask_documents tells apart
 
 
 def require(condition, message):
@@ -48,6 +48,8 @@ class GPTConfig:
     """Width of the residual stream; the head dim is n_embd / n_head."""
     norm: Literal["layernorm", "rmsnorm"] = "layernorm"
     """Normalisation before each attention and MLP, and before the head."""
+    norm_weight: bool = True
+    """Learned weights in these."""
     position: Literal["learned", "rope"] = "learned"
     """Learned position embeddings, or rotary ones (RoPE)."""
     mlp: Literal["gelu", "gelu_tanh", "relu2", "swiglu"] = "gelu"
@@ -58,8 +60,18 @@ class GPTConfig:
     """Biases in linear layers and LayerNorm, as in GPT-2; without them training is slightly faster and better."""
     tie_head: bool = True
     """Share one weight between the token embedding and the output head."""
+    zero_init: bool = False
+    """Begin with weights of 0 in the projections that end attention and MLP, and in an untied head."""
     logit_softcap: float | None = None
     """Replace logits by cap * tanh(logits / cap); None = off."""
+    embed_skip: bool = False
+    """Add the token's embedding to the input of each block, with learned factors that begin at 0."""
+    value_residual: bool = False
+    """Mix the values of attention with the first block's, by learned shares that begin at 1/2 (Zhou et al. 2024)."""
+    value_embeds: int = 0
+    """Tables of token embeddings that are added to the values, each in one of the first and one of the last blocks."""
+    window: int | None = None
+    """Keys that a query sees, itself included, in three of four blocks; the fourth and None see all."""
     dropout: float = 0.0
     """Of embeddings, attention weights and each residual branch."""
     mask_documents: bool = False
@@ -71,25 +83,20 @@ class GPTConfig:
 
     def __post_init__(self):
         for field in fields(GPTConfig):
-            value, choices = getattr(self, field.name), get_args(field.type)
-            if get_origin(field.type) is Literal:
-                require(value in choices, f"{field.name}={value!r} must be {' or '.join(choices)}")
-            else:
-                kind = getattr(field.type, "__name__", field.type)
-                require(isinstance(value, field.type | int), f"{field.name}={value!r} must be {kind}")
-        for name in ("n_layer", "n_head", "n_embd", "block_size"):
-            require(getattr(self, name) >= 1, f"{name}={getattr(self, name)} must be at least 1")
-        require(self.vocab_size >= 0, f"vocab_size={self.vocab_size} must be at least 0")
-        require(
-            self.n_embd % self.n_head == 0 and self.head_dim % 8 == 0 and self.head_dim <= 256,
-            f"n_embd={self.n_embd} / n_head={self.n_head} is the head dim, which must be a multiple of 8 up to 256",
-        )
-        require(
-            self.kv_heads >= 1 and self.n_head % self.kv_heads == 0,
-            f"n_head={self.n_head} must be a multiple of n_kv_head={self.n_kv_head}; 1 gives multi-query attention",
-        )
+            value, choices, one_of = getattr(self, field.name), get_args(field.type), get_origin(field.type) is Literal
+            kind = " or ".join(choices) if one_of else getattr(field.type, "__name__", field.type)
+            right = value in choices if one_of else isinstance(value, field.type | int)
+            require(right, f"{field.name}={value!r} must be {kind}")
+        for name, least in dict(vocab_size=0, n_layer=1, n_head=1, n_embd=1, block_size=1, value_embeds=0).items():
+            require(getattr(self, name) >= least, f"{name}={getattr(self, name)} must be at least {least}")
+        rule = f"n_embd={self.n_embd} / n_head={self.n_head} is the head dim, which must be a multiple of 8 up to 256"
+        require(self.n_embd % self.n_head == 0 and self.head_dim % 8 == 0 and self.head_dim <= 256, rule)
+        rule = f"n_head={self.n_head} must be a multiple of n_kv_head={self.n_kv_head}; 1 gives multi-query attention"
+        require(self.kv_heads >= 1 and self.n_head % self.kv_heads == 0, rule)
         require(0 <= self.dropout < 1, f"dropout={self.dropout} must be in [0, 1)")
         require(self.logit_softcap is None or self.logit_softcap > 0, "logit_softcap must be positive, or None (off)")
+        require(self.window is None or self.window >= 1, f"window={self.window} must be at least 1, or None (off)")
+        require(2 * self.value_embeds <= self.n_layer, f"value_embeds={self.value_embeds} must be at most n_layer / 2")
 
     @property
     def head_dim(self):
@@ -111,12 +118,14 @@ class RMSNorm(nn.RMSNorm):
     """RMSNorm computed in float32, as autocast computes LayerNorm."""
 
     def forward(self, x):
-        weight = self.weight.float()  # FSDP gives it in the dtype of the matmuls
+        weight = None if self.weight is None else self.weight.float()  # FSDP gives it in the dtype of the matmuls
         return F.rms_norm(x.float(), self.normalized_shape, weight, self.eps).type_as(x)
 
 
 def make_norm(config):
-    return RMSNorm(config.n_embd) if config.norm == "rmsnorm" else nn.LayerNorm(config.n_embd, bias=config.bias)
+    if config.norm == "rmsnorm":
+        return RMSNorm(config.n_embd, elementwise_affine=config.norm_weight)
+    return nn.LayerNorm(config.n_embd, elementwise_affine=config.norm_weight, bias=config.bias)
 
 
 def rotary_angles(config):
@@ -130,25 +139,6 @@ def rotary_angles(config):
     return angle.cos(), angle.sin()
 
 
-def find_documents(tokens, end):
-    """The documents in tokens [B, T], each of which ends with the token `end`.
-
-    Returns:
-        starts: int32 cu_seqlens of the documents in the row of all B T tokens. Its length does not depend on the
-            tokens, which torch.compile and CUDA graphs need; so if documents of a row have less than SHORTEST tokens on
-            average, its last ones count as one.
-        positions: [B, T] of each token in its document.
-    """
-    B, T = tokens.shape
-    limit = T // SHORTEST + 1
-    begins = F.pad(tokens[:, :-1] == end, (1, 0), value=True)
-    begins = begins & (begins.cumsum(1) <= limit)
-    number = begins.flatten().cumsum(0) - 1  # of each token's document
-    starts = torch.searchsorted(number, torch.arange(B * limit + 1, device=tokens.device), out_int32=True)
-    positions = torch.arange(B * T, device=tokens.device) - starts[number]
-    return starts, positions.view(B, T)
-
-
 def rotate(x, cos, sin):
     """Rotate the pairs (x_i, x_{i + D/2}) of x [B, T, heads, D] by their angles."""
     a, b = x.float().chunk(2, dim=-1)
@@ -156,38 +146,48 @@ def rotate(x, cos, sin):
 
 
 class Attention(nn.Module):
-    def __init__(self, config):
+    def __init__(self, config, index):
         super().__init__()
         self.config = config
         self.qkv = nn.Linear(config.n_embd, (config.n_head + 2 * config.kv_heads) * config.head_dim, bias=config.bias)
         self.rows = [heads * config.head_dim for heads in (config.n_head, config.kv_heads, config.kv_heads)]  # q, k, v
         self.project = nn.Linear(config.n_embd, config.n_embd, bias=config.bias)
         self.drop = nn.Dropout(config.dropout)
+        self.window = None if index % 4 == 3 else config.window
+        if config.value_residual and index > 0:
+            self.share = nn.Parameter(torch.empty(1))  # of the first values, minus 1/2
 
-    def forward(self, x, rotary, documents, layer):
-        B, T, C = x.shape
-        config = self.config
+    def forward(self, x, first_v, more_v, rotary, documents, layer):
+        """(Attention of x [B, T, C], first_v); first_v: the first block's values, or None. more_v: added to values."""
+        (B, T, C), config = x.shape, self.config
         heads = (config.n_head, config.kv_heads, config.kv_heads)
-        options = dict(dropout=config.dropout if self.training else 0.0, impl=config.attention)
+        options = dict(window=self.window, dropout=config.dropout if self.training else 0.0, impl=config.attention)
         rows = B, T
         if documents is not None:  # packed in one row
             rows = 1, B * T
             options |= dict(cu_seqlens=documents, max_seqlen=T)
         qkv = self.qkv(x)
-        if rotary is None and layer is None and not config.qk_norm:  # its gradient is written in one piece
+        mixed = config.value_residual or more_v is not None
+        if rotary is None and layer is None and not config.qk_norm and not mixed:  # its gradient is in one piece
             y = attention_qkv(qkv.view(*rows, -1), config.n_head, config.kv_heads, causal=True, **options)
         else:
             q, k, v = qkv.view(B, T, -1, config.head_dim).split(heads, dim=2)  # slices, no copies
+            if more_v is not None:
+                v = v + more_v.view_as(v).type_as(v)
+            if first_v is not None:
+                v = v.lerp(first_v, (0.5 + self.share).type_as(v))
+            elif config.value_residual:
+                first_v = v
             if config.qk_norm:
                 q, k = (F.rms_norm(z, (config.head_dim,)) for z in (q, k))
             if rotary is not None:
                 q, k = (rotate(z, *rotary) for z in (q, k))
             if layer is not None:  # of a cache
-                y = layer.attend(q, k, v)
+                y = layer.attend(q, k, v, self.window)
             else:
-                q, k, v = (z.view(*rows, -1, config.head_dim) for z in (q, k, v))
+                q, k, v = (z.reshape(*rows, -1, config.head_dim) for z in (q, k, v))
                 y = attention(q, k, v, causal=True, **options)  # [B, T, H, D]
-        return self.drop(self.project(y.reshape(B, T, C)))
+        return self.drop(self.project(y.reshape(B, T, C))), first_v
 
 
 class MLP(nn.Module):
@@ -209,19 +209,25 @@ class MLP(nn.Module):
 class Block(nn.Module):
     again = None  # options of torch's checkpoint(), if the backward pass is to compute the activations again
 
-    def __init__(self, config):
+    def __init__(self, config, index):
         super().__init__()
         self.norm_1 = make_norm(config)
-        self.attention = Attention(config)
+        self.attention = Attention(config, index)
         self.norm_2 = make_norm(config)
         self.mlp = MLP(config)
+        self.skip = nn.Parameter(torch.empty(2)) if config.embed_skip else None  # of x, minus 1, and of embeddings
 
     def forward(self, *inputs):
         return checkpoint(self.compute, *inputs, **self.again) if self.again else self.compute(*inputs)
 
-    def compute(self, x, rotary, documents, layer):
-        x = x + self.attention(self.norm_1(x), rotary, documents, layer)
-        return x + self.mlp(self.norm_2(x))
+    def compute(self, x, embedded, *others):
+        """The stream after this block, and the first block's values; others: of Attention.forward()."""
+        if self.skip is not None:
+            a, b = self.skip.float().split(1)
+            x = ((1 + a) * x + b * embedded).type_as(x)
+        y, first_v = self.attention(self.norm_1(x), *others)
+        x = x + y
+        return x + self.mlp(self.norm_2(x)), first_v
 
 
 class GPT(nn.Module):
@@ -235,12 +241,13 @@ class GPT(nn.Module):
         if config.position == "learned":
             self.embed_position = nn.Embedding(config.block_size, config.n_embd)
         else:
-            cos, sin = rotary_angles(config)
-            self.register_buffer("rotary_cos", cos, persistent=False)
-            self.register_buffer("rotary_sin", sin, persistent=False)
+            for name, angle in zip(("rotary_cos", "rotary_sin"), rotary_angles(config), strict=True):
+                self.register_buffer(name, angle, persistent=False)
         self.drop = nn.Dropout(config.dropout)
-        self.blocks = nn.ModuleList(Block(config) for _ in range(config.n_layer))
+        self.blocks = nn.ModuleList(Block(config, index) for index in range(config.n_layer))
         self.norm = make_norm(config)
+        table = config.vocab_size, config.kv_heads * config.head_dim
+        self.value_embeds = nn.ModuleList(nn.Embedding(*table) for _ in range(config.value_embeds))
         self.head = nn.Linear(config.n_embd, config.vocab_size, bias=False)
         if config.tie_head:
             self.head.weight = self.embed.weight
@@ -258,6 +265,8 @@ class GPT(nn.Module):
             value = torch.empty(parameter.shape, device=device)
             if parameter.dim() == 1:
                 value.fill_(1.0 if name.endswith("weight") else 0.0)
+            elif self.config.zero_init and name.endswith(("project.weight", "head.weight")):
+                value.zero_()
             else:
                 # 2 n_layer branches add up in the residual stream (GPT-2, section 2.3)
                 branches = 2 * self.config.n_layer if name.endswith("project.weight") else 1
@@ -265,17 +274,6 @@ class GPT(nn.Module):
                 generator = torch.Generator(device).manual_seed(number)
                 value.normal_(std=0.02 / math.sqrt(branches), generator=generator)
             yield parameter, value
-
-    def materialise(self, device, parameter_device=None):
-        """Move the network from the device "meta" to another, with arbitrary weights.
-
-        parameter_device: of the parameters, if they stay on another device than the one that computes.
-        """
-        self.to_empty(device=parameter_device or device)
-        if self.config.tie_head:
-            self.head.weight = self.embed.weight  # to_empty() has made two of them
-        if self.config.position == "rope":
-            self.rotary_cos, self.rotary_sin = (x.to(device) for x in rotary_angles(self.config))
 
     def forward(self, tokens, targets=None):
         """Logits [B, T, V] of tokens [B, T]; with targets [B, T], the mean cross-entropy in nats instead."""
@@ -292,7 +290,7 @@ class GPT(nn.Module):
 
         cache: for generation, a View of generation.cache.Cache. The tokens then continue the rows in it.
         """
-        T, block_size, documents = tokens.shape[1], self.config.block_size, None
+        T, block_size, documents, first_v = tokens.shape[1], self.config.block_size, None, None
         require(T <= block_size, f"{T} tokens do not fit in block_size={block_size}; crop the context")
         positions, layers = cache or (slice(T), [None] * self.config.n_layer)  # positions: [B, T] or a slice
         if self.config.mask_documents and cache is None:
@@ -306,9 +304,11 @@ class GPT(nn.Module):
             x = x + self.embed_position.weight[positions].type_as(x)
         else:
             rotary = self.rotary_cos[positions], self.rotary_sin[positions]
-        x = self.drop(x)
-        for block, layer in zip(self.blocks, layers, strict=True):
-            x = block(x, rotary, documents, layer)
+        tables = [table(tokens) for table in self.value_embeds]
+        values = [*tables, *[None] * (len(self.blocks) - 2 * len(tables)), *tables]
+        x = embedded = self.drop(x)
+        for block, more_v, layer in zip(self.blocks, values, layers, strict=True):
+            x, first_v = block(x, embedded, first_v, more_v, rotary, documents, layer)
         return self.norm(x).type_as(x)
 
     def logits(self, hidden):
@@ -316,30 +316,13 @@ class GPT(nn.Module):
         logits, softcap = self.head(hidden).float(), self.config.logit_softcap
         return logits if softcap is None else softcap * torch.tanh(logits / softcap)
 
-    def parameter_groups(self, weight_decay, **of_blocks):
-        """Optimizer groups: matrices and embeddings with weight decay, norms and biases without.
-
-        of_blocks: options of a third group, which holds the matrices of the blocks; no such group if empty.
-        """
-        inner = {p for p in self.blocks.parameters() if p.dim() == 2} if of_blocks else set()
-        outer = [p for p in self.parameters() if p not in inner]
-        groups = [
-            {"params": [p for p in outer if p.dim() >= 2], "weight_decay": weight_decay},
-            {"params": [p for p in outer if p.dim() < 2], "weight_decay": 0.0},
-        ]
-        if of_blocks:
-            for block in self.blocks:  # q, k and v are matrices of their own
-                block.attention.qkv.weight.parts = block.attention.rows
-            inner = [p for p in self.parameters() if p in inner]  # in their order
-            groups.append({"params": inner, "weight_decay": weight_decay, **of_blocks})
-        return groups
-
     def flops_per_token(self):
         """Floating-point operations per token, forward and backward, at full context.
 
-        6 per weight of a matmul (the head counts, embedding look-ups do not), and 12 L C T / 2 for attention, halved
-        because it is causal (Chowdhery et al. 2022, PaLM, appendix B).
+        6 per weight of a matmul (the head counts, embedding look-ups do not), and 12 C for each key that a query sees
+        in a block: T / 2 of them on average, because attention is causal (Chowdhery et al. 2022, PaLM, appendix B).
         """
-        config = self.config
+        C, T = self.config.n_embd, self.config.block_size
         weights = sum(m.weight.numel() for m in self.modules() if isinstance(m, nn.Linear))
-        return 6 * weights + 6 * config.n_layer * config.n_embd * config.block_size
+        windows = [min(block.attention.window or T, T) for block in self.blocks]
+        return 6 * weights + sum(12 * C * (window - window * window / (2 * T)) for window in windows)

@@ -26,12 +26,12 @@ class PrefillLayer(NamedTuple):
     sources: torch.Tensor  # [M], the row of tokens, 0 to N - 1, that fills each of them
     impl: str
 
-    def attend(self, q, k, v):
+    def attend(self, q, k, v, window):
         """Store k, v [N, T, G, D]; returns the causal attention [N, T, H, D] of q."""
         T = k.shape[1]
         self.k[self.rows, :T] = k[self.sources]
         self.v[self.rows, :T] = v[self.sources]
-        return attention(q, k, v, impl=self.impl)
+        return attention(q, k, v, window=window, impl=self.impl)
 
 
 class DecodeLayer(NamedTuple):
@@ -43,15 +43,15 @@ class DecodeLayer(NamedTuple):
     slots: torch.Tensor  # [B], where the keys and values of the new tokens go
     lengths: torch.Tensor  # [B] int32, with the new tokens
 
-    def attend(self, q, k, v):
+    def attend(self, q, k, v, window):
         """Store k, v [B, 1, G, D]; returns the attention [B, 1, H, D] of q over the keys of its row."""
         self.k[self.rows, self.slots] = k[:, 0]
         self.v[self.rows, self.slots] = v[:, 0]
-        return self.decode(q)
+        return self.decode(q, window)
 
-    def decode(self, q):
+    def decode(self, q, window):
         """The attention [B, 1, H, D] of q over the keys of its row, when those of the new tokens are stored."""
-        return decode(q, self.k, self.v, self.lengths)
+        return decode(q, self.k, self.v, self.lengths, window=window)
 
 
 class Cache:

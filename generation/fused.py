@@ -22,7 +22,7 @@ def fused_logits(model, tokens, view):
         attention, mlp = block.attention, block.mlp
         qkv = linear(x, attention.qkv, norm=block.norm_1)
         q = store_heads(qkv, layer.k, layer.v, slots, rotary, config.qk_norm)
-        x = linear(layer.decode(q).flatten(1), attention.project, residual=x)
+        x = linear(layer.decode(q, attention.window).flatten(1), attention.project, residual=x)
         hidden = linear(x, mlp.expand, norm=block.norm_2, activation=config.mlp, gate=getattr(mlp, "gate", None))
         x = linear(hidden, mlp.project, residual=x)
     return linear(x, model.head, norm=model.norm, softcap=config.logit_softcap, dtype=torch.float32)

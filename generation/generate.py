@@ -104,7 +104,9 @@ class Generator:
         self.weights = sum(parameter.numel() for parameter in model.parameters())
         on_gpu = self.device.type == "cuda"
         self.graph, self.graphed = None, on_gpu if graph is None else graph
-        self.fused = self.graphed and HAS_TRITON and dtype in (torch.float16, torch.bfloat16)
+        has_kernels = self.graphed and HAS_TRITON and dtype in (torch.float16, torch.bfloat16)
+        paths = self.config.embed_skip or self.config.value_residual or self.config.value_embeds
+        self.fused = has_kernels and not paths  # generation.fused has no paths from the embeddings to the blocks
         check_memory(batch, Cache.size(model.config, dtype) + LOGITS * tokenizer.n_vocab, self.device)
         self.cache = Cache(model.config, batch, self.device, dtype)
 

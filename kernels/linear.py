@@ -78,8 +78,9 @@ def linear(x, layer, *, norm=None, activation=None, gate=None, residual=None, so
     with torch.cuda.device_of(x):
         linear_kernel[triton.cdiv(outputs, tiles.outputs), triton.cdiv(rows, tiles.rows)](
             x, layer.weight, layer.bias, None if gate is None else gate.weight, None if gate is None else gate.bias,
-            None if norm is None else norm.weight, getattr(norm, "bias", None), residual, y,
-            rows, outputs, eps, softcap or 0.0, inputs, isinstance(norm, nn.LayerNorm), activation, softcap is not None,
+            getattr(norm, "weight", None), getattr(norm, "bias", None), residual, y,
+            rows, outputs, eps, softcap or 0.0, inputs, norm is not None, isinstance(norm, nn.LayerNorm), activation,
+            softcap is not None,
             tiles.rows, tiles.outputs, depth, stages, overlap, num_warps=tiles.warps, launch_pdl=overlap,
             enable_fp_fusion=True,
         )  # fmt: skip
@@ -100,14 +101,15 @@ def product(w, x, acc, ROWS: tl.constexpr):
 @triton.jit(do_not_specialize=["rows"])
 def linear_kernel(
     x, weight, bias, gate, gate_bias, gain, shift, residual, y, rows, outputs, eps, softcap, K: tl.constexpr,
-    CENTERED: tl.constexpr, ACTIVATION: tl.constexpr, CAPPED: tl.constexpr,
+    NORMAL: tl.constexpr, CENTERED: tl.constexpr, ACTIVATION: tl.constexpr, CAPPED: tl.constexpr,
     ROWS: tl.constexpr, BLOCK: tl.constexpr, DEPTH: tl.constexpr, STAGES: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """One program per BLOCK outputs of ROWS rows; it takes DEPTH inputs at a time.
 
-    gain is None without a norm, which is LayerNorm if CENTERED and else RMSNorm. The variance is E[x^2] - E[x]^2 in
-    float32, which is exact enough unless the mean is a hundred times the deviation.
+    NORMAL: with a norm, which is LayerNorm if CENTERED and else RMSNorm; gain and shift are None without its weight and
+    bias. The variance is E[x^2] - E[x]^2 in float32, which is exact enough unless the mean is a hundred times the
+    deviation.
     """
     output = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     row = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
@@ -118,7 +120,7 @@ def linear_kernel(
     wait_for_inputs(OVERLAP)
     mean = tl.zeros([ROWS], tl.float32)
     scale = tl.full([ROWS], 1.0, tl.float32)
-    if gain is not None:
+    if NORMAL:
         squares = tl.zeros([ROWS], tl.float32)
         for start in tl.range(0, K, DEPTH, num_stages=STAGES):
             tile = tl.load(x + start, real_row[:, None] & (start + lane < K)[None, :], 0.0).to(tl.float32)
@@ -132,9 +134,10 @@ def linear_kernel(
     for start in tl.range(0, K, DEPTH, num_stages=STAGES):
         inside = start + lane < K
         tile = tl.load(x + start, real_row[:, None] & inside[None, :], 0.0)
-        if gain is not None:
+        if NORMAL:
             normal = (tile.to(tl.float32) - mean[:, None]) * scale[:, None]
-            normal *= tl.load(gain + start + lane, inside, 0.0).to(tl.float32)[None, :]
+            if gain is not None:
+                normal *= tl.load(gain + start + lane, inside, 0.0).to(tl.float32)[None, :]
             if shift is not None:
                 normal += tl.load(shift + start + lane, inside, 0.0).to(tl.float32)[None, :]
             tile = normal.to(tile.dtype)

@@ -218,6 +218,8 @@ def launch_generation_kernels(dtype, dim, causal, group, features=False, length=
         linear(linear(x, make(width, 4 * width), norm=layernorm, activation="gelu"), make(4 * width, width), residual=x)
         gate = make(width, 4 * width)
         linear(x, make(width, 4 * width), norm=nn.RMSNorm(width, device="meta"), activation="swiglu", gate=gate)
+        bare = nn.RMSNorm(width, elementwise_affine=False)
+        linear(x, make(width, 4 * width), norm=bare, activation="relu2")
         logits = linear(x, make(width, vocabulary), norm=layernorm, softcap=15.0, dtype=torch.float32)
         best = logits[:, :1].contiguous()
         best_and_kth(logits, 200)

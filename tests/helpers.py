@@ -22,6 +22,10 @@ TINY = dict(
     warmup_steps=2, learning_rate=5e-3, eval_every=20, eval_batches=4, log_every=1,
 )  # fmt: skip
 FAST = TINY | dict(input="corpus.txt", attention="sdpa", dropout=0.1)
+PATHS = dict(
+    norm="rmsnorm", norm_weight=False, qk_norm=True, tie_head=False, zero_init=True, embed_skip=True,
+    value_residual=True, value_embeds=1, window=9, embed_scale=5.0, head_scale=0.5,
+)  # fmt: skip
 ON_GPU = dict(device="cuda", dtype="bfloat16", attention="auto", n_embd=128, deterministic=True, compile="off")
 TWO_GPUS = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
 BY_DEVICE = pytest.mark.parametrize("on", [pytest.param({}, id="cpu"), pytest.param(ON_GPU, id="cuda", marks=TWO_GPUS)])

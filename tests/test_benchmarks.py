@@ -1,12 +1,16 @@
-"""Benchmarks: flat.py, the control of attention.py, computes the same as the reference; sampling.py prints tables."""
+"""Benchmarks: flat.py, the control of attention.py, computes the same as the reference; sampling.py and recipes.py."""
+
+import shlex
 
 import pytest
 import torch
+from helpers import TINY
 from problems import ON_GPU
 
 from attention.reference import reference_attention
-from benchmarks import sampling
+from benchmarks import recipes, sampling
 from benchmarks.flat import flat_attention
+from training.config import to_flags
 
 
 @pytest.mark.slow
@@ -30,3 +34,56 @@ def test_sampling(capsys):
     rows = [line.split("|")[1:-1] for line in out.splitlines() if line.startswith("|")]
     rates = [float(row[index].replace(",", "")) for row, index in ((rows[2], 1), (rows[3], 1), (rows[6], 3))]
     assert len(rows) == 2 + 2 + 2 + 3 * 2 * 2 and min(rates) > 0 and "failed" not in out
+
+
+BOOKS = {f"{name}/book {number}.md": f"{name} {number} " * 300 for name in ("Ann", "Bob") for number in range(30)}
+
+
+@pytest.fixture
+def books(folder):
+    """Sixty books, split into folder/parts."""
+    for name, text in BOOKS.items():
+        path = folder / "books" / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+    recipes.main(["split", str(folder / "books"), str(folder / "parts")])
+    return folder / "parts"
+
+
+def test_books_are_split_as_wholes(books, folder):
+    """Each is in one part, and in the same one if there are fewer or more of them."""
+    train = {path.read_text() for path in (books / "train").iterdir()}
+    test = (books / "test.txt").read_text().split("\n\n")
+    assert 0 < len(test) < 12 and sorted([*train, *test]) == sorted(BOOKS.values())
+    recipes.main(["split", str(folder / "books"), str(folder / "half"), "--megabytes", "0.07"])
+    half = {path.read_text() for path in (folder / "half" / "train").iterdir()}
+    assert half < train and {*(folder / "half" / "test.txt").read_text().split("\n\n"), ""} <= {*test, ""}
+    assert 0.06e6 < sum(len(text) for text in half) <= 0.07e6
+    with pytest.raises(ValueError, match="parts exists"):
+        recipes.main(["split", str(folder / "books"), str(books)])
+
+
+@pytest.mark.slow
+def test_a_series_of_recipes(books, folder, capsys):
+    """Each change and seed is run once, also over two calls; a failed run is reported and does not end the series."""
+    options = TINY | dict(input=books / "train", attention="sdpa", warmup_steps=1)
+    (folder / "changes.txt").write_text("# two that run\nplain:\nwide: --n_embd 48\nodd: --micro_batch 3\n")
+    argv = ["configs/shakespeare_char.py", str(folder / "changes.txt"), "--options", shlex.join(to_flags(options))]
+    argv += ["--tokens", "4096", "--csv", str(folder / "found.csv"), "--test", str(books / "test.txt"), "--seeds", "1"]
+    recipes.main(argv)
+    out = capsys.readouterr().out
+    assert "odd seed 1: train.py failed" in out and "micro_batch=3" in out
+    before = recipes.read_outcomes(folder / "found.csv")
+    assert [outcome.name for outcome in before] == ["plain", "wide"]
+    for outcome in before:
+        assert outcome.tokens == 4096 and 1 < outcome.loss < 6 and 1 < outcome.test < 6 and outcome.rate > 0
+        assert outcome.curve.count(":") == 2 * (recipes.EVALUATIONS + 1) and outcome.training < outcome.seconds
+    assert before[1].gflops > before[0].gflops > 1e-4
+    recipes.main([*argv, "2"])
+    after = recipes.read_outcomes(folder / "found.csv")
+    assert after[:2] == before and [(x.name, x.seed) for x in after[2:]] == [("plain", 2), ("wide", 2)]
+    rows = [line.split("|") for line in capsys.readouterr().out.splitlines() if line.startswith("| plain")]
+    assert [cell.strip() for cell in rows[0][1:4]] == ["plain", "0.0M", "2"]
+    assert float(rows[0][4]) == pytest.approx((after[0].loss + after[2].loss) / 2, abs=1e-4)
+    recipes.main([*argv, "3", "--seconds", "0"])
+    assert "plain seed 3: no time is left" in capsys.readouterr().out

@@ -8,7 +8,7 @@ from functools import partial
 import filelock
 import pytest
 import torch
-from helpers import FAST, at_step, contents, equal, losses, metrics, one_sentence, same
+from helpers import FAST, PATHS, at_step, contents, equal, losses, metrics, one_sentence, same
 
 import sample
 from model import GPT, GPTConfig
@@ -19,8 +19,13 @@ CHECKPOINT = "runs/run/checkpoint.pt"
 
 @pytest.mark.parametrize(
     "options, threads",
-    [({}, 1), (dict(steps=4, eval_every=2), 2), (dict(optimizer="muon", n_kv_head=1), 1)],
-    ids=["adamw", "2 threads", "muon"],
+    [
+        ({}, 1),
+        (dict(steps=4, eval_every=2), 2),
+        (dict(optimizer="muon", n_kv_head=1), 1),
+        (dict(optimizer="muon", polar_express=True, normuon=True, cautious_decay=True, **PATHS), 1),
+    ],
+    ids=["adamw", "2 threads", "muon", "recipe"],
 )
 def test_resume_is_bit_exact(folder, run, options, threads):
     """Weights, optimizer and losses, with dropout; the run gets its own number of threads back."""

@@ -10,7 +10,7 @@ import numpy as np
 import pyarrow
 import pytest
 import torch
-from helpers import run_script
+from helpers import PATHS, run_script
 from hub_server import running
 from pyarrow import parquet
 
@@ -107,7 +107,11 @@ def test_batches_and_pieces_of_a_text_do_not_change_its_loss(tmp_path, monkeypat
     assert parts == pytest.approx(whole, rel=1e-6) and whole["bytes"] == len(text.encode())
 
 
-@pytest.mark.parametrize("options", [{}, dict(mask_documents=True, tokenizer="bytes+eot", attention="auto")])
+@pytest.mark.parametrize(
+    "options",
+    [{}, dict(mask_documents=True, tokenizer="bytes+eot", attention="auto"), dict(tokenizer="bytes+eot", **PATHS)],
+    ids=["gpt2", "masked", "recipe"],
+)
 def test_loss_of_a_split_is_that_of_training(folder, run, call, options):
     """Training leaves out the tokens after the last whole window; corpus.txt, without options, has none."""
     write(folder / "docs.jsonl", [{"text": f"the sea keeps {number}"} for number in range(300)])

@@ -6,7 +6,7 @@ from collections import Counter
 
 import pytest
 import torch
-from helpers import FAST, ON_GPU, contents, equal, finish, losses, metrics, one_sentence, same, start
+from helpers import FAST, ON_GPU, PATHS, contents, equal, finish, losses, metrics, one_sentence, same, start
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from model import GPT
@@ -51,10 +51,14 @@ def assert_resumes_bit_exactly(run, folder):
     assert same(contents(CHECKPOINT), whole) and losses(folder) == whole_losses
 
 
-@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
-def test_one_rank_with_fsdp_equals_one_process(folder, run, one_rank, optimizer):
+@pytest.mark.parametrize(
+    "options",
+    [{}, dict(optimizer="muon"), dict(optimizer="muon", polar_express=True, cautious_decay=True, **PATHS)],
+    ids=["adamw", "muon", "recipe"],
+)
+def test_one_rank_with_fsdp_equals_one_process(folder, run, one_rank, options):
     """Also in host memory; the first weights are the same bits. A resumed run is bit-exact."""
-    options = dict(optimizer=optimizer, steps=6, eval_every=3)
+    options |= dict(steps=6, eval_every=3)
     assert run(name="whole", **options)[0] == 0
     assert run(parallel="fsdp", cpu_offload=True, **options)[0] == 0
     assert losses(folder)[0] == losses(folder, "whole")[0]

@@ -2,12 +2,14 @@
 
 import dataclasses
 import math
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from generation.cache import Cache
-from model import GPT, GPTConfig, find_documents
+from kernels.documents import find_documents
+from model import GPT, GPTConfig
 from training.checkpoint import empty_model
 
 SMALL = dict(vocab_size=50, block_size=24, n_layer=2, n_head=4, n_embd=32)
@@ -16,6 +18,9 @@ CONFIGS = {
     "gpt2": GPTConfig(**SMALL, bias=True),
     "modern": GPTConfig(**SMALL, **MODERN, logit_softcap=15.0),
     "swiglu": GPTConfig(**SMALL, norm="rmsnorm", position="rope", mlp="swiglu", n_kv_head=1),
+    "paths": GPTConfig(
+        **SMALL, **MODERN, norm_weight=False, embed_skip=True, value_residual=True, value_embeds=1, window=7
+    ),
 }
 
 
@@ -25,8 +30,13 @@ def config(request):
 
 
 def make_model(config, seed=0):
+    """An untrained network; what begins at 0 is drawn at random, so that it has an effect."""
     torch.manual_seed(seed)
-    return GPT(config, seed).eval()
+    model = GPT(config, seed).eval()
+    for name, parameter in model.named_parameters():
+        if name.endswith(("skip", "share")):
+            parameter.data.normal_(std=0.3)
+    return model
 
 
 @torch.no_grad()
@@ -62,7 +72,7 @@ def test_grouped_queries_equal_repeated_heads():
 def test_one_batch_overfits(config):
     model = make_model(config).train()
     tokens = torch.randint(50, (4, 17))
-    optimizer = torch.optim.AdamW(model.parameter_groups(0.0), lr=1e-2)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=0.0)
     first = model(tokens[:, :-1], tokens[:, 1:])
     assert abs(first.item() - math.log(50)) < 0.3  # an untrained network knows nothing
     for _ in range(36):
@@ -130,6 +140,58 @@ def test_gpt2_initialisation():
     assert model.head.weight is model.embed.weight
 
 
+def test_zero_init():
+    """The blocks leave the embeddings as they are, and all tokens are equally likely."""
+    config = dataclasses.replace(CONFIGS["paths"], zero_init=True)
+    model = GPT(config)
+    tokens, targets = torch.randint(50, (2, 2, 24))
+    inputs = []
+    model.norm.register_forward_hook(lambda module, given, output: inputs.append(given[0]))
+    assert model(tokens, targets).item() == pytest.approx(math.log(50))
+    assert torch.equal(inputs[0], model.embed(tokens)) and model.embed.weight.std() > 0.01
+
+
+@pytest.mark.parametrize("name", ["embed_skip", "value_residual", "value_embeds", "window"])
+def test_each_path_changes_the_network(name):
+    """Without it the logits are others; with it a step changes the parameters that it adds."""
+    config = CONFIGS["paths"]
+    model, other = make_model(config), make_model(dataclasses.replace(config, **{name: GPTConfig.__dict__[name]}))
+    other.load_state_dict(model.state_dict(), strict=False)
+    tokens, targets = torch.randint(50, (2, 2, 24))
+    assert not torch.allclose(model(tokens), other(tokens), atol=1e-4)
+    model(tokens, targets).backward()
+    assert all(parameter.grad.abs().max() > 0 for parameter in model.parameters())
+
+
+def test_the_window_is_that_of_three_of_four_blocks():
+    """A token in a block with a window of 3 reaches the two after it, and all of them in the fourth block."""
+    config = dataclasses.replace(CONFIGS["gpt2"], n_layer=4, window=3)
+    for index, block in enumerate(make_model(config).blocks):
+        x = torch.randn(1, 24, 32, requires_grad=True)
+        block(x, x.detach(), None, None, None, None, None)[0][0, 20].sum().backward()
+        reached = (x.grad[0].abs().amax(1) > 0).nonzero().flatten().tolist()
+        assert reached == ([18, 19, 20] if index < 3 else [*range(21)])
+
+
+def test_values_are_mixed_as_the_options_say():
+    """v + table of the token, then a share of the first block's; keys and queries stay as they are."""
+    model = make_model(CONFIGS["paths"])
+    first, second = (block.attention for block in model.blocks)
+    tokens = torch.randint(50, (2, 24))
+    values, states = [], []
+    layer = SimpleNamespace(attend=lambda q, k, v, window: values.append(v) or q)
+    for block in model.blocks:
+        block.norm_1.register_forward_hook(lambda module, given, output: states.append(output))
+    model.hidden(tokens, (slice(24), [layer, layer]))
+    table = model.value_embeds[0](tokens).view(2, 24, 2, 8)
+    own = [
+        attention.qkv(x).split(attention.rows, -1)[2].view(2, 24, 2, 8) + table
+        for attention, x in zip((first, second), states, strict=True)
+    ]
+    share = 0.5 + second.share
+    torch.testing.assert_close(values, [own[0], (1 - share) * own[1] + share * own[0]])
+
+
 def test_first_weights_depend_on_seed_and_name_only():
     """Not on what torch drew before, nor on the other parameters; matrices of one shape differ."""
     one, other = GPT(CONFIGS["gpt2"], 1).state_dict(), GPT(CONFIGS["gpt2"], 2).state_dict()
@@ -148,6 +210,13 @@ def test_parameters_and_flops_of_gpt2():
     assert sum(p.numel() for p in model.parameters()) == 124_439_808  # as released
     matmuls = 12 * 12 * 768**2 + 50257 * 768
     assert model.flops_per_token() == 6 * matmuls + 6 * 12 * 768 * 1024
+
+
+def test_flops_of_a_window():
+    """The pairs of query and key are a triangle of 24 x 24, from which a window of 5 cuts one of 19 x 19."""
+    config = dataclasses.replace(CONFIGS["gpt2"], window=5)
+    full, windowed = (empty_model(c, "meta").flops_per_token() for c in (CONFIGS["gpt2"], config))
+    assert full - windowed == pytest.approx(2 * 12 * 32 * (19 * 19 / 2) / 24)
 
 
 def test_dropout_only_while_training():
@@ -182,7 +251,17 @@ def test_the_loss_on_a_cpu_equals_that_of_the_gpu_kernel(name, device):
 
 @pytest.mark.parametrize(
     "change",
-    [dict(n_kv_head=3), dict(n_head=3), dict(n_head=8), dict(dropout=1.0), dict(logit_softcap=0.0), dict(n_layer=0)],
+    [
+        dict(n_kv_head=3),
+        dict(n_head=3),
+        dict(n_head=8),
+        dict(dropout=1.0),
+        dict(logit_softcap=0.0),
+        dict(n_layer=0),
+        dict(window=0),
+        dict(value_embeds=2),
+        dict(value_embeds=-1),
+    ],
     ids=str,
 )
 def test_bad_configurations(change):

@@ -21,14 +21,15 @@ def make(model, **options):
     return make_optimizer(model, Config(optimizer="muon", **options), Ranks(0, 1, "cpu"))
 
 
+@pytest.mark.parametrize("polar_express, least, most", [(False, 0.3, 1.25), (True, 0.84, 1.13)])
 @pytest.mark.parametrize("shape", [(3, 16, 16), (2, 8, 24), (2, 24, 8)])
-def test_orthogonal_keeps_singular_vectors_and_moves_the_values_close_to_one(shape):
+def test_orthogonal_keeps_singular_vectors_and_moves_the_values_close_to_one(shape, polar_express, least, most):
     x = torch.randn(shape, dtype=torch.float64)
     u, _, v = torch.linalg.svd(x, full_matrices=False)
-    values = u.mT @ orthogonal(x) @ v.mT  # in the basis of x: diagonal
+    values = u.mT @ orthogonal(x, polar_express) @ v.mT  # in the basis of x: diagonal
     diagonal = values.diagonal(dim1=-2, dim2=-1)
     torch.testing.assert_close(values, diagonal.diag_embed(), rtol=0, atol=1e-9)
-    assert 0.3 < diagonal.min() and diagonal.max() < 1.25
+    assert least < diagonal.min() and diagonal.max() < most
 
 
 @pytest.mark.parametrize("batch_elements", [optimizer.BATCH_ELEMENTS, 2 * 16 * 16])
@@ -60,6 +61,45 @@ def test_steps_equal_those_of_torch(model, monkeypatch, batch_elements):
                     other.state[q] = moments[p]
                 other.step()
                 torch.testing.assert_close(p[rows], q, rtol=1e-5, atol=1e-6)
+
+
+def test_normuon_and_cautious_decay(model):
+    """Against the formulas, for each of the matrices: q, k and v apart. A skipped step keeps the average of squares."""
+    ours = make(model, learning_rate=0.01, weight_decay=0.5, normuon=True, cautious_decay=True)
+    matrices, squares = ours.param_groups[2]["params"], {}
+    for step in range(3):
+        before = [p.detach().clone() for p in matrices]
+        momenta = [ours.state[p]["momentum"].clone() if step else torch.zeros_like(p) for p in matrices]
+        for p in model.parameters():
+            p.grad = torch.randn_like(p)
+        ours.step()
+        for p, weight, momentum in zip(matrices, before, momenta, strict=True):
+            momentum = 0.95 * momentum + 0.05 * p.grad
+            nesterov = 0.95 * momentum + 0.05 * p.grad
+            for number, part in enumerate(nesterov.split(getattr(p, "parts", len(p)))):
+                o = orthogonal(part[None])[0] * 0.2 * max(part.shape) ** 0.5
+                mean = squares.get((p, number), torch.zeros(len(o), 1))
+                squares[p, number] = 0.95 * mean + 0.05 * o.square().mean(1, keepdim=True)
+                o = o / squares[p, number].sqrt()
+                o *= 0.2 * o.numel() ** 0.5 / o.norm()
+                rows = slice(number * len(part), (number + 1) * len(part))
+                decay = torch.where(o * weight[rows] > 0, 0.5 * weight[rows], 0.0)
+                torch.testing.assert_close(p[rows], weight[rows] - 0.01 * (o + decay), rtol=1e-4, atol=1e-6)
+    kept = copy.deepcopy(ours.state_dict()["state"])
+    ours.found_inf = torch.ones(())
+    ours.step()
+    found = ours.state_dict()["state"]
+    assert all(torch.equal(found[i]["squares"], kept[i]["squares"]) for i in kept if "squares" in kept[i])
+
+
+def test_normuon_takes_a_gradient_of_zeros(model):
+    """As the matrices before a projection that begins at 0 have."""
+    ours = make(model, normuon=True, weight_decay=0.0)
+    before = copy.deepcopy(model.state_dict())
+    for p in model.parameters():
+        p.grad = torch.zeros_like(p)
+    ours.step()
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
 
 
 def test_gradients_are_divided_by_grad_scale(model):
@@ -98,6 +138,23 @@ def test_every_parameter_is_in_one_group_and_has_its_rate(model):
     assert set(optimizer.param_groups[2]["params"]) == {p for p in model.blocks.parameters() if p.dim() == 2}
     set_learning_rate(optimizer, 5e-4)
     assert [group["lr"] for group in optimizer.param_groups] == pytest.approx([5e-4, 5e-4, 1e-2])
+
+
+def test_embeddings_and_head_may_have_rates_of_their_own():
+    config = GPTConfig(vocab_size=8, n_layer=2, n_head=2, n_embd=16, block_size=8, tie_head=False, value_embeds=1)
+    model = GPT(config)
+    optimizer = make(model, learning_rate=1e-3, embed_scale=30.0, head_scale=0.5, tie_head=False)
+    of = {p: group for group in optimizer.param_groups for p in group["params"]}
+    embeddings = [model.embed, model.embed_position, *model.value_embeds]
+    assert [of[layer.weight]["lr"] for layer in embeddings] == pytest.approx([3e-2] * 3)
+    set_learning_rate(optimizer, 2e-3)
+    rates = [of[p]["lr"] for p in (model.embed.weight, model.head.weight, model.norm.weight)]
+    assert rates == pytest.approx([6e-2, 1e-3, 2e-3]) and len(of) == len(list(model.parameters()))
+
+
+def test_normuon_refuses_fsdp(model):
+    with pytest.raises(ValueError, match="normuon=True needs whole matrices, not FSDP"):
+        make_optimizer(model, Config(optimizer="muon", normuon=True), Ranks(0, 1, "cpu", sharded=True))
 
 
 def test_cosine_decay():

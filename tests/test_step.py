@@ -51,7 +51,7 @@ def process_group():
 def make_step(micro_batch=8, ranks=ONE, **options):
     """(model, TrainStep), always with the same weights."""
     torch.manual_seed(0)
-    config = Config(**SMALL | options)
+    config = Config(**SMALL | dict(micro_batch=micro_batch) | options)
     model = GPT(config.model(SIXTEEN))
     return model, TrainStep(model, make_optimizer(model, config, ranks), config, ranks, micro_batch)
 
@@ -114,6 +114,19 @@ def test_too_many_bad_steps_in_a_row_are_noticed_even_after_they_end(batches):
 def test_micro_batches_give_the_same_losses_as_one_batch(micro_batch, batches):
     whole, parts = (train(make_step(size)[1], batches, range(5)) for size in (8, micro_batch))
     assert parts == [pytest.approx(pair, rel=1e-5) for pair in whole]
+
+
+def test_small_batches_are_steps_of_their_own(batches):
+    """In the first half of 4 steps, 4 micro-batches of 2 make 4 updates; after that they make one."""
+    model, take_step = make_step(2, steps=4, small_batches=0.5)
+    other, one_step = make_step(2)
+    for step in range(4):
+        inputs, targets = batches.batch(step)
+        loss, norm = take_step(step, inputs, targets, 1e-2)
+        rows = [slice(row, row + 2) for row in range(0, 8, 2)] if step < 2 else [slice(8)]
+        found = [one_step(step, inputs[each], targets[each], 1e-2) for each in rows]
+        assert loss.item() == pytest.approx(np.mean([x.item() for x, _ in found]), rel=1e-6) and norm == found[-1][1]
+        assert equal(state(model, take_step), state(other, one_step))
 
 
 @pytest.mark.parametrize("grad_clip, used", [(1e-2, 1e-2), (100.0, None), (0.0, None)])

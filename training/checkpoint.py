@@ -29,7 +29,8 @@ from training.fsdp import from_rank_0, gather
 
 RUNS = Path("runs")
 FORMAT = 1
-HERE_ONLY = ("dropout", "attention", "mask_documents", "end_of_text")  # options that do not come with weights
+# options that do not come with weights
+HERE_ONLY = ("dropout", "attention", "mask_documents", "end_of_text", "zero_init")
 
 
 class Run:
@@ -81,7 +82,8 @@ class Run:
         if saved:
             load_weights(model, saved, self.ranks)
             same_optimizer = len(saved["optimizer"]["param_groups"]) == len(optimizer.param_groups)
-            require(same_optimizer, f"{self.folder} was trained with another --optimizer; change it back")
+            another = "another --optimizer, --embed_scale or --head_scale; change it back"
+            require(same_optimizer, f"{self.folder} was trained with {another}")
             options = [{k: v for k, v in group.items() if k != "params"} for group in optimizer.param_groups]
             parameters = [p for group in optimizer.param_groups for p in group["params"]]
             state = {

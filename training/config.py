@@ -46,6 +46,9 @@ class Config(GPTConfig):
     micro_batch: int | Literal["auto"] = 0
     """Sequences per forward pass of one GPU: 0 takes the GPU's whole share of a batch, auto as many as fit into memory.
     """
+    small_batches: float = 0.0
+    """Share of the steps, from the first one, in which each micro-batch makes an update of its own: at first, small
+    batches learn more from as many tokens."""
 
     # optimizer
     steps: int = 5000
@@ -62,6 +65,16 @@ class Config(GPTConfig):
     """muon: orthogonalised steps for the matrices of the blocks, AdamW for the rest."""
     muon_scale: float = 1.0
     """With muon, the learning rate of the blocks' matrices, as a multiple of learning_rate; try up to 2."""
+    polar_express: bool = False
+    """With muon: steps closer to orthogonal, by other coefficients (Amsel et al. 2025)."""
+    normuon: bool = False
+    """With muon: divide each row of a step by the root mean square of its past steps (Li et al. 2025)."""
+    cautious_decay: bool = False
+    """With muon: no weight decay where a step moves a weight away from 0 (Chen et al. 2025)."""
+    embed_scale: float = 1.0
+    """Learning rate of embeddings and a tied head, as a multiple of learning_rate."""
+    head_scale: float = 1.0
+    """Learning rate of an untied head, as a multiple of learning_rate."""
     weight_decay: float = 0.1
     """Of matrices and embeddings; norms and biases have none."""
     beta2: float = 0.99
@@ -143,10 +156,20 @@ class Config(GPTConfig):
             ordered,
             f"learning_rate={self.learning_rate} must be above 0 and min_learning_rate={self.min_learning_rate}",
         )
-        require(self.muon_scale > 0, f"muon_scale={self.muon_scale} must be positive")
+        for name in ("muon_scale", "embed_scale", "head_scale"):
+            require(getattr(self, name) > 0, f"{name}={getattr(self, name)} must be positive")
+        for name in ("polar_express", "normuon", "cautious_decay"):
+            of_muon = self.optimizer == "muon" or not getattr(self, name)
+            require(of_muon, f"{name}=True needs --optimizer muon")
+        untied = self.head_scale == 1 or not self.tie_head
+        require(untied, f"head_scale={self.head_scale} needs --tie_head False; embed_scale is that of a tied head")
         with_fsdp = self.parallel == "fsdp" or not self.cpu_offload
         require(with_fsdp, "cpu_offload=True needs --parallel fsdp, under torchrun")
-        require(0 <= self.cooldown <= 1, f"cooldown={self.cooldown} must be in [0, 1], a share of the steps")
+        for name in ("cooldown", "small_batches"):
+            value = getattr(self, name)
+            require(0 <= value <= 1, f"{name}={value} must be in [0, 1], a share of the steps")
+        sized = self.small_batches == 0 or self.micro_batch not in (0, "auto")
+        require(sized, f"small_batches={self.small_batches} needs --micro_batch N, the size of a small batch")
         with_input = self.data not in ("text", "tokens") or self.input
         require(with_input, f"data={self.data!r} needs --input PATH, a file or folder of yours")
         one_folder = Path(self.name).name == self.name and not self.name.startswith(".")

@@ -9,7 +9,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
 from kernels.fp8 import convert, require_fp8
-from model import require
+from model import require, rotary_angles
 from training.checkpoint import empty_model
 from training.config import resolve_dtype
 from training.fsdp import put, shard
@@ -50,7 +50,7 @@ def make_model(config, tokenizer, ranks):
         require(config.micro_batch != "auto", "micro_batch=auto cannot be tried with FSDP; give a number, such as 1")
         require(config.sample_every == 0, "sample_every needs a whole network, not FSDP; run sample.py meanwhile")
         shard(model, dtype, config.cpu_offload, "cuda" if ranks.on_gpu else "cpu")
-        model.materialise(ranks.device, "cpu" if config.cpu_offload else None)
+        materialise(model, ranks.device, "cpu" if config.cpu_offload else None)
     else:
         model = empty_model(network, ranks.device).to(ranks.device)  # its buffers are on the CPU
         if config.fp8:
@@ -60,6 +60,18 @@ def make_model(config, tokenizer, ranks):
     for parameter, value in model.first_weights(config.seed, ranks.device):
         put(parameter, value)
     return model, ranks
+
+
+def materialise(model, device, parameter_device=None):
+    """Move a GPT from the device "meta" to another, with arbitrary weights.
+
+    parameter_device: of the parameters, if they stay on another device than the one that computes.
+    """
+    model.to_empty(device=parameter_device or device)
+    if model.config.tie_head:
+        model.head.weight = model.embed.weight  # to_empty() has made two of them
+    if model.config.position == "rope":
+        model.rotary_cos, model.rotary_sin = (x.to(device) for x in rotary_angles(model.config))
 
 
 def use_fsdp(parameters, config, ranks):

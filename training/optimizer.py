@@ -5,29 +5,65 @@ import math
 
 import torch
 
+from model import require
 from training.fsdp import is_spread, on_whole
 
 MOMENTUM = 0.95  # of Muon
-COEFFICIENTS = (3.4445, -4.7750, 2.0315)  # of a quintic that moves singular values in (0, 1] close to 1
-ITERATIONS = 5
+SQUARES = 0.95  # NorMuon's decay of the average of squares
+TINY = 1e-7  # beside a divisor that may be 0
+# coefficients a, b, c of the polynomials a x + b x^3 + c x^5 that move singular values in (0, 1] close to 1, in turn
+QUINTIC = [(3.4445, -4.7750, 2.0315)] * 5
+POLAR_EXPRESS = [  # 1.01 leaves room for rounding errors
+    (a / 1.01, b / 1.01**3, c / 1.01**5)
+    for a, b, c in [(8.2872, -23.5959, 17.3004), (4.1071, -2.9478, 0.5448), (3.9487, -2.9089, 0.5518),
+                    (3.3184, -2.4885, 0.5100), (2.3007, -1.6689, 0.4188)]
+]  # fmt: skip
 BATCH_ELEMENTS = 1 << 26  # elements of matrices that take a step together; the step needs about ten times as many
 
 
 def make_optimizer(model, config, ranks):
-    """AdamW or Muon for a model."""
+    """AdamW or Muon for a model; ValueError if FSDP spreads it and an option needs whole matrices."""
+    whole = not (config.normuon and ranks.sharded)
+    require(whole, "normuon=True needs whole matrices, not FSDP; leave it out, or take --parallel ddp")
     on_gpu = ranks.on_gpu and not config.cpu_offload
 
     def rate(value):  # on the GPU, where a CUDA graph sees it change
         return torch.tensor(value, dtype=torch.float32, device=ranks.device) if on_gpu else value
 
-    blocks = {}
-    if config.optimizer == "muon":
-        scale = config.muon_scale
-        blocks = dict(momentum=MOMENTUM, lr=rate(scale * config.learning_rate), relative=scale)
-    kind = Muon if blocks else AdamW
-    groups = model.parameter_groups(config.weight_decay, **blocks)
+    groups = parameter_groups(model, config)
+    for group in groups:
+        if "relative" in group:
+            group["lr"] = rate(group["relative"] * config.learning_rate)
+    kind = Muon if config.optimizer == "muon" else AdamW
     # fused: fast, and skips a step on the device where its found_inf is 1
     return kind(groups, rate(config.learning_rate), (0.9, config.beta2), fused=True, capturable=on_gpu)
+
+
+def parameter_groups(model, config):
+    """Groups of a GPT's parameters: matrices with weight decay, norms and other vectors without.
+
+    Embeddings, the head and Muon's matrices have a group of their own if their rate is `relative` to the others'.
+    """
+    special = []
+    if config.embed_scale != 1:
+        embeddings = {m.weight for m in model.modules() if isinstance(m, torch.nn.Embedding)}
+        special.append((embeddings, dict(relative=config.embed_scale)))
+    if config.head_scale != 1:
+        special.append(({model.head.weight}, dict(relative=config.head_scale)))
+    if config.optimizer == "muon":
+        for block in model.blocks:  # q, k and v are matrices of their own
+            block.attention.qkv.weight.parts = block.attention.rows
+        options = {name: getattr(config, name) for name in ("polar_express", "normuon", "cautious_decay")}
+        options |= dict(momentum=MOMENTUM, relative=config.muon_scale)
+        special.append(({p for p in model.blocks.parameters() if p.dim() == 2}, options))
+    others = [p for p in model.parameters() if not any(p in some for some, _ in special)]
+    return [
+        {"params": [p for p in others if p.dim() >= 2], "weight_decay": config.weight_decay},
+        {"params": [p for p in others if p.dim() < 2], "weight_decay": 0.0},
+    ] + [
+        {"params": [p for p in model.parameters() if p in some], "weight_decay": config.weight_decay, **options}
+        for some, options in special
+    ]
 
 
 def learning_rate(step, config):
@@ -73,8 +109,11 @@ class Muon(AdamW):
     Parameters of one shape take a step together; if FSDP spreads them, their whole matrices are divided over the
     ranks. Gradients are divided by `grad_scale`, and if `found_inf` is 1, nothing changes: both as in a fused AdamW.
 
+    A Muon group also has the options "polar_express", "normuon" and "cautious_decay" of Config.
+
     Sources: Jordan et al. 2024, Muon: an optimizer for hidden layers in neural networks (step and coefficients); Liu et
-    al. 2025, Muon is scalable for LLM training, section 2.2 (size of a step).
+    al. 2025, Muon is scalable for LLM training, section 2.2 (size of a step); Li et al. 2025, NorMuon; Chen et al.
+    2025, Cautious weight decay; Amsel et al. 2025, The Polar Express, algorithm 1 (coefficients).
     """
 
     def __setstate__(self, state):
@@ -99,6 +138,8 @@ class Muon(AdamW):
         for p in parameters:
             if not self.state[p]:
                 self.state[p]["momentum"] = torch.zeros_like(p)
+            if group["normuon"] and "squares" not in self.state[p]:
+                self.state[p]["squares"] = torch.zeros_like(p[:, :1])
             alike.setdefault((p.shape, *getattr(p, "parts", ())), []).append(p)
         for (shape, *_), some in alike.items():
             ranks = some[0].device_mesh.size() if is_spread(some[0]) else 1
@@ -120,28 +161,43 @@ class Muon(AdamW):
         parts = getattr(like, "parts", [len(like)])
 
         def orthogonal_parts(matrices):
-            return torch.cat([orthogonal(part) for part in matrices.split(parts, dim=1)], dim=1)
+            parts_of = matrices.split(parts, dim=1)
+            return torch.cat([orthogonal(part, group["polar_express"]) for part in parts_of], dim=1)
 
         direction = on_whole(orthogonal_parts, nesterov, like) if is_spread(like) else orthogonal_parts(nesterov)
-        rms = 0.2 * math.sqrt(max(*parts, like.shape[1]))  # of an orthogonal matrix: 1 / sqrt(larger side)
-        new_weight = weight - group["lr"] * (rms * direction + group["weight_decay"] * weight)
+        direction = 0.2 * math.sqrt(max(*parts, like.shape[1])) * direction  # RMS before: 1 / sqrt(larger side)
+        stored, before, after = rows[:2], [weight, momentum], [new_momentum]
+        if group["normuon"]:
+            stored.append([self.state[p]["squares"] for p in parameters])
+            before.append(torch.stack(stored[2]))
+            after.append(before[2].lerp(direction.square().mean(2, keepdim=True), 1 - SQUARES))
+            direction = direction / (after[1].sqrt() + TINY)
+            direction = 0.2 * torch.cat([unit_rms(part) for part in direction.split(parts, dim=1)], dim=1)
+        decay = group["weight_decay"] * weight
+        if group["cautious_decay"]:
+            decay = decay * (decay * direction > 0)
+        after.insert(0, weight - group["lr"] * (direction + decay))
         skip = getattr(self, "found_inf", None)
         if skip is not None:
-            new_weight = torch.where(skip > 0, weight, new_weight)
-            new_momentum = torch.where(skip > 0, momentum, new_momentum)
-        for old, new in zip((*rows[0], *rows[1]), (*new_weight, *new_momentum), strict=True):
-            old.copy_(new)
+            after = [torch.where(skip > 0, old, new) for old, new in zip(before, after, strict=True)]
+        for tensors, values in zip(stored, after, strict=True):
+            for tensor, value in zip(tensors, values, strict=True):
+                tensor.copy_(value)
 
 
-def orthogonal(matrices):
+def unit_rms(matrices):
+    """Matrices [n, rows, columns], each divided by the root mean square of its entries."""
+    return matrices / (matrices.square().mean((1, 2), keepdim=True).sqrt() + TINY)
+
+
+def orthogonal(matrices, polar_express=False):
     """Matrices [n, rows, columns] with their singular values moved close to 1, by Newton-Schulz iterations."""
     wide = matrices.shape[-2] <= matrices.shape[-1]
     x = matrices if wide else matrices.mT  # so that x @ x.mT is the smaller product
     if x.is_cuda:
         x = x.bfloat16()
-    x = x / (x.norm(dim=(-2, -1), keepdim=True) + 1e-7)
-    a, b, c = COEFFICIENTS
-    for _ in range(ITERATIONS):
+    x = x / (x.norm(dim=(-2, -1), keepdim=True) + TINY)
+    for a, b, c in POLAR_EXPRESS if polar_express else QUINTIC:
         square = x @ x.mT
         x = a * x + (b * square + c * square @ square) @ x
     return (x if wide else x.mT).to(matrices.dtype)

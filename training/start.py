@@ -44,7 +44,7 @@ KERNELS = (
 class KernelsAhead:
     """Compiles the kernels of a run in two threads, while the body of a `with` compiles the network.
 
-    One thread runs an evaluation of a network with one layer, in which attention checks itself. The other runs a
+    One thread runs an evaluation of a network with few layers, in which attention checks itself. The other runs a
     training step of one, with the kernels that attention will probably choose. The step draws random numbers, and CUDA
     graphs cannot be recorded beside them. Without a GPU there is nothing to compile.
 
@@ -58,9 +58,13 @@ class KernelsAhead:
         # programs decides which kernels serve.
         grouped = model_config.kv_heads != model_config.n_head
         self.rows = micro_batch if micro_batch % 16 or grouped else 16
-        one_layer = replace(model_config, n_layer=1)
+        # the first blocks have all kinds of kernels
+        tables, layers = min(1, model_config.value_embeds), 1
+        if tables or model_config.window:
+            layers = min(4, model_config.n_layer)
+        small = replace(model_config, n_layer=layers, value_embeds=tables)
         jobs = (self.evaluate, self.train) if ranks.on_gpu else ()
-        self.threads = [Thread(target=self.quietly, args=(job, one_layer), daemon=True) for job in jobs]
+        self.threads = [Thread(target=self.quietly, args=(job, small), daemon=True) for job in jobs]
 
     def __enter__(self):
         for module in KERNELS if self.threads else ():

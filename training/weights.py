@@ -282,10 +282,11 @@ def _is_transposed(key):
 
 
 def _their_weights(weights, config):
-    """The tensors of a Hugging Face file, for the state_dict of a GPT. Biases that it lacks are zeros in GPT-2."""
+    """The tensors of a Hugging Face file, for the state_dict of a GPT. Biases that it lacks are zeros, weights ones."""
     theirs = {}
-    for name, shape, key in _parameters(replace(config, bias=config.position == "learned")):
-        value = weights[name][: shape[0]] if name in weights else torch.zeros(shape)  # cuts a padded vocabulary
+    for name, shape, key in _parameters(replace(config, bias=config.position == "learned", norm_weight=True)):
+        absent = torch.full(shape, float(name.endswith("weight")))
+        value = weights.get(name, absent)[: shape[0]]  # cuts a padded vocabulary
         if "[qkv]" in key:
             heads = (config.n_head, config.kv_heads, config.kv_heads)
             for part, rows in zip("qkv", value.split([count * config.head_dim for count in heads]), strict=True):
@@ -302,7 +303,8 @@ def _their_weights(weights, config):
 
 def _their_config(config, end):
     """config.json for a network; ValueError if Hugging Face's Transformers has no such network."""
-    wanted = WRITABLE[config.position] | dict(logit_softcap=[None], mask_documents=[False])
+    wanted = WRITABLE[config.position] | dict(logit_softcap=[None], mask_documents=[False], window=[None])
+    wanted |= dict(embed_skip=[False], value_residual=[False], value_embeds=[0])
     wanted |= {"n_kv_head": [None, config.n_head]} if config.position == "learned" else {}
     for name, values in wanted.items():
         found, only = getattr(config, name), " or ".join(map(str, values))

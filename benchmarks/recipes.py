@@ -1,0 +1,230 @@
+"""Compare changes of a recipe: the losses of several runs of train.py, one after the other, with mean and spread.
+
+    python benchmarks/recipes.py split classic-books-markdown books            training, development and test books
+    python benchmarks/recipes.py configs/gpt2_books.py changes.txt --tokens 50M --seeds 1 2 --seconds 1500
+    python benchmarks/recipes.py configs/gpt2_books.py final.txt --tokens 150M --seeds 1 2 3 4 5 --test books/test.txt
+
+Each line of changes.txt is `name: options of train.py`, or a comment that begins with #. A name alone is the config as
+it is. Runs go through all names with the first seed, then with the next one, and each becomes a line of --csv. A run
+that is there already is not repeated, so an interrupted series goes on where it was. Losses are those of the
+development books at the end of a run, which are the validation part of books/train; only the final table may use
+--test. Seconds count from the start of the process to its end, with compilation, evaluations and checkpoints.
+"""
+
+import argparse
+import csv
+import hashlib
+import json
+import math
+import os
+import shlex
+import shutil
+import statistics
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import NamedTuple
+
+ROOT = Path(__file__).parents[1]
+sys.path.insert(0, str(ROOT))
+
+from data.build import number  # noqa: E402
+from data.documents import TEXT  # noqa: E402
+from model import require  # noqa: E402
+from training.checkpoint import RUNS  # noqa: E402
+from training.config import load_config, to_flags  # noqa: E402
+from training.report import read_metrics  # noqa: E402
+
+TEST_SHARE = 0.04  # of the books
+EVALUATIONS = 8  # of a run
+
+
+class Outcome(NamedTuple):
+    """One run, and a line of the CSV file."""
+
+    name: str
+    seed: int
+    tokens: int  # trained on
+    loss: float  # nats per token on the development books, at the end
+    bits: float  # per byte, on the same
+    test: float  # nats per token on the test books; NaN without --test
+    seconds: float  # of the whole process
+    training: float  # seconds from the first step to the last evaluation
+    rate: float  # tokens per second, the median of the reports
+    gflops: float  # per token, forward and backward
+    curve: str  # "tokens in millions:seconds:loss" of each evaluation
+    command: str  # options of train.py
+
+
+def split(books, folder, megabytes):
+    """Divide a folder of books, by whole books, into folder/train and folder/test.txt.
+
+    A hash of a book's path orders the books and says which are for the test, so more books leave the others where they
+    are. The data path takes the development books from folder/train, by a hash too. megabytes: take the first books in
+    this order, up to this size.
+    """
+    require(not folder.exists(), f"{folder} exists; name a new folder")
+    paths = [path for path in books.rglob("*") if path.name.lower().endswith(TEXT) and path.stat().st_size]
+    places = {path: place(path.relative_to(books)) for path in paths}
+    require(places, f"{books} has no books; their names must end in {' or '.join(TEXT)}")
+    (folder / "train").mkdir(parents=True)
+    taken, room = {"train": [], "test": []}, megabytes * 1e6
+    for path in sorted(paths, key=places.get):
+        room -= path.stat().st_size
+        if room < 0:
+            break
+        # the last digits do not depend on the first ones, which order the books
+        taken["test" if places[path] % 1000 < 1000 * TEST_SHARE else "train"].append(path)
+    for path in taken["train"]:
+        shutil.copy(path, folder / "train" / f"{places[path]:020}{path.suffix}")
+    (folder / "test.txt").write_text("\n\n".join(path.read_text(encoding="utf-8") for path in taken["test"]))
+    for part, paths in taken.items():
+        print(f"{part:5} {len(paths):4} books, {sum(path.stat().st_size for path in paths) / 1e6:.1f} MB")
+
+
+def place(path):
+    """An integer below 2^64 that depends on a relative path only."""
+    return int.from_bytes(hashlib.sha256(path.as_posix().encode()).digest()[:8])
+
+
+def read_changes(path):
+    """{name: list of options} of a file of changes."""
+    lines = [line.strip() for line in Path(path).read_text().splitlines()]
+    pairs = [line.partition(":") for line in lines if line and not line.startswith("#")]
+    changes = {name.strip(): shlex.split(options) for name, _, options in pairs}
+    require(
+        len(changes) == len(pairs) > 0, f"{path} has no change, or two of one name; each line must be name: options"
+    )
+    return changes
+
+
+def run(name, argv, seed, tokens, test):
+    """The Outcome of one run of train.py. argv: config file and options."""
+    config = load_config(argv)  # a mistake shows before the run
+    per_step = config.batch_size * config.block_size
+    steps = max(1, round(tokens / per_step))
+    folder = RUNS / f"recipe-{os.getpid()}"
+    fixed = dict(steps=steps, seed=seed, eval_every=math.ceil(steps / EVALUATIONS), save_every=steps, keep=1,
+                 log_every=max(1, steps // 100), name=folder.name)  # fmt: skip
+    start, test_loss = time.perf_counter(), math.nan
+    try:
+        call("train.py", *argv, *to_flags(fixed))
+        seconds = time.perf_counter() - start
+        records = read_metrics(folder)
+        if test:
+            evaluated = json.loads(call("evaluate.py", folder / "checkpoint.pt", f"--text={test}", "--json"))
+            test_loss = evaluated["results"][str(test)]["loss"]
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+    losses = [record for record in records if "val_loss" in record]
+    reports = [record for record in records if "tokens_per_second" in record]
+    rates = [record["tokens_per_second"] for record in reports]
+    curve = [f"{record['step'] * per_step / 1e6:.1f}:{record['seconds']:.1f}:{record['val_loss']}" for record in losses]
+    return Outcome(
+        name, seed, steps * per_step, losses[-1]["val_loss"] or math.nan, losses[-1]["val_bpb"] or math.nan, test_loss,
+        seconds, losses[-1]["seconds"], statistics.median(rates[len(rates) // 2 :]),
+        reports[-1]["tflops"] / reports[-1]["tokens_per_second"] * 1e3, " ".join(curve), shlex.join(argv),
+    )  # fmt: skip
+
+
+def call(script, *argv):
+    """What a script of this repository prints; RuntimeError with its last lines if it fails."""
+    done = subprocess.run([sys.executable, script, *map(str, argv)], capture_output=True, text=True)
+    if done.returncode:
+        raise RuntimeError(f"{script} failed:\n{(done.stdout + done.stderr)[-2000:]}")
+    return done.stdout
+
+
+def read_outcomes(path):
+    """The Outcomes of a CSV file."""
+    if not path.exists():
+        return []
+    kinds = Outcome.__annotations__
+    with open(path, newline="") as file:
+        return [Outcome(**{name: kinds[name](value) for name, value in row.items()}) for row in csv.DictReader(file)]
+
+
+def append(path, outcome):
+    new = not path.exists()
+    with open(path, "a", newline="") as file:
+        writer = csv.writer(file)
+        writer.writerows([Outcome._fields] * new)
+        writer.writerow(outcome)
+
+
+def show(outcomes):
+    """Print a table of one row per name, tokens and command, with means over the seeds, the best loss first."""
+    groups = {}
+    for outcome in outcomes:
+        groups.setdefault((outcome.tokens, outcome.command, outcome.name), []).append(outcome)
+
+    def mean(some, field):
+        return statistics.mean(getattr(outcome, field) for outcome in some)
+
+    print(
+        "\n| change | tokens | runs | loss | spread | bits/byte | test | seconds | training | tokens/s | GFLOP/token |"
+    )
+    print("|---|---|---|---|---|---|---|---|---|---|---|")
+    for (tokens, _, name), some in sorted(groups.items(), key=lambda x: (x[0][0], mean(x[1], "loss"))):
+        spread = statistics.stdev(outcome.loss for outcome in some) if len(some) > 1 else math.nan
+        print(
+            f"| {name} | {tokens / 1e6:.1f}M | {len(some)} | {mean(some, 'loss'):.4f} | {spread:.4f} "
+            f"| {mean(some, 'bits'):.4f} | {mean(some, 'test'):.4f} | {mean(some, 'seconds'):.1f} "
+            f"| {mean(some, 'training'):.1f} | {mean(some, 'rate'):,.0f} | {mean(some, 'gflops'):.3f} |"
+        )
+
+
+def series(args):
+    """All runs of a file of changes, or those for which --seconds leaves time, and their table."""
+    start, outcomes, longest, shown = time.perf_counter(), read_outcomes(args.csv), 0.0, []
+    for seed in args.seeds:
+        for name, options in args.changes.items():
+            argv = [args.base, *args.options, *options]
+            alike = [x for x in outcomes if (x.name, x.seed, x.command) == (name, seed, shlex.join(argv))]
+            alike = [x for x in alike if abs(x.tokens / args.tokens - 1) < 0.01]  # whole steps
+            alike = [x for x in alike if args.test is None or not math.isnan(x.test)]
+            if not alike:
+                if time.perf_counter() - start + longest > args.seconds:
+                    print(f"{name} seed {seed}: no time is left", flush=True)
+                    continue
+                try:
+                    alike = [run(name, argv, seed, args.tokens, args.test)]
+                except RuntimeError as error:
+                    print(f"{name} seed {seed}: {error}", flush=True)
+                    continue
+                append(args.csv, alike[0])
+                longest = max(longest, alike[0].seconds)
+            shown.append(alike[-1])
+            print(f"{name} seed {seed}: loss {shown[-1].loss:.4f}, {shown[-1].seconds:.1f} s", flush=True)
+    show(shown)
+
+
+def main(argv):
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    if argv[:1] == ["split"]:
+        parser.add_argument("split", choices=["split"])
+        parser.add_argument("books", type=Path)
+        parser.add_argument("folder", type=Path, help="a new folder")
+        parser.add_argument("--megabytes", type=float, default=math.inf, help="of books to take")
+        args = parser.parse_args(argv)
+        split(args.books, args.folder, args.megabytes)
+        return
+    parser.add_argument("base", help="a config file")
+    parser.add_argument("changes", type=read_changes, help="a file with a line `name: options` for each change")
+    parser.add_argument("--options", type=shlex.split, default=[], help="options of all runs, in one argument")
+    parser.add_argument("--tokens", type=number, default="50M", help="to train on, such as 50M")
+    parser.add_argument("--seeds", type=int, nargs="+", default=[1])
+    parser.add_argument("--seconds", type=float, default=math.inf, help="start no run that would end later than this")
+    parser.add_argument("--csv", type=Path, default=ROOT / "benchmarks" / "results" / "recipes.csv")
+    parser.add_argument("--test", type=Path, help="a text to measure the last checkpoint on; for the final table only")
+    args = parser.parse_args(argv)
+    os.chdir(ROOT)
+    series(args)
+
+
+if __name__ == "__main__":
+    try:
+        main(sys.argv[1:])
+    except ValueError as error:
+        sys.exit(f"error: {error}")
