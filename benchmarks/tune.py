@@ -54,7 +54,7 @@ def candidates(kernel, element_size, dim):
 
 
 def runner(kernel, dtype, dim, length, causal):
-    """A function of a Launch that runs one kernel on a random problem."""
+    """A function of a Launch that runs one kernel on a random problem. In float32, "dq" includes the walk for delta."""
     batch, heads = TOKENS[dtype.itemsize] // length, 2048 // dim
     q, k, v, dout = (torch.randn(batch, length, heads, dim, device="cuda", dtype=dtype) for _ in range(4))
     options = Options(*[None] * TENSOR_OPTIONS, 0, 0, causal, window=0, softcap=0.0, dropout=0.0, scale=dim**-0.5)
@@ -72,7 +72,7 @@ def runner(kernel, dtype, dim, length, causal):
         if kernel == "forward":
             portable.launch_forward(changed, q, k, v, out, lse2, None)
         elif kernel == "dq":
-            portable.launch_dq(changed, inputs, out, None, first, None)
+            portable.launch_dq(changed, inputs, out, None, None, None, first, None)
         else:
             portable.launch_dkdv(changed, inputs, first, second, None)
 

@@ -73,7 +73,7 @@ SPILLED = {
     },
     ALL: {
         ("hopper_forward_kernel", 128): 120,
-        ("hopper_forward_kernel", 256): 296,
+        ("hopper_forward_kernel", 256): 360,
         ("backward_kernel", 64): 28,
         ("backward_kernel", 128): 524,
         ("backward_kernel", 256): 208,
@@ -216,8 +216,8 @@ def test_every_feature_fits_the_smallest_shared_memory(dtype):
     assert not bad, "\n".join(map(str, bad))
 
 
-# Bytes per thread that kernels/matmul.py may spill: up to 164 with Triton 3.9, and 12 with 3.6.
-MATMUL_SPILLED = 200
+# Bytes per thread that kernels/matmul.py may spill: up to 356 with Triton 3.9.
+MATMUL_SPILLED = 360
 
 
 @pytest.mark.parametrize("dims", [(64, 32)] if COMPILE_ALL else [(64,)])

@@ -3,10 +3,12 @@
 Formulas and shared parts are in backward.py.
 """
 
+from typing import NamedTuple
+
 import triton
 import triton.language as tl
 
-from ..score import Terms, ahead, behind, dp_factor, reach
+from ..score import LOG2E, Terms, ahead, behind, dp_factor, reach
 from ..tiles import (
     dot,
     first_step,
@@ -34,12 +36,50 @@ from .backward import (
 )
 
 
+class Mean(NamedTuple):
+    """Of dP in a row, with weights P."""
+
+    total: tl.tensor  # [queries] sum of P dP
+    weight: tl.tensor  # [queries] sum of P
+
+
 @triton.jit
-def find_delta(queries, out, dlse, start, seq, RULE: tl.constexpr, TILE: tl.constexpr):
-    """delta of the queries at `start`; dlse may be None."""
-    out = tile_lane(out, seq.row, queries.head, seq.q_start)
-    out_tile = load_tile(out, start, 0, seq.q_len, TILE.block_q, TILE.value_dim, True)
-    delta = tl.sum(out_tile.to(tl.float32) * queries.dout.to(tl.float32), 1) * dp_factor(seq.k_len, RULE)
+def gather_mean(
+    mean, queries, k, v, k_tiles, v_tiles, low, span, seq, terms,
+    RULE: tl.constexpr, TILE: tl.constexpr, MASKED: tl.constexpr,
+):  # fmt: skip
+    """Add P dP and P over the keys of a span: its interior, or (MASKED) its edges."""
+    for step in range(first_step(span, MASKED), last_step(span, MASKED), TILE.block_k):
+        start = position(step, span, MASKED)
+        _k_tile, weights, weighted, _slope = meet_keys(  # with a delta of 0 dS is P dP
+            queries, k, v, k_tiles, v_tiles, start, low, span.hi, seq, terms, RULE, TILE, MASKED
+        )
+        mean = Mean(mean.total + tl.sum(weighted, 1), mean.weight + tl.sum(weights, 1))
+    return mean
+
+
+@triton.jit
+def find_delta(
+    queries, out, dlse, sink, k, v, k_tiles, v_tiles, start, low, span, seq, terms,
+    RULE: tl.constexpr, TILE: tl.constexpr,
+):  # fmt: skip
+    """delta of the queries at `start`, from `out` or, if that is None, by a walk over the keys; dlse, sink may be None.
+
+    sum_d dO_d O_d and the mean of dP are one number but for rounding. The mean is of the very dP that it is taken from,
+    over what the recomputed P do add up to, so that sums of dS over a row err no more than eager PyTorch's.
+    """
+    if out is None:
+        mean = Mean(tl.full([TILE.block_q], 0.0, tl.float32), tl.full([TILE.block_q], 0.0, tl.float32))
+        mean = gather_mean(mean, queries, k, v, k_tiles, v_tiles, low, span, seq, terms, RULE, TILE, MASKED=False)
+        mean = gather_mean(mean, queries, k, v, k_tiles, v_tiles, low, span, seq, terms, RULE, TILE, MASKED=True)
+        weight = mean.weight
+        if RULE.sink:
+            weight += tl.exp2(tl.load(sink + queries.head).to(tl.float32) * LOG2E - queries.lse2)
+        delta = mean.total / tl.where(weight > 0, weight, 1.0)
+    else:
+        out = tile_lane(out, seq.row, queries.head, seq.q_start)
+        out_tile = load_tile(out, start, 0, seq.q_len, TILE.block_q, TILE.value_dim, True)
+        delta = tl.sum(out_tile.to(tl.float32) * queries.dout.to(tl.float32), 1) * dp_factor(seq.k_len, RULE)
     if dlse is not None:
         dlse = row_lane(dlse, seq.row, queries.head, seq.q_start)
         delta -= load_rows(dlse, start, seq.q_len, 0.0, TILE.block_q, True)
@@ -68,10 +108,15 @@ def gather_dq(
 
 @triton.jit(do_not_specialize=["q_len", "k_len"])
 def dq_kernel(
-    q, k, v, dout, lse2, delta, k_tiles, v_tiles, out, dlse, dq, dgate,
-    q_len, k_len, ragged, scale, dropout, seed, bias, gate, RULE: tl.constexpr, TILE: tl.constexpr,
+    q, k, v, dout, lse2, delta, k_tiles, v_tiles, out, dlse, sink, dq, dgate,
+    q_len, k_len, ragged, scale, dropout, seed, bias, gate,
+    RULE: tl.constexpr, TILE: tl.constexpr, OUTPUTS: tl.constexpr,
 ):  # fmt: skip
-    """dQ = scale dS K, delta and the query half of dgate [B, H, Tk], for one tile of queries; walks the keys."""
+    """dQ = scale dS K and the query half of dgate [B, H, Tk], for one tile of queries; walks the keys.
+
+    OUTPUTS = "both" writes delta too, which it finds from `out`; "delta" writes that alone, found by a walk over the
+    keys, and "dq" reads it. In one kernel these two walks would spill at head dim 256.
+    """
     tile, head, index = locate_query_tile(tl.cdiv(q_len, TILE.block_q), k_len, RULE, TILE)
     seq = sequence(index, q_len, k_len, ragged)
     terms = Terms(scale, dropout, seed, bias, gate)
@@ -85,12 +130,19 @@ def dq_kernel(
     span = meeting_range(seen_first, seen_last, behind(RULE), ahead(RULE), seq.k_len, TILE.block_k, TILE.block_k)
     low = first - behind(RULE)
     lanes = query_lanes(q, dout, lse2, delta, head, seq)
-    queries = load_queries(lanes, head, q_start, seq, terms, RULE, TILE, DELTA=False)
+    queries = load_queries(lanes, head, q_start, seq, terms, RULE, TILE, DELTA=OUTPUTS == "dq")
     k = tile_lane(k, seq.row, head // TILE.group, seq.k_start)
     v = tile_lane(v, seq.row, head // TILE.group, seq.k_start)
-    rows = find_delta(queries, out, dlse, q_start, seq, RULE, TILE)
-    store_rows(delta, rows, seq.row, head, seq.q_start + q_start, 0, count, TILE.block_q)
-    queries = Queries(queries.tile, queries.dout, queries.lse2, rows, queries.pos, queries.head, queries.key)
+    if OUTPUTS != "dq":
+        rows = find_delta(
+            queries, None if OUTPUTS == "delta" else out, dlse, sink, k, v, k_tiles, v_tiles, q_start, low, span, seq,
+            terms, RULE, TILE,
+        )  # fmt: skip
+        store_rows(delta, rows, seq.row, head, seq.q_start + q_start, 0, count, TILE.block_q)
+    if OUTPUTS == "delta":
+        return
+    if OUTPUTS == "both":
+        queries = Queries(queries.tile, queries.dout, queries.lse2, rows, queries.pos, queries.head, queries.key)
     sums = Gradients(zeros(TILE.block_q, TILE.dim), 0.0, gate_zeros(dgate, TILE.block_q))
     sums = gather_dq(sums, queries, k, v, k_tiles, v_tiles, low, span, seq, terms, RULE, TILE, MASKED=False)
     sums = gather_dq(sums, queries, k, v, k_tiles, v_tiles, low, span, seq, terms, RULE, TILE, MASKED=True)

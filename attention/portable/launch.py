@@ -79,7 +79,7 @@ def backward(q, k, v, out, lse2, dout, dlse, bias_grad, options):
     q_gate, k_gate = (None if gate is None else empty(gate, dtype=sum_type).zero_() for _ in range(2))
 
     with torch.cuda.device_of(q):
-        launch_dq(problem, inputs, out, view("dlse", dlse), dq, q_gate)
+        launch_dq(problem, inputs, out, view("dlse", dlse), sink, bias, dq, q_gate)
         launch_dkdv(problem, inputs, dk, dv, k_gate)
         dbias = None if bias is None else launch_dbias(problem, inputs, bias)
 
@@ -94,18 +94,27 @@ def sink_gradient(sink, lse2, delta):
     return -torch.where(lse2 == float("-inf"), 0.0, weight * delta).sum((0, 2)).to(sink.dtype)
 
 
-def launch_dq(problem, inputs, out, dlse, dq, q_gate):
-    """Fill dq [B, Tq, H, D], delta [B, H, Tq], which is among the inputs, and the query half of dgate [B, H, Tk]."""
+def launch_dq(problem, inputs, out, dlse, sink, bias, dq, q_gate):
+    """Fill dq [B, Tq, H, D], delta [B, H, Tq], which is among the inputs, and the query half of dgate [B, H, Tk].
+
+    bias: of which the gradient is asked, or None.
+    """
+    # What rounding leaves in sums of dS over rows shows in float32, and where a bias over whole rows learns them alone.
+    walks = dq.element_size() > 2 or (bias is not None and bias.shape[-1] < problem.k_len)
     _, k, v, *_ = inputs
-    problem.once(dq_launcher).start(
-        *inputs, *tiles_for(problem, "dq", k.ptr, v.ptr), problem.view("out", out), dlse, problem.view("dq", dq),
-        problem.view("q_gate", q_gate), problem.q_len, problem.k_len, problem.ragged, *problem.terms,
+    args = (
+        *inputs, *tiles_for(problem, "dq", k.ptr, v.ptr), problem.view("out", out), dlse,
+        None if sink is None else sink.contiguous(), problem.view("dq", dq), problem.view("q_gate", q_gate),
+        problem.q_len, problem.k_len, problem.ragged, *problem.terms,
     )  # fmt: skip
+    for outputs in ("delta", "dq") if walks else ("both",):
+        problem.once(dq_launcher, outputs).start(*args)
 
 
-def dq_launcher(problem):
+def dq_launcher(problem, outputs):
+    """outputs: of dq_kernel."""
     tile = problem.tile_for(launch := problem.launches["dq"])
-    return Launcher(dq_kernel, problem.programs(tile), launch, (problem.rule, tile))
+    return Launcher(dq_kernel, problem.programs(tile), launch, (problem.rule, tile, outputs))
 
 
 def launch_dkdv(problem, inputs, dk, dv, k_gate):
