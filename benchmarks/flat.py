@@ -9,7 +9,7 @@ import torch
 import triton
 import triton.language as tl
 
-from attention.problem import tma_tiles
+from attention.launcher import tma_tiles
 from attention.score import Rule
 from attention.table import launches_for, way
 from attention.tiles import Tile, locate_query_tile, step_size

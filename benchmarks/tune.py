@@ -70,7 +70,7 @@ def runner(kernel, dtype, dim, length, causal):
     def run(settings):
         changed = call_with(settings)
         if kernel == "forward":
-            portable.launch_forward(changed, q, k, v, out, lse2, None)
+            portable.launch_forward(changed, q, k, v, out, lse2, None, None)
         elif kernel == "dq":
             portable.launch_dq(changed, inputs, out, None, None, None, first, None)
         else:
