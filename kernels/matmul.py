@@ -51,7 +51,7 @@ class Plan(NamedTuple):
     ahead: int  # pieces of `other` loaded before they are needed
 
 
-AHEAD = {"activate": 0, "slope": 3, "add": 2, "none": 0}  # of a Plan, for each epilogue
+AHEAD = {"activate": 0, "slope": 2, "add": 2, "none": 0}  # of a Plan, for each epilogue
 STAGES = (4, 3)  # of a Plan: the first that divides the number of steps
 
 

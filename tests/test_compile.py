@@ -216,8 +216,8 @@ def test_every_feature_fits_the_smallest_shared_memory(dtype):
     assert not bad, "\n".join(map(str, bad))
 
 
-# Bytes per thread that kernels/matmul.py may spill: up to 356 with Triton 3.9.
-MATMUL_SPILLED = 360
+# Bytes per thread that kernels/matmul.py may spill: up to 164 with Triton 3.9, and 12 with 3.6.
+MATMUL_SPILLED = 200
 
 
 @pytest.mark.parametrize("dims", [(64, 32)] if COMPILE_ALL else [(64,)])

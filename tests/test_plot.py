@@ -121,7 +121,9 @@ def test_a_run_of_train_py(folder, run, call):
     assert run(steps=4, eval_every=2)[0] == 0
     records = read_metrics(folder / "runs/run")
     code, _, figure = call(str(folder / "runs/run"), "--x", "seconds", "--y", "bpb")
-    assert code == 0 and lines(figure)[1][1] == pytest.approx([r["val_bpb"] for r in records if "val_bpb" in r])
+    assert code == 0 and lines(figure)[1][1] == pytest.approx(
+        [r["val_bpb"] for r in records if "val_bpb" in r], rel=1e-15, abs=0
+    )
 
 
 def test_mistakes(call):
