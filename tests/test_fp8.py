@@ -190,9 +190,17 @@ def train_small(fp8, steps, compiled=None, **memory):
     return found, model
 
 
+@pytest.fixture
+def deterministic():
+    """Sums in an order that changes would drive two runs apart."""
+    torch.use_deterministic_algorithms(True)
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
 @pytest.mark.skipif(not ON_GPU, reason="needs a GPU")
 @pytest.mark.parametrize("mlp", ["gelu", "swiglu"])
-def test_trains_in_a_cuda_graph_as_without(mlp):
+def test_trains_in_a_cuda_graph_as_without(mlp, deterministic):
     """Compiled, with the kernels of the head and, on Hopper GPUs, of the MLP."""
     config = Config(**SMALL | dict(n_embd=256, n_head=4, attention="auto", mlp=mlp), batch_size=16, fp8=True)
     ranks, found = Ranks(0, 1, "cuda"), []
