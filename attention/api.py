@@ -61,14 +61,14 @@ def attention(
         return_lse: also return the logarithm of the softmax denominator (with the sink), natural log, differentiable.
         return_max_logit: also return the largest logit of each query head: of all scores that its softmax sees, after
             scale, softcap, decay and bias, without the sink. For QK-clip, and to watch a run. Has no gradient.
-        impl: "auto" takes, where they passed a self-check, the Hopper kernels on their chip for the calls they serve
-            (with dropout only impl="hopper" does), else Triton on a CUDA GPU; SDPA elsewhere where it can express the
-            call, else the reference. The first call on a device in a dtype prints which and why, once more where Hopper
-            kernels could not serve, and for their first lengths or packed sequences; explain() says it of a call.
-            "hopper", "triton", "sdpa" and "reference" never fall back. Another window or softcap compiles other
-            kernels; another dropout probability, seed or scale does not. float32 matmuls follow
-            torch.set_float32_matmul_precision. Two runs give the same bits, but for dq from the Hopper kernels:
-            torch.use_deterministic_algorithms(True) has the backward of "triton" serve there.
+        impl: "auto" takes, where they passed a self-check, the Hopper kernels on their chip for the calls they serve,
+            else Triton on a CUDA GPU; SDPA elsewhere where it can express the call, else the reference. The first call
+            on a device in a dtype prints which and why, once more where Hopper kernels could not serve, and for their
+            first lengths or packed sequences; explain() says it of a call. "hopper", "triton", "sdpa" and "reference"
+            never fall back. Another window or softcap compiles other kernels; another dropout probability, seed or
+            scale does not. float32 matmuls follow torch.set_float32_matmul_precision. Two runs give the same bits, but
+            for dq from the Hopper kernels: torch.use_deterministic_algorithms(True) has the backward of "triton" serve
+            there.
 
     Returns:
         [B, Tq, H, Dv] in the dtype of q; with return_lse also [B, H, Tq] float32, -inf where a row sees no key; with

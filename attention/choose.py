@@ -56,8 +56,6 @@ def _choose(call):
     if asked in ("auto", "hopper"):
         misses = hopper_misses(q.device)
         lack = misses or hopper_lacks(call)
-        if asked == "auto" and not lack and call.dropout > 0:
-            lack = "dropout unless they are asked for, because they have not been timed with it"
     if asked == "hopper" and lack:
         raise ValueError(f"the Hopper kernels do not serve {lack}; use impl='auto'")
     if asked == "auto" and q.dtype in DTYPES:

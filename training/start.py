@@ -91,10 +91,8 @@ class KernelsAhead:
             self.loss(empty_model(model_config, self.device).eval())
 
     def train(self, model_config):
-        guesses = [model_config.attention]
-        if guesses == ["auto"]:
-            guesses = ["triton"] if model_config.dropout > 0 else ["hopper", "triton"]
-        for guess in guesses:
+        asked = model_config.attention
+        for guess in ["hopper", "triton"] if asked == "auto" else [asked]:
             with suppress(ValueError):  # the Hopper kernels do not serve it
                 # in this thread: otherwise the GPU's only thread for gradients would wait for the compiler
                 with torch.autograd.set_multithreading_enabled(False):
