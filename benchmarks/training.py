@@ -5,6 +5,7 @@
     python benchmarks/training.py --text FILE --ranks FILE --profile              GPU time per step, by kind of kernel
     python benchmarks/training.py --text FILE --jobs char modern --rounds 5 --whole   best losses of five seeds
     python benchmarks/training.py --text FOLDER --ranks FILE --nanogpt PATH --jobs books --whole   100M tokens of GPT-2
+    python benchmarks/training.py --text FILE --ranks FILE --jobs gpt2 fp8            what --fp8 saves
     python benchmarks/training.py --text DOCUMENTS --ranks FILE --jobs gpt2 documents   the cost of --mask_documents
 
 FILE is tiny Shakespeare, --ranks GPT-2's r50k_base.tiktoken. Every run is a process of its own, and all train on the
@@ -71,6 +72,7 @@ def jobs(ranks, small):
     )
     return {
         "gpt2": gpt2_job,
+        "fp8": gpt2_job._replace(ours=[*gpt2_job.ours, "--fp8=True"], nanogpt=None),
         "documents": gpt2_job._replace(ours=[*gpt2_job.ours, "--mask_documents=True"], nanogpt=None),
         "books": gpt2_job._replace(
             ours=[*ours, f"--steps={long}", f"--eval_every={long // 8}", "--warmup_steps=200"],
