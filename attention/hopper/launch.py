@@ -46,8 +46,8 @@ FORWARD = {
     128: ForwardSettings(128, Pipeline(consumers=2, stages=2, turns=True, reuse=False, flip=False), 168),
     256: ForwardSettings(64, Pipeline(consumers=2, stages=2, turns=False, reuse=True, flip=False), 168),
 }
-FORWARD_WITH_DROPOUT = FORWARD | {  # registers for three consumers would not do
-    64: ForwardSettings(128, Pipeline(consumers=2, stages=3, turns=True, reuse=False, flip=False), 168),
+FORWARD_WITH_DROPOUT = FORWARD | {  # with 128 keys the registers for three consumers would not do
+    64: ForwardSettings(64, Pipeline(consumers=3, stages=4, turns=True, reuse=False, flip=False), 128),
 }
 BACKWARD = {
     64: BackwardSettings(Plan(64, 64, 64, warps=4, stages=2, dq_stages=1, branch=True, hold=True, early=False), 128),
