@@ -1,8 +1,8 @@
-"""Time train.py against nanoGPT: milliseconds per step, seconds to a target loss, and a profile of the GPU's time.
+"""Time train.py against nanoGPT: milliseconds per step, seconds to a target loss, and where a step's time goes.
 
     python benchmarks/training.py --text FILE --ranks FILE                        ours
     python benchmarks/training.py --text FILE --ranks FILE --nanogpt PATH         by turns with a checkout of nanoGPT
-    python benchmarks/training.py --text FILE --ranks FILE --profile              GPU time per step, by kind of kernel
+    python benchmarks/training.py --text FILE --ranks FILE --jobs gpt2 char --rounds 0 --profile   a step by its parts
     python benchmarks/training.py --text FILE --jobs char modern --rounds 5 --whole   best losses of five seeds
     python benchmarks/training.py --text FOLDER --ranks FILE --nanogpt PATH --jobs books --whole   100M tokens of GPT-2
     python benchmarks/training.py --text FILE --ranks FILE --jobs gpt2 fp8            what --fp8 saves
@@ -15,7 +15,6 @@ and evaluations; the run is stopped there, or goes on to its end with --whole.
 """
 
 import argparse
-import json
 import math
 import os
 import pickle
@@ -141,41 +140,6 @@ def run(command, folder, job, whole):
     return Outcome(ms, min(losses), to_target, time.perf_counter() - start)
 
 
-KINDS = {  # kind of kernel -> parts of kernel names; the first match counts
-    "attention": ("forward_kernel", "backward_kernel", "dq_kernel", "dkdv_kernel", "group_sum",
-                  "prepare_kernel", "finish_kernel", "flash", "sdpa", "fmha"),
-    "loss": ("cross_entropy", "nll_loss", "log_softmax"),
-    "optimizer": ("multi_tensor", "Adam"),
-    "matmuls": ("nvjet", "gemm", "matmul_kernel", "cutlass", "cublas", "splitK"),
-    "copies": ("Memcpy", "Memset"),
-}  # fmt: skip
-
-
-def profile(arguments):
-    """GPU milliseconds per step by kind of kernel, and the idle rest ("gaps"), in a short run.
-
-    The kernels of the run's two evaluations and of its warm-up are counted too, so the true gaps are longer.
-    """
-    from torch.profiler import ProfilerActivity
-    from torch.profiler import profile as profiler
-
-    from train import train
-    from training.checkpoint import newest_run
-    from training.config import load_config
-    from training.report import read_metrics
-
-    config = load_config(arguments)
-    with profiler(activities=[ProfilerActivity.CUDA]) as recorded:
-        train(config)
-    spent = {}
-    for event in recorded.key_averages():
-        kind = next((kind for kind, parts in KINDS.items() if any(p in event.key for p in parts)), "other")
-        spent[kind] = spent.get(kind, 0.0) + event.self_device_time_total / 1000 / config.steps
-    rates = [record["tokens_per_second"] for record in read_metrics(newest_run()) if "loss" in record]
-    step = 1000 * config.batch_size * config.block_size / statistics.median(rates[len(rates) // 2 :])
-    return spent | {"gaps": step - sum(spent.values())}
-
-
 def deviation(values):
     """Standard deviation, or NaN if a value is NaN (a run that did not reach the target)."""
     return math.nan if any(map(math.isnan, values)) else statistics.stdev(values)
@@ -195,7 +159,7 @@ def main():
     parser.add_argument("--jobs", nargs="+", default=["gpt2", "char", "modern"], choices=jobs("", False))
     parser.add_argument("--rounds", type=int, default=1, help="runs of each job; ours with a new seed each time")
     parser.add_argument("--whole", action="store_true", help="do not stop at the target")
-    parser.add_argument("--profile", action="store_true")
+    parser.add_argument("--profile", action="store_true", help="of a step, by benchmarks/step_parts.py")
     parser.add_argument("--small", action="store_true", help="networks that a CPU trains, to try this script")
     args = parser.parse_args()
     if not args.ranks and not {"char", "modern"}.issuperset(args.jobs):
@@ -228,9 +192,7 @@ def main():
                     show(name, trainer, job, Outcome(*map(statistics.mean, columns)), "mean")
                     show(name, trainer, job, Outcome(*map(deviation, columns)), "standard deviation")
             if args.profile:
-                short = ["--steps=30", "--eval_every=30", "--eval_batches=1", "--log_every=5"]
-                spent = profile([*job.ours, *data, f"--name=bench-{name}", *short])
-                print(json.dumps({kind: round(ms, 2) for kind, ms in sorted(spent.items(), key=lambda x: -x[1])}))
+                subprocess.run([sys.executable, "benchmarks/step_parts.py", *job.ours, *data], check=True)
 
 
 if __name__ == "__main__":

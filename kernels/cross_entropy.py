@@ -150,8 +150,8 @@ def chunked_cross_entropy(
     (rows, width), vocabulary = x.shape, weight.shape[0]
     columns = -(-vocabulary // MULTIPLE) * MULTIPLE
     targets = targets.contiguous()
-    head = x.new_zeros(columns, width)
-    head[:vocabulary] = weight
+    head = x.new_empty(columns, width)
+    head[:vocabulary], head[vocabulary:] = weight, 0
     losses = torch.empty(rows, device=x.device, dtype=torch.float32)
     dx = x.new_empty(x.shape if gradients else 0)
     dhead = x.new_zeros(head.shape if gradients and rows == 0 else 0, dtype=torch.float32)

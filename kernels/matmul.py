@@ -2,7 +2,6 @@
 
     "activate":  h = a b^T + bias, and activation(h)
     "slope":     (a b^T) * activation'(h)
-    "add":       a b^T + residual
 
 cuBLAS and a kernel after it would write a b^T to memory and read it again. Programs are persistent: one warp loads
 operands by TMA, and two warpgroups multiply, each the 64 x 256 sums of its half of a tile. A finished tile stays in
@@ -45,13 +44,13 @@ slope = gluon.jit(activation.slope.fn)
 class Plan(NamedTuple):
     """Static choices of matmul_kernel: a constexpr argument."""
 
-    epilogue: str  # "activate", "slope", "add" or "none"
-    kind: str  # of the activation, or ""
+    epilogue: str  # "activate" or "slope"
+    kind: str  # of the activation
     stages: int  # steps of operands in shared memory
     ahead: int  # pieces of `other` loaded before they are needed
 
 
-AHEAD = {"activate": 0, "slope": 2, "add": 2, "none": 0}  # of a Plan, for each epilogue
+AHEAD = {"activate": 0, "slope": 2}  # of a Plan, for each epilogue
 STAGES = (4, 3)  # of a Plan: the first that divides the number of steps
 
 
@@ -124,18 +123,15 @@ def load_piece(other, place, NUMBER: gl.constexpr, PAIRS: gl.constexpr):
 
 @gluon.jit
 def finish_piece(pair, held, out, active, place, NUMBER: gl.constexpr, PAIRS: gl.constexpr, PLAN: gl.constexpr):
-    """Write a piece of a tile. held: the pieces of h or of the residual loaded so far, if the epilogue has one."""
+    """Write a piece of a tile. held: with "slope", the pieces of h loaded so far."""
     KIND: gl.constexpr = PLAN.kind
     offsets, exists = piece_offsets(place, NUMBER, PAIRS)
     if PLAN.epilogue == "activate":
         result = pack(activate(low(pair), KIND), activate(high(pair), KIND))
         gl.store(active + offsets, result, exists)
-    elif PLAN.epilogue == "slope":
+    else:
         other = held[NUMBER + 1]
         pair = pack(low(pair) * slope(low(other), KIND), high(pair) * slope(high(other), KIND))
-    elif PLAN.epilogue == "add":
-        other = held[NUMBER + 1]
-        pair = pack(low(pair) + low(other), high(pair) + high(other))
     gl.store(out + offsets, pair, exists)
 
 
@@ -286,13 +282,13 @@ def supports(rows, depth, columns):
     return columns % COLUMNS.value == 0 and stages_of(depth) is not None and 0 < rows * columns < 2**32
 
 
-def matmul(a, b, epilogue="none", *, kind="", bias=None, other=None):
+def matmul(a, b, epilogue, *, kind, bias=None, other=None):
     """a b^T in bfloat16 with sums in float32, and an epilogue.
 
     Args:
         a: [M, K]. b: [N, K] with N a multiple of 256, and K of 256 or 192: see supports(). bias: [N] or None.
-        epilogue: "none"; "activate", for (h, activation(h)) of the result h; "slope", for its product with
-            activation'(other); "add", for its sum with other. The result with its bias is rounded before the epilogue.
+        epilogue: "activate", for (h, activation(h)) of the result h; "slope", for its product with activation'(other).
+            The result with its bias is rounded before the epilogue.
         kind: of the activation: "gelu", "gelu_tanh" or "relu2". other: [M, N], or None.
 
     Returns:

@@ -1,16 +1,22 @@
-"""Benchmarks: flat.py, the control of attention.py, computes the same as the reference; sampling.py and recipes.py."""
+"""Benchmarks: flat.py, the control of attention.py, computes the same as the reference; sampling.py and recipes.py;
+the parts of a training step in step_parts.py.
+"""
 
+import re
 import shlex
 
 import pytest
 import torch
-from helpers import TINY
+from helpers import ROOT, TINY
 from problems import ON_GPU
 
 from attention.reference import reference_attention
 from benchmarks import recipes, sampling
 from benchmarks.flat import flat_attention
-from training.config import to_flags
+from benchmarks.step_parts import PARTS, floors, parts_of, step_table
+from model import GPTConfig
+from training.checkpoint import empty_model
+from training.config import load_config, to_flags
 
 
 @pytest.mark.slow
@@ -87,3 +93,58 @@ def test_a_series_of_recipes(books, folder, capsys):
     assert float(rows[0][4]) == pytest.approx((after[0].loss + after[2].loss) / 2, abs=1e-4)
     recipes.main([*argv, "3", "--seconds", "0"])
     assert "plain seed 3: no time is left" in capsys.readouterr().out
+
+
+KERNELS = """
+matmuls: nvjet_sm90_tst_192x128_64x5_1x2_h_bz_coopB_TNT
+attention: hopper_forward_kernel
+casts and copies: triton_poi_fused__to_copy_t_1
+matmuls: matmul_kernel
+norms and elementwise: triton_per_fused__to_copy_add_native_dropout_native_layer_norm_view_4
+casts and copies: void at::native::unrolled_elementwise_kernel<at::native::direct_copy_kernel_cuda(at::Tens
+head and cross-entropy: nvjet_sm90_tst_128x256_64x4_2x1_v_bz_coopA_TNN
+casts and copies: Memset (Device)
+head and cross-entropy: cross_entropy_hopper_kernel
+head and cross-entropy: nvjet_sm90_tst_128x256_64x4_2x1_v_bz_coopA_NNT
+head and cross-entropy: nvjet_sm90_tss_64x64_64x13_2x2_h_bz_splitK_NTT
+head and cross-entropy: void cublasLt::splitKreduce_kernel<32, 16, int, float, __nv_bfloat16, float
+norms and elementwise: triton_per_fused__to_copy_linear_cross_entropy_native_layer_norm_backward_7
+matmuls: nvjet_sm90_tst_128x128_64x6_1x4_h_bz_splitK_NTT
+matmuls: void cublasLt::splitKreduce_kernel<32, 16, int, float, __nv_bfloat16, float
+norms and elementwise: void at::native::reduce_kernel<128, 4, at::native::ReduceOp<float, at::native::func_wrapper
+other: void at_cuda_detail::cub::detail::radix_sort::DeviceRadixSortOnesweepKernel<at_cuda_detail::cub
+optimizer and clipping: void at::native::(anonymous namespace)::multi_tensor_apply_kernel<at::native::TensorListMetadata
+"""
+
+
+def test_parts_of_a_step():
+    expected, names = zip(*(line.split(": ", 1) for line in KERNELS.strip().splitlines()), strict=True)
+    assert list(zip(parts_of(names), names, strict=True)) == list(zip(expected, names, strict=True))
+
+
+def test_every_kernel_of_attention_is_known():
+    """By its whole name: a kernel elsewhere may be called the same with something before it."""
+    sources = [path.read_text() for path in (ROOT / "attention").rglob("*.py") if "decode" not in path.name]
+    names = sorted(name for text in sources for name in re.findall(r"^def (\w+_kernel)\(", text, re.MULTILINE))
+    assert len(names) > 10 and set(parts_of(names)) == {"attention"}
+    assert "attention" not in parts_of([f"other_{name}" for name in names])
+
+
+def test_floors_of_gpt2():
+    """As counted by hand in milliseconds, for 32 x 1,024 tokens at 4.24 TB/s and 757 TFLOP/s."""
+    config = GPTConfig(vocab_size=50304, block_size=1024, n_layer=12, n_head=12, n_embd=768)
+    found = floors(empty_model(config, "meta"), 32 * 1024, 4.24e12, 757e12)
+    expected = {
+        "attention": 2.86, "matmuls": 22.06, "head and cross-entropy": 10.03 + 1.555, "norms and elementwise": 2.28,
+        "optimizer and clipping": 0.94, "casts and copies": 0.295,
+    }  # fmt: skip
+    assert found == pytest.approx(expected, rel=0.01) and found.keys() < PARTS.keys()
+
+
+@pytest.mark.slow
+def test_table_of_a_step(folder):
+    options = TINY | dict(input="corpus.txt", attention="sdpa")
+    table = step_table(load_config([str(ROOT / "configs/shakespeare_char.py"), *to_flags(options)]))
+    rows = {row[1].strip(): row[2:4] for row in (line.split("|") for line in table.splitlines()) if len(row) > 3}
+    assert {*PARTS, "gaps", "whole step"} < set(rows) and float(rows["whole step"][0]) > 0
+    assert "2 layers of width 32, 8 x 32 tokens" in table
