@@ -173,6 +173,29 @@ def test_too_little_host_memory_for_a_checkpoint(run, monkeypatch):
     one_sentence(err, "host memory", "GB")
 
 
+@pytest.mark.parametrize(
+    "folder, limit, free",
+    [
+        ("", "max", 9000 * 1024),
+        ("", 100, 45),  # of a container
+        ("a/b", 100, 45),  # of a batch job
+        ("a", 100, 45),
+        ("c", 100, 9000 * 1024),
+        ("memory/a", 100, 47),  # version 1
+    ],
+)
+def test_a_limit_on_host_memory_counts(tmp_path, folder, limit, free):
+    version_1 = folder.startswith("memory")
+    names = ["memory.limit_in_bytes", "memory.usage_in_bytes"] if version_1 else ["memory.max", "memory.current"]
+    files = {f"sys/fs/cgroup/{folder}/{name}": str(value) for name, value in zip(names, (limit, 60), strict=True)}
+    files[f"sys/fs/cgroup/{folder}/memory.stat"] = "inactive_file 5\ntotal_inactive_file 7\n"
+    files |= {"proc/meminfo": "MemFree: 1 kB\nMemAvailable:  9000 kB\n", "proc/self/cgroup": "4:memory:/a\n0::/a/b\n"}
+    for name, text in files.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(text)
+    assert network.free_host_memory(tmp_path) == free
+
+
 def test_auto_takes_fsdp_if_the_state_does_not_fit(monkeypatch, capsys):
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (0, 80 * 10**9))
     ranks = Ranks(0, 2, "cuda:0")
