@@ -15,11 +15,10 @@ from model import require, rotary_angles
 from training.checkpoint import empty_model
 from training.config import resolve_dtype
 from training.fsdp import put, shard
+from training.optimizer import moment_bytes
 from training.start import compile_mode
 
-STATE_BYTES = 16  # of a parameter: float32 weight, gradient and two moments
-SAVED_BYTES = 12  # of a parameter in a checkpoint, which has no gradients
-STATE_SHARE = 0.8  # of a GPU's memory that these may take; the rest is for activations
+STATE_SHARE = 0.8  # of a GPU's memory that weights, gradients and moments may take; the rest is for activations
 # controllers of a line of /proc/self/cgroup -> folder, files with the limit and the usage, field of memory.stat
 CGROUP_FILES = {
     "": ("", "memory.max", "memory.current", "inactive_file"),
@@ -45,10 +44,11 @@ def make_model(config, tokenizer, ranks):
         require_fp8(ranks.device, resolve_dtype(config.dtype, ranks.device))
     network = config.model(tokenizer)
     model = empty_model(network, "meta")
-    parameters = sum(p.numel() for p in model.parameters())
-    ranks = ranks._replace(sharded=ranks.share(use_fsdp(parameters, config, ranks)))
+    weights = sum(4 * p.numel() for p in model.parameters())  # bytes in float32; gradients take as many
+    saved = weights + moment_bytes(model, config)
+    ranks = ranks._replace(sharded=ranks.share(use_fsdp(saved + weights, config, ranks)))
     if ranks.rank == 0:
-        require_host_memory(parameters * (SAVED_BYTES + STATE_BYTES * config.cpu_offload))
+        require_host_memory(saved + (saved + weights) * config.cpu_offload)
     if ranks.sharded:
         dtype = resolve_dtype(config.dtype, ranks.device)
         scaled = dtype == torch.float16
@@ -81,11 +81,14 @@ def materialise(model, device, parameter_device=None):
         model.rotary_cos, model.rotary_sin = (x.to(device) for x in rotary_angles(model.config))
 
 
-def use_fsdp(parameters, config, ranks):
-    """Whether a network of so many parameters is spread over the ranks; says so if --parallel leaves it open."""
+def use_fsdp(need, config, ranks):
+    """Whether a network is spread over the ranks; says so if --parallel leaves it open.
+
+    need: bytes of its weights, gradients and moments.
+    """
     if config.parallel != "auto" or ranks.world == 1 or not ranks.on_gpu:
         return config.parallel == "fsdp"
-    need, memory = STATE_BYTES * parameters, torch.cuda.mem_get_info(ranks.device)[1]
+    memory = torch.cuda.mem_get_info(ranks.device)[1]
     too_large = need > STATE_SHARE * memory
     if too_large and ranks.rank == 0:
         print(
@@ -125,8 +128,8 @@ def require_host_memory(need):
     free = free_host_memory()
     require(
         need <= free,
-        f"a checkpoint is gathered in {need / 1e9:.1f} GB of rank 0's host memory, of which {free / 1e9:.1f} GB are "
-        "free; take a smaller network or a host with more memory",
+        f"checkpoints, and all that cpu_offload moves, take {need / 1e9:.1f} GB of host memory, of which "
+        f"{free / 1e9:.1f} GB are free; take a smaller network or a host with more memory",
     )
 
 
