@@ -15,6 +15,8 @@ from benchmarks import distributed, recipes, sampling
 from benchmarks.flat import flat_attention
 from training.config import to_flags
 
+IN_PROC = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="finds processes in /proc")
+
 
 @pytest.mark.slow
 @pytest.mark.parametrize("dim", [64, 128 if ON_GPU else 16])  # loaded through pointers and by TMA
@@ -39,6 +41,7 @@ def test_sampling(capsys):
     assert len(rows) == 2 + 2 + 2 + 3 * 2 * 2 and min(rates) > 0 and "failed" not in out
 
 
+@IN_PROC
 def test_distributed_runs_every_part_and_leaves_nothing_behind(capsys):
     """Though each has no time, or a command that fails; the program then ends with an error."""
     with pytest.raises(SystemExit, match="one losses kill"):
@@ -48,6 +51,7 @@ def test_distributed_runs_every_part_and_leaves_nothing_behind(capsys):
     assert all("no time is left" in line for line in out)
 
 
+@IN_PROC
 def test_distributed_ends_ranks_whose_launcher_has_ended(folder):
     subprocess.run(["sh", "-c", "setsid sleep 600 &"], check=True)
     assert len(distributed.runs_here()) == 1
@@ -56,7 +60,7 @@ def test_distributed_ends_ranks_whose_launcher_has_ended(folder):
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="finds processes in /proc")
+@IN_PROC
 def test_distributed(capsys):
     distributed.main(["--small", "--gpus", "1", "2", "--parts", "losses", "kill"])
     out = capsys.readouterr().out
