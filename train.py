@@ -50,7 +50,7 @@ def train(config):
 
     model, ranks = make_model(config, corpus.tokenizer, ranks)
     if config.init_from and not saved:
-        load_pretrained(model, config.init_from, corpus.tokenizer)
+        load_pretrained(model, config.init_from, corpus.tokenizer, ranks)
     optimizer = make_optimizer(model, config, ranks)
     micro_batch = choose_micro_batch(model, config, ranks, saved.get("take_step", {}).get("micro_batch"))
     # the same tokens for any micro-batch

@@ -4,6 +4,8 @@ the parts of a training step in step_parts.py.
 
 import re
 import shlex
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -11,12 +13,14 @@ from helpers import ROOT, TINY
 from problems import ON_GPU
 
 from attention.reference import reference_attention
-from benchmarks import recipes, sampling
+from benchmarks import distributed, recipes, sampling
 from benchmarks.flat import flat_attention
 from benchmarks.step_parts import PARTS, floors, parts_of, step_table
 from model import GPTConfig
 from training.checkpoint import empty_model
 from training.config import load_config, to_flags
+
+IN_PROC = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="finds processes in /proc")
 
 
 @pytest.mark.slow
@@ -40,6 +44,35 @@ def test_sampling(capsys):
     rows = [line.split("|")[1:-1] for line in out.splitlines() if line.startswith("|")]
     rates = [float(row[index].replace(",", "")) for row, index in ((rows[2], 1), (rows[3], 1), (rows[6], 3))]
     assert len(rows) == 2 + 2 + 2 + 3 * 2 * 2 and min(rates) > 0 and "failed" not in out
+
+
+@IN_PROC
+def test_distributed_runs_every_part_and_leaves_nothing_behind(capsys):
+    """Though each has no time, or a command that fails; the program then ends with an error."""
+    with pytest.raises(SystemExit, match="one losses kill"):
+        distributed.main(["--small", "--gpus", "1", "--seconds", "0", "--parts", "one", "losses", "kill"])
+    out = capsys.readouterr().out.splitlines()
+    assert [line.split()[0] for line in out] == ["one"] * 3 + ["losses", "kill"]
+    assert all("no time is left" in line for line in out)
+
+
+@IN_PROC
+def test_distributed_ends_ranks_whose_launcher_has_ended(folder):
+    subprocess.run(["sh", "-c", "setsid sleep 600 &"], check=True)
+    assert len(distributed.runs_here()) == 1
+    distributed.end_runs()
+    assert not distributed.runs_here()
+
+
+@pytest.mark.slow
+@IN_PROC
+def test_distributed(capsys):
+    distributed.main(["--small", "--gpus", "1", "2", "--parts", "losses", "kill"])
+    out = capsys.readouterr().out
+    assert len(re.findall(r"2 GPUs  (ddp|fsdp)2 resumed +weights equal True", out)) == 2, out
+    differences = [float(number) for number in re.findall(r"difference.* (\S+)\n", out)]
+    assert len(differences) == 6 and max(differences) < 1e-4, out
+    assert len(re.findall(r"kill.*resumed from \d+ +to \d+ +ended after [\d.]+ s", out)) == 2, out
 
 
 BOOKS = {f"{name}/book {number}.md": f"{name} {number} " * 300 for name in ("Ann", "Bob") for number in range(30)}

@@ -27,6 +27,8 @@ from helpers import (
     wait_for,
 )
 
+from training.weights import export
+
 CHECKPOINT = "runs/run/checkpoint.pt"
 slow = pytest.mark.slow
 
@@ -150,13 +152,21 @@ def test_an_error_of_rank_0_ends_all(folder):
     assert "[rank" not in result.stderr, result.stderr  # a traceback of a rank
 
 
+def start_on_hosts(folders, *argv, **options):
+    """Processes with a folder each, which stand for hosts with one rank each."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = str(free.getsockname()[1])
+    place = dict(WORLD_SIZE=str(len(folders)), LOCAL_RANK="0", MASTER_ADDR="127.0.0.1", MASTER_PORT=port)
+    return [
+        start(folder, *argv, variables=place | {"RANK": str(rank)}, **options) for rank, folder in enumerate(folders)
+    ]
+
+
 @slow
 @pytest.mark.parametrize("differs", ["text", "run"])
 def test_hosts_need_the_same_text_but_not_the_checkpoint(folder, run, differs):
-    """Two processes with their own folders stand for two hosts; the first one reads the checkpoint for both."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        place = dict(WORLD_SIZE="2", LOCAL_RANK="0", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(free.getsockname()[1]))
+    """The first one reads the checkpoint for both."""
     assert run(steps=4, eval_every=2, micro_batch=4)[0] == 0
     folders = [folder / "host0", folder / "host1"]
     for host in folders:
@@ -169,7 +179,7 @@ def test_hosts_need_the_same_text_but_not_the_checkpoint(folder, run, differs):
         for path in (folders[1] / "runs/run").glob("*.pt"):
             path.unlink()
         argv = ["--resume", "runs/run", "--steps", "6", "--allow_changes"]
-    hosts = [start(host, *argv, variables=place | {"RANK": str(rank)}, **FAST) for rank, host in enumerate(folders)]
+    hosts = start_on_hosts(folders, *argv, **FAST)
     if differs == "run":
         finish(hosts[0]), finish(hosts[1])
         assert contents(folders[0] / CHECKPOINT)["step"] == 6
@@ -177,6 +187,24 @@ def test_hosts_need_the_same_text_but_not_the_checkpoint(folder, run, differs):
     _, err = finish(hosts[1], code=1)
     one_sentence(err.replace("error on rank 1: ", "error: "), "rank 0", "hosts")
     finish(hosts[0], code=1)
+
+
+@slow
+@pytest.mark.parametrize("parallel", ["ddp", "fsdp"])
+def test_only_rank_0_reads_the_weights_that_a_run_begins_with(folder, run, parallel):
+    """On the other host their file is empty."""
+    assert run(name="first")[0] == 0
+    export("runs/first", "out")
+    hosts = [folder / "host0", folder / "host1"]
+    for host in hosts:
+        shutil.copytree("out", host / "out")
+        shutil.copy("corpus.txt", host)
+    (hosts[1] / "out/model.safetensors").write_bytes(b"")
+    options = dict(init_from="out", steps=2, eval_every=2, dropout=0, block_size=16)
+    assert run(name="whole", **options)[0] == 0
+    for process in start_on_hosts(hosts, **FAST | options | dict(parallel=parallel)):
+        finish(process)
+    assert losses(hosts[0]) == pytest.approx(losses(folder, "whole"), rel=1e-5)
 
 
 @slow

@@ -1,14 +1,16 @@
 """Networks that do not fit on one GPU: FSDP, host memory, checkpointed activations, saving apart from evaluation."""
 
+import runpy
 import shutil
 import socket
 from collections import Counter
 
 import pytest
 import torch
-from helpers import FAST, ON_GPU, PATHS, contents, equal, finish, losses, metrics, one_sentence, same, start
+from helpers import FAST, ON_GPU, PATHS, ROOT, contents, equal, finish, losses, metrics, one_sentence, same, start
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from data import make_tokenizer
 from model import GPT
 from training import network
 from training.config import Config
@@ -167,17 +169,54 @@ def test_fsdp_needs_torchrun(run):
 
 
 def test_too_little_host_memory_for_a_checkpoint(run, monkeypatch):
-    monkeypatch.setattr(network, "SAVED_BYTES", 10**12)
+    monkeypatch.setattr(network, "free_host_memory", lambda: 10**5)
     code, err = run()
     assert code == 1
     one_sentence(err, "host memory", "GB")
 
 
+@pytest.mark.parametrize(
+    "options, need",
+    [({}, "25.9 GB"), (dict(optimizer="adamw"), "37.0 GB"), (dict(parallel="fsdp", cpu_offload=True), "64.1 GB")],
+    ids=str,
+)
+def test_memory_that_a_network_of_3_billion_parameters_needs(monkeypatch, options, need):
+    """Muon keeps one moment for most of them; docs/distributed.md has the same figures."""
+    monkeypatch.setattr(network, "free_host_memory", lambda: 10**9)
+    settings = runpy.run_path(str(ROOT / "configs/modern_3b.py"))
+    config = Config(**{name: settings[name] for name in settings.keys() & Config.__dataclass_fields__} | options)
+    with pytest.raises(ValueError, match=f" {need} of host memory"):
+        network.make_model(config, make_tokenizer("bytes"), Ranks(0, 1, "cpu"))
+
+
+@pytest.mark.parametrize(
+    "folder, limit, free",
+    [
+        ("", "max", 9000 * 1024),
+        ("", 100, 45),  # of a container
+        ("a/b", 100, 45),  # of a batch job
+        ("a", 100, 45),
+        ("c", 100, 9000 * 1024),
+        ("memory/a", 100, 47),  # version 1
+    ],
+)
+def test_a_limit_on_host_memory_counts(tmp_path, folder, limit, free):
+    version_1 = folder.startswith("memory")
+    names = ["memory.limit_in_bytes", "memory.usage_in_bytes"] if version_1 else ["memory.max", "memory.current"]
+    files = {f"sys/fs/cgroup/{folder}/{name}": str(value) for name, value in zip(names, (limit, 60), strict=True)}
+    files[f"sys/fs/cgroup/{folder}/memory.stat"] = "inactive_file 5\ntotal_inactive_file 7\n"
+    files |= {"proc/meminfo": "MemFree: 1 kB\nMemAvailable:  9000 kB\n", "proc/self/cgroup": "4:memory:/a\n0::/a/b\n"}
+    for name, text in files.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(text)
+    assert network.free_host_memory(tmp_path) == free
+
+
 def test_auto_takes_fsdp_if_the_state_does_not_fit(monkeypatch, capsys):
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (0, 80 * 10**9))
     ranks = Ranks(0, 2, "cuda:0")
-    assert not network.use_fsdp(4 * 10**9, Config(), ranks) and not capsys.readouterr().out
-    assert network.use_fsdp(4 * 10**9 + 10**6, Config(), ranks)
+    assert not network.use_fsdp(64 * 10**9, Config(), ranks) and not capsys.readouterr().out
+    assert network.use_fsdp(64 * 10**9 + 10**7, Config(), ranks)
     assert "FSDP" in (said := capsys.readouterr().out) and "64.0 GB" in said and "80.0 GB" in said
     assert not network.use_fsdp(10**12, Config(parallel="ddp"), ranks)
     assert network.use_fsdp(1, Config(parallel="fsdp"), ranks)

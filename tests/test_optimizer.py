@@ -9,7 +9,7 @@ from model import GPT, GPTConfig
 from training import optimizer
 from training.config import Config
 from training.distributed import Ranks
-from training.optimizer import Muon, learning_rate, make_optimizer, orthogonal, set_learning_rate
+from training.optimizer import Muon, learning_rate, make_optimizer, moment_bytes, orthogonal, set_learning_rate
 
 
 @pytest.fixture
@@ -170,3 +170,15 @@ def test_cooldown():
     assert rates[9] < 1.0 and rates[10:81] == pytest.approx([1.0] * 71)
     assert rates[90] == pytest.approx(0.55) and rates[100] == pytest.approx(0.1)
     assert learning_rate(50, Config(steps=100, warmup_steps=0, cooldown=1.0)) == pytest.approx((1e-3 + 1e-4) / 2)
+
+
+@pytest.mark.parametrize("kind", ["adamw", "muon"])
+def test_bytes_of_the_moments(model, kind):
+    """After a step the optimizer holds as many, apart from counts of steps."""
+    config = Config(optimizer=kind)
+    optimizer = make_optimizer(model, config, Ranks(0, 1, "cpu"))
+    for p in model.parameters():
+        p.grad = torch.ones_like(p)
+    optimizer.step()
+    moments = [x for state in optimizer.state.values() for x in state.values() if x.dim()]
+    assert moment_bytes(model, config) == sum(x.numel() * x.element_size() for x in moments)

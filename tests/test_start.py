@@ -2,6 +2,7 @@
 
 import re
 import sys
+from contextlib import nullcontext
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -64,6 +65,18 @@ def test_the_network_is_compiled_once_and_stays_as_it_is():
     tokens, targets = torch.randint(256, (2, config.batch_size, config.block_size))
     network(tokens, targets).backward()
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == graphs == 1
+
+
+@pytest.mark.parametrize("error, ends", [(torch.OutOfMemoryError, False), (RuntimeError, True)])
+def test_only_a_lack_of_memory_leaves_the_compilation_to_the_first_step(error, ends):
+    """The threads that compile kernels take memory beside it."""
+    config, _ = make_config(compile="model")
+
+    def network(tokens, targets):
+        raise error
+
+    with pytest.raises(error) if ends else nullcontext():
+        compile_network(network, config, Ranks(0, 1, "cpu"), config.batch_size)
 
 
 def test_the_start_is_printed_by_part(folder, capsys):

@@ -249,15 +249,22 @@ def empty_model(config, device="cpu"):
     return model if device == "meta" else model.to(device)  # rotary angles are made on the CPU
 
 
-@torch.no_grad()
 def load_weights(model, contents, ranks):
     """Copy the weights of a loaded checkpoint into a GPT; ValueError if its configuration differs."""
     saved = asdict(GPTConfig(**contents["model_config"]))
     for name, value in asdict(model.config).items():
         same = saved[name] == value or name in HERE_ONLY
         require(same, f"the checkpoint holds another model: its {name} is {saved[name]!r}, not {value!r}")
+    copy_weights(model, contents["model"], ranks)
+
+
+@torch.no_grad()
+def copy_weights(model, weights, ranks):
+    """Copy a state_dict that rank 0 has (the other ranks need none) into a GPT on all ranks, one tensor at a time."""
     for name, parameter in model.state_dict().items():
-        parameter.copy_(from_rank_0(contents["model"][name], parameter, ranks))
+        here = ranks.rank == 0
+        whole = weights[name] if here else torch.empty(parameter.shape, dtype=parameter.dtype, device="meta")
+        parameter.copy_(from_rank_0(whole, parameter, ranks))
 
 
 def map_tensors(function, value):

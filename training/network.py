@@ -1,6 +1,8 @@
 """The network of a run: whole or spread over the ranks, its first weights, checkpointed activations, compilation."""
 
+import math
 import re
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 
@@ -13,11 +15,15 @@ from model import require, rotary_angles
 from training.checkpoint import empty_model
 from training.config import resolve_dtype
 from training.fsdp import put, shard
+from training.optimizer import moment_bytes
 from training.start import compile_mode
 
-STATE_BYTES = 16  # of a parameter: float32 weight, gradient and two moments
-SAVED_BYTES = 12  # of a parameter in a checkpoint, which has no gradients
-STATE_SHARE = 0.8  # of a GPU's memory that these may take; the rest is for activations
+STATE_SHARE = 0.8  # of a GPU's memory that weights, gradients and moments may take; the rest is for activations
+# controllers of a line of /proc/self/cgroup -> folder, files with the limit and the usage, field of memory.stat
+CGROUP_FILES = {
+    "": ("", "memory.max", "memory.current", "inactive_file"),
+    "memory": ("memory", "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
+}
 # beginnings of the names of ops whose results are kept
 EXPENSIVE = (
     "aten.mm.", "aten.addmm.", "aten._scaled_mm.", "aten._scaled_dot_product_", "attention.forward.", "gpt.mlp.",
@@ -38,10 +44,11 @@ def make_model(config, tokenizer, ranks):
         require_fp8(ranks.device, resolve_dtype(config.dtype, ranks.device))
     network = config.model(tokenizer)
     model = empty_model(network, "meta")
-    parameters = sum(p.numel() for p in model.parameters())
-    ranks = ranks._replace(sharded=ranks.share(use_fsdp(parameters, config, ranks)))
+    weights = sum(4 * p.numel() for p in model.parameters())  # bytes in float32; gradients take as many
+    saved = weights + moment_bytes(model, config)
+    ranks = ranks._replace(sharded=ranks.share(use_fsdp(saved + weights, config, ranks)))
     if ranks.rank == 0:
-        require_host_memory(parameters * (SAVED_BYTES + STATE_BYTES * config.cpu_offload))
+        require_host_memory(saved + (saved + weights) * config.cpu_offload)
     if ranks.sharded:
         dtype = resolve_dtype(config.dtype, ranks.device)
         scaled = dtype == torch.float16
@@ -74,11 +81,14 @@ def materialise(model, device, parameter_device=None):
         model.rotary_cos, model.rotary_sin = (x.to(device) for x in rotary_angles(model.config))
 
 
-def use_fsdp(parameters, config, ranks):
-    """Whether a network of so many parameters is spread over the ranks; says so if --parallel leaves it open."""
+def use_fsdp(need, config, ranks):
+    """Whether a network is spread over the ranks; says so if --parallel leaves it open.
+
+    need: bytes of its weights, gradients and moments.
+    """
     if config.parallel != "auto" or ranks.world == 1 or not ranks.on_gpu:
         return config.parallel == "fsdp"
-    need, memory = STATE_BYTES * parameters, torch.cuda.mem_get_info(ranks.device)[1]
+    memory = torch.cuda.mem_get_info(ranks.device)[1]
     too_large = need > STATE_SHARE * memory
     if too_large and ranks.rank == 0:
         print(
@@ -89,16 +99,37 @@ def use_fsdp(parameters, config, ranks):
     return too_large
 
 
+def free_host_memory(root="/"):
+    """Bytes of host memory that this process may still take: what Linux says is available, or what a limit leaves.
+
+    Limits are those of a container or a batch system: of the process's control group and the groups around it, in
+    version 2 or 1. Cached files that Linux can drop count as free. Infinity where nothing is known.
+    """
+    root, free = Path(root), [math.inf]
+    with suppress(OSError, TypeError):
+        free.append(1024 * int(re.search(r"MemAvailable: *(\d+) kB", (root / "proc/meminfo").read_text())[1]))
+    with suppress(OSError):
+        for line in (root / "proc/self/cgroup").read_text().splitlines():
+            _, controllers, group = line.split(":", 2)
+            if controllers not in CGROUP_FILES:
+                continue
+            place, limit, usage, cached = CGROUP_FILES[controllers]
+            own = root / "sys/fs/cgroup" / place / group.strip("/")
+            for folder in (own, *own.parents):
+                with suppress(OSError, ValueError):  # no limit here: no file, or "max"
+                    used = int((folder / usage).read_text())
+                    cache = int(dict(map(str.split, (folder / "memory.stat").read_text().splitlines()))[cached])
+                    free.append(int((folder / limit).read_text()) - used + cache)
+    return min(free)
+
+
 def require_host_memory(need):
-    """ValueError if Linux says that less than `need` bytes of host memory are free."""
-    try:
-        free = 1024 * int(re.search(r"MemAvailable: *(\d+) kB", Path("/proc/meminfo").read_text())[1])
-    except (OSError, TypeError):
-        return
+    """ValueError if less than `need` bytes of host memory are free."""
+    free = free_host_memory()
     require(
         need <= free,
-        f"a checkpoint is gathered in {need / 1e9:.1f} GB of rank 0's host memory, of which {free / 1e9:.1f} GB are "
-        "free; take a smaller network or a host with more memory",
+        f"checkpoints, and all that cpu_offload moves, take {need / 1e9:.1f} GB of host memory, of which "
+        f"{free / 1e9:.1f} GB are free; take a smaller network or a host with more memory",
     )
 
 

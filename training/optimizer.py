@@ -66,6 +66,15 @@ def parameter_groups(model, config):
     ]
 
 
+def moment_bytes(model, config):
+    """Bytes that the optimizer keeps for a whole GPT: a float32 moment for each number in Muon's matrices, else two.
+
+    NorMuon's average, one number for each row, is left out.
+    """
+    groups = parameter_groups(model, config)
+    return sum(4 * p.numel() * (1 if "momentum" in group else 2) for group in groups for p in group["params"])
+
+
 def learning_rate(step, config):
     """Learning rate of a step: linear warm-up, then cosine decay, or constant with a linear cooldown at the end."""
     if step < config.warmup_steps:

@@ -115,10 +115,18 @@ def compile_mode(config, ranks):
 def compile_network(network, config, ranks, micro_batch):
     """Compile the network now, forward and backward, by a pass over zeros; weights and their .grad stay as they are.
 
-    Not with DDP or FSDP, which compile in the first step, in which they must see the gradients.
+    Not with DDP or FSDP, which compile in the first step, in which they must see the gradients. Nor if memory is short:
+    KernelsAhead takes some meanwhile, which the first step has for itself.
     """
     if ranks.world > 1 or ranks.sharded or compile_mode(config, ranks) == "off":
         return
+    with suppress(torch.OutOfMemoryError):
+        pass_over_zeros(network, config, ranks, micro_batch)
+    if ranks.on_gpu:
+        torch.cuda.empty_cache()  # the step may run on another stream, which could not use this memory
+
+
+def pass_over_zeros(network, config, ranks, micro_batch):
     # two tensors: given one twice, it would be compiled for that
     tokens, targets = (
         torch.zeros(micro_batch, config.block_size, dtype=torch.int64, device=ranks.device) for _ in range(2)
@@ -126,6 +134,3 @@ def compile_network(network, config, ranks, micro_batch):
     with autocast(config.dtype, ranks.device):
         loss = network(tokens, targets)
     torch.autograd.grad(loss, list(network.parameters()))
-    del loss
-    if ranks.on_gpu:
-        torch.cuda.empty_cache()  # the step may run on another stream, which could not use this memory

@@ -28,8 +28,7 @@ from data.tokenizer_json import tokenizer_json, vocabulary_of
 from generation import Sampling
 from model import GPTConfig, require
 from training.card import model_card
-from training.checkpoint import HERE_ONLY, checkpoints, empty_model, load_first, newest_run
-from training.fsdp import put
+from training.checkpoint import HERE_ONLY, checkpoints, copy_weights, empty_model, load_first, newest_run
 
 GPT2_SIZES = ("gpt2", "gpt2-medium", "gpt2-large", "gpt2-xl")
 GPT2_VOCABULARY = 50257
@@ -158,13 +157,22 @@ def network_options(name):
     return options | {"tokenizer": tokenizer if tokenizer in UNTRAINED else f"run:{name}"}
 
 
-def load_pretrained(model, name, tokenizer):
-    """Copy the weights that --init_from names into a GPT; its context may be shorter than theirs.
+def load_pretrained(model, name, tokenizer, ranks):
+    """Copy the weights that --init_from names into a GPT, whose context may be shorter than theirs.
+
+    Rank 0 reads them and sends them to the other ranks.
 
     Raises:
         ValueError: the network or the tokenizer is another; and as of read().
     """
-    found, config = read(name), model.config
+    weights = _weights_for(model.config, name, tokenizer) if ranks.rank == 0 else None
+    ranks.share(None)  # the other ranks wait here, where a download may take long and an error of rank 0 is noticed
+    copy_weights(model, weights, ranks)
+
+
+def _weights_for(config, name, tokenizer):
+    """The weights that `name` names, for a GPTConfig and a tokenizer; errors as of load_pretrained()."""
+    found = read(name)
     for option, value in asdict(found.config).items():
         asked = getattr(config, option)
         fits = asked == value or option in HERE_ONLY or (option == "block_size" and asked < value)
@@ -174,9 +182,7 @@ def load_pretrained(model, name, tokenizer):
     weights = dict(found.weights)
     if config.position == "learned":
         weights["embed_position.weight"] = weights["embed_position.weight"][: config.block_size]
-    with torch.no_grad():
-        for name, parameter in model.state_dict().items():
-            put(parameter, weights[name])
+    return weights
 
 
 def _read_hugging_face(path, weights):
