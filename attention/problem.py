@@ -7,7 +7,7 @@ import torch
 from .reference import drop_probability
 from .score import Rule, Terms
 from .table import float32_precision, launches_for, way
-from .tiles import Ragged, Tile, View, pair_view, rows_view, view
+from .tiles import Ragged, Tile, View, pair_view, per_head_view, rows_view, view
 
 
 class Problem(NamedTuple):
@@ -83,7 +83,14 @@ def of_tensors(options):
     dropout = drop_probability(options.dropout)
     return dict(
         ragged=Ragged(options.lengths, options.q_starts, options.k_starts, options.prefix_lengths),
-        terms=Terms(options.scale, dropout, options.seed, pair_view(options.bias), rows_view(options.gate)),
+        terms=Terms(
+            options.scale,
+            dropout,
+            options.seed,
+            pair_view(options.bias),
+            rows_view(options.gate),
+            per_head_view(options.alibi_slopes),
+        ),
     )
 
 

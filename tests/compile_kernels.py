@@ -134,6 +134,7 @@ def launch_kernels(dtype, dim, causal, group, features=False, length=4096, ways=
             bias=q.new_empty(2, 2 * group, length, length),
             gate=q.new_empty(2, 2 * group, length, dtype=torch.float64) if causal else None,
             sink=q.new_empty(2 * group),
+            alibi_slopes=q.new_empty(2 * group, dtype=torch.float32).expand(2, -1),
             seed=q.new_empty(1, dtype=torch.int64),
             lengths=q.new_empty(2, dtype=torch.int32),
             window=1000,
@@ -189,11 +190,12 @@ def launch_decode_kernels(dtype, dim, causal, group, features=False, length=4096
     decode_kernel.processors = lambda device: 132
     q, k = (torch.empty(2, n, h, dim, dtype=dtype, device="meta") for n, h in ((1, 2 * group), (length, 2)))
     lengths = q.new_empty(2, dtype=torch.int32)
-    options = DecodeOptions(None, None, 0, 0.0, scale=dim**-0.5, ring=False, triton=True)
+    options = DecodeOptions(None, None, None, 0, 0.0, scale=dim**-0.5, ring=False, triton=True)
     if features:
         q = q.expand(2, 3, 2 * group, dim)
         decay_sum = q.new_empty(2, length, 2 * group, dtype=torch.float64)
-        options = DecodeOptions(decay_sum, q.new_empty(2 * group), 300, 30.0, dim**-0.5, ring=True, triton=True)
+        slopes, sink = (q.new_empty(*shape, dtype=torch.float32) for shape in ((2, 2 * group), (2 * group,)))
+        options = DecodeOptions(decay_sum, slopes, sink, 300, 30.0, dim**-0.5, ring=True, triton=True)
     decode_kernel.launch_decode(q, k, k, lengths, options)
 
 
