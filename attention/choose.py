@@ -225,8 +225,6 @@ def hopper_lacks(call):
         return "bias"
     if call.decay is not None:
         return "decay"
-    if call.alibi_slopes is not None:
-        return "alibi_slopes"
     if call.prefix_lengths is not None:
         return "prefix_lengths"
     if not 40 <= q.shape[-1] <= 256:

@@ -28,6 +28,7 @@ class Rule(NamedTuple):
     sink: bool  # whether the softmax has a sink
     ring: int = 0  # slots of a ring cache, in which position p is in slot p % ring; 0 = each position has its own
     prefix: bool = False  # whether all queries see the first keys of a sequence
+    alibi: bool = False  # whether scores fall with the distance
 
 
 class Terms(NamedTuple):
@@ -115,8 +116,11 @@ def tanh(x):
 
 @triton.jit
 def slope2(slopes, head, seq):
-    """ALiBi's slope of a head, in base 2."""
-    return tl.load(address(slopes, seq.index, head, 0)) * LOG2E
+    """ALiBi's slope of a head, in base 2; 0 without slopes."""
+    slope = 0.0
+    if slopes is not None:
+        slope = tl.load(address(slopes, seq.index, head, 0)) * LOG2E
+    return slope
 
 
 @triton.jit

@@ -152,7 +152,7 @@ def launch_kernels(dtype, dim, causal, group, features=False, length=4096, ways=
 
 
 UNEVEN = 4095  # a length that no tile divides
-HOPPER_FEATURES = ("window", "softcap", "sink", "max_logit", "dropout")
+HOPPER_FEATURES = ("window", "softcap", "sink", "max_logit", "dropout", "alibi")
 
 
 def launch_hopper_kernels(dtype, dim, causal, group, features=(), length=4096, bounds=None):
@@ -173,7 +173,10 @@ def launch_hopper_kernels(dtype, dim, causal, group, features=(), length=4096, b
             starts = q.new_empty(batch + 1, dtype=torch.int32)
             options = options._replace(q_starts=starts, k_starts=starts, max_q_len=length, max_k_len=length)
         values = dict(window=1000, softcap=30.0, sink=q.new_empty(2 * group), max_logit=True, dropout=0.1)
-        options = options._replace(**{name: values[name] for name in features})
+        options = options._replace(**{name: values[name] for name in features if name in values})
+        if "alibi" in features:
+            slopes = q.new_empty(2 * group, dtype=torch.float32)
+            options = options._replace(alibi_slopes=slopes.expand(batch, -1))
         if options.dropout:
             options = options._replace(seed=q.new_empty(1, dtype=torch.int64))
         for dropout in {options.dropout, 2 * options.dropout}:  # another probability compiles nothing
