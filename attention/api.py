@@ -6,7 +6,7 @@ import torch
 
 from . import ops
 from .call import Call
-from .checks import DTYPES, check_is_tensor, check_qkv, pair
+from .checks import DTYPES, check_is_tensor, check_qkv, count_sequences, pair
 from .choose import decide
 from .reference import reference_attention
 from .sdpa import sdpa_attention
@@ -17,8 +17,8 @@ AUTOCAST_DEVICES = frozenset(d for d in ("cpu", "cuda", "mps", "xpu") if torch.a
 
 def attention(
     q, k, v, *, causal=True, window=None, scale=None, softcap=None, dropout=0.0, seed=None, bias=None, decay=None,
-    sink=None, lengths=None, cu_seqlens=None, max_seqlen=None, prefix_lengths=None, return_lse=False,
-    return_max_logit=False, impl="auto",
+    alibi_slopes=None, sink=None, lengths=None, cu_seqlens=None, max_seqlen=None, prefix_lengths=None,
+    return_lse=False, return_max_logit=False, impl="auto",
 ):  # fmt: skip
     """Scaled dot-product attention, exact, in O(T) memory: dropout(softmax(mask(cap(scale q k^T) + terms))) v per head.
 
@@ -45,8 +45,10 @@ def attention(
         bias: floating tensor broadcastable to [B, H, Tq, Tk], added to the scores; -inf hides a key, and so does all
             below -2.3e38, such as float32's least number. Has a gradient, which costs one more pass over the scores.
         decay: [B, Tk, H] float32 or float64, log forget gate of each key's token, <= 0: a score of query position i
-            and key j gets sum(decay[j + 1 .. i]). Needs causal. A constant gives ALiBi. -1e4 forgets all before; past
-            about -1e9 later gates lose digits. Has a gradient.
+            and key j gets sum(decay[j + 1 .. i]). Needs causal. -1e4 forgets all before; past about -1e9 later gates
+            lose digits. Has a gradient.
+        alibi_slopes: [H] or [B, H] float32, with cu_seqlens [H] or [N, H]: a score of query position i and key j gets
+            -slope |i - j|, as in flash-attention. For up to 2^24 queries and keys. Has no gradient.
         sink: [H] floating, a logit that joins each row's softmax denominator and has no value. Has a gradient.
         lengths: [B] int32, how many tokens of each row are valid: keys past it are invisible, queries standing past it
             give 0.
@@ -60,7 +62,7 @@ def attention(
             before them too; 0 gives the causal mask. Needs causal; not with window, decay or cu_seqlens.
         return_lse: also return the logarithm of the softmax denominator (with the sink), natural log, differentiable.
         return_max_logit: also return the largest logit of each query head: of all scores that its softmax sees, after
-            scale, softcap, decay and bias, without the sink. For QK-clip, and to watch a run. Has no gradient.
+            scale, softcap, decay, slopes and bias, without the sink. For QK-clip, and to watch a run. Has no gradient.
         impl: "auto" takes, where they passed a self-check, the Hopper kernels on their chip for the calls they serve,
             else Triton on a CUDA GPU; SDPA elsewhere where it can express the call, else the reference. The first call
             on a device in a dtype prints which and why, once more where Hopper kernels could not serve, and for their
@@ -75,15 +77,17 @@ def attention(
         return_max_logit also [H] float32, -inf for a head whose queries see no key.
 
     Raises:
-        ValueError: an argument breaks a rule above; decay without causal; lengths together with cu_seqlens.
+        ValueError: an argument breaks a rule above; decay without causal; lengths together with cu_seqlens;
+            alibi_slopes that require a gradient.
         RuntimeError: a second derivative of the kernels, or one in forward mode. Other transforms of torch.func work;
             torch.vmap starts the kernels once per example.
 
     Source: Dao et al., FlashAttention (2022) and FlashAttention-2 (2023); Ainslie et al., GQA (2023); Lin et al.,
-    Forgetting Transformer (2025), for decay.
+    Forgetting Transformer (2025), for decay; Press et al., ALiBi (2022).
     """
     q, k, v = _cast_for_autocast(q=q, k=k, v=v)
-    given = q, k, v, causal, window, scale, softcap, dropout, seed, bias, decay, sink, lengths, cu_seqlens, max_seqlen
+    terms = bias, decay, alibi_slopes, sink
+    given = q, k, v, causal, window, scale, softcap, dropout, seed, *terms, lengths, cu_seqlens, max_seqlen
     return _attend(Call(*given, prefix_lengths, return_lse, return_max_logit, impl))
 
 
@@ -120,8 +124,8 @@ def attention_qkv(qkv, n_head, n_kv_head=None, **options):
 def _attend(call, qkv=None):
     """attention() of a Call; qkv: [B, T, H + 2 Hkv, D] if q, k and v are views of one tensor."""
     (
-        q, k, v, causal, window, scale, softcap, dropout, seed, bias, decay, sink, lengths, cu_seqlens, max_seqlen,
-        prefix_lengths, return_lse, return_max_logit, _,
+        q, k, v, causal, window, scale, softcap, dropout, seed, bias, decay, alibi_slopes, sink, lengths, cu_seqlens,
+        max_seqlen, prefix_lengths, return_lse, return_max_logit, _,
     ) = call  # fmt: skip
     impl, _ = decide(call)
     scale = q.shape[-1] ** -0.5 if scale is None else float(scale)
@@ -134,14 +138,16 @@ def _attend(call, qkv=None):
     if impl == "reference":
         return reference_attention(
             q, k, v, causal=causal, window=window, scale=scale, softcap=softcap, dropout=dropout, seed=seed, bias=bias,
-            decay=decay, sink=sink, lengths=lengths, cu_seqlens=cu_seqlens, max_seqlen=max_seqlen,
-            prefix_lengths=prefix_lengths, return_lse=return_lse, return_max_logit=return_max_logit,
+            decay=decay, alibi_slopes=alibi_slopes, sink=sink, lengths=lengths, cu_seqlens=cu_seqlens,
+            max_seqlen=max_seqlen, prefix_lengths=prefix_lengths, return_lse=return_lse,
+            return_max_logit=return_max_logit,
         )  # fmt: skip
     (q_starts, k_starts), (max_q_len, max_k_len) = pair(cu_seqlens), pair(max_seqlen)
     options = ops.Options(
         bias=bias,
         gate=None if decay is None else _cumulative(decay),
         sink=sink,
+        alibi_slopes=None if alibi_slopes is None else alibi_slopes.expand(count_sequences(q, cu_seqlens), -1),
         seed=seed if dropout > 0 else None,
         lengths=lengths,
         q_starts=q_starts,

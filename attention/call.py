@@ -22,6 +22,7 @@ class Call(NamedTuple):
     seed: int | Tensor | None
     bias: Tensor | None
     decay: Tensor | None
+    alibi_slopes: Tensor | None
     sink: Tensor | None
     lengths: Tensor | None
     cu_seqlens: Tensor | tuple | None
@@ -38,7 +39,7 @@ def is_ragged(call):
 
 
 def key_of(call):
-    """What decides which implementation serves a Call; None with a bias, decay, sink, prefixes or a seed tensor.
+    """What decides which implementation serves a Call; None with tensors of terms, prefixes or a seed tensor.
 
     Left out are the seed and the values of lengths, cu_seqlens and max_seqlen, so each call must check them.
     """
@@ -47,8 +48,8 @@ def key_of(call):
         call.impl,
     )  # fmt: skip
     types = tuple(map(type, (*options, call.seed)))  # the types too, since True == 1
-    tensors = call.bias is not None or call.decay is not None or call.sink is not None
-    if tensors or call.prefix_lengths is not None or not _SIMPLE.issuperset(types) or torch.compiler.is_compiling():
+    terms = any(x is not None for x in (call.bias, call.decay, call.alibi_slopes, call.sink))
+    if terms or call.prefix_lengths is not None or not _SIMPLE.issuperset(types) or torch.compiler.is_compiling():
         return None
     given = call.lengths is not None, call.cu_seqlens is not None, call.max_seqlen is not None
     return (*((x.shape, x.stride(), x.dtype, x.device) for x in (call.q, call.k, call.v)), options, types, given)

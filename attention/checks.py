@@ -9,6 +9,7 @@ import os
 import torch
 
 MAX_HEAD_DIM = 256
+MAX_ALIBI_LENGTH = 2**24  # distances are float32
 MAX_WINDOW = 2**29  # positions and their differences are 32-bit
 MAX_FLOAT = torch.finfo(torch.float32).max
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
@@ -24,6 +25,8 @@ def check_call(call):
     check_is("return_max_logit", call.return_max_logit, bool)
     check_terms(call.q, call.k, call.causal, call.bias, call.decay, call.sink)
     check_ragged(call.q, call.k, call.lengths, call.cu_seqlens, call.max_seqlen)
+    if call.alibi_slopes is not None:
+        check_alibi(call.q, call.k, call.alibi_slopes, count_sequences(call.q, call.cu_seqlens))
     if call.prefix_lengths is not None:
         check_prefixes(call)
 
@@ -146,6 +149,28 @@ def check_terms(q, k, causal, bias, decay, sink):
             raise ValueError("decay with causal=False has no meaning for keys after the query; use causal=True")
     if sink is not None and tuple(sink.shape) != (heads,):
         raise ValueError(f"sink has shape {tuple(sink.shape)}; it must be [H] = ({heads},)")
+
+
+def check_alibi(q, k, slopes, sequences):
+    """alibi_slopes of so many sequences."""
+    heads, longest = q.shape[2], max(q.shape[1], k.shape[1])
+    check_is_tensor("alibi_slopes", slopes)
+    if slopes.dtype != torch.float32 or slopes.device != q.device:
+        raise ValueError(f"alibi_slopes is {slopes.dtype} on {slopes.device}; it must be torch.float32 on {q.device}")
+    if tuple(slopes.shape) not in ((heads,), (sequences, heads)):
+        raise ValueError(
+            f"alibi_slopes has shape {tuple(slopes.shape)}; it must be [H] = ({heads},), or one row for each sequence, "
+            f"({sequences}, {heads})"
+        )
+    if slopes.requires_grad and torch.is_grad_enabled():
+        raise ValueError("alibi_slopes requires a gradient and gets none; detach() it, or learn a decay or a bias")
+    if longest > MAX_ALIBI_LENGTH:
+        raise ValueError(f"alibi_slopes was given with {longest} positions; at most {MAX_ALIBI_LENGTH}: use decay")
+
+
+def count_sequences(q, cu_seqlens):
+    """Rows of the batch, or packed sequences."""
+    return len(q) if cu_seqlens is None else len(pair(cu_seqlens)[0]) - 1
 
 
 def check_ragged(q, k, lengths, cu_seqlens, max_seqlen):

@@ -10,7 +10,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from .checks import DTYPES, check_is, check_is_tensor, check_options, check_tensors, check_terms
+from .checks import DTYPES, check_alibi, check_is, check_is_tensor, check_options, check_tensors, check_terms
 from .ops import LIBRARY, TAGS, outside_graphs
 from .reference import reference_attention
 from .sdpa import sdpa_attention
@@ -23,6 +23,7 @@ class Options(NamedTuple):
     """The optional arguments of a call, as the op takes them; None or 0 means absent."""
 
     decay_sum: Tensor | None
+    alibi_slopes: Tensor | None  # [B, H]
     sink: Tensor | None
     window: int
     softcap: float
@@ -32,8 +33,9 @@ class Options(NamedTuple):
 
 
 def decode(
-    q, k, v, lengths, *, window=None, scale=None, softcap=None, decay_sum=None, sink=None, ring=False, impl="auto"
-):
+    q, k, v, lengths, *, window=None, scale=None, softcap=None, decay_sum=None, alibi_slopes=None, sink=None,
+    ring=False, impl="auto",
+):  # fmt: skip
     """Causal attention of the newest Tq tokens of each row over the keys and values in a cache.
 
     The result is that of attention(q, k, v, causal=True) on the keys that each row has. The host never waits for
@@ -46,7 +48,7 @@ def decode(
             already in it. Position p is in slot p. Slots that no query sees may hold NaN.
         lengths: [B] int32 on the device of q, the number of tokens of each row, new ones included, at most S. Query i
             stands at position lengths - Tq + i; one at a negative position gives 0.
-        window, scale, softcap, sink: as in attention().
+        window, scale, softcap, alibi_slopes, sink: as in attention().
         decay_sum: [B, S, H] float32 or float64: for each key in the cache, the sum of attention()'s decay up to and
             including its token. In float64 the difference of two neighbours stays exact in a long row.
         ring: position p is in slot p % S. A cache of window + Tq - 1 slots then serves rows of any length.
@@ -61,16 +63,18 @@ def decode(
 
     Source: Dao et al., Flash-Decoding for long-context inference (2023).
     """
-    check_decode(q, k, v, lengths, window, scale, softcap, decay_sum, sink, ring, impl)
+    check_decode(q, k, v, lengths, window, scale, softcap, decay_sum, alibi_slopes, sink, ring, impl)
     triton = impl == "triton" or (impl == "auto" and HAS_TRITON and q.is_cuda and q.dtype in DTYPES)
     scale = q.shape[-1] ** -0.5 if scale is None else float(scale)
-    options = Options(decay_sum, sink, window or 0, softcap or 0.0, scale, ring, triton)
+    if alibi_slopes is not None:
+        alibi_slopes = alibi_slopes.expand(len(q), -1)
+    options = Options(decay_sum, alibi_slopes, sink, window or 0, softcap or 0.0, scale, ring, triton)
     if torch.compiler.is_compiling():
         return torch.ops.attention.decode.default(q, k, v, lengths, *options)
     return serve(q, k, v, lengths, options)  # without PyTorch's dispatcher, which takes as long as a small kernel
 
 
-def check_decode(q, k, v, lengths, window, scale, softcap, decay_sum, sink, ring, impl):
+def check_decode(q, k, v, lengths, window, scale, softcap, decay_sum, alibi_slopes, sink, ring, impl):
     """Check all rules of a call, except the values of lengths, for which the host would have to wait."""
     for name, x in (("q", q), ("k", k), ("v", v), ("lengths", lengths)):
         check_is_tensor(name, x)
@@ -82,6 +86,8 @@ def check_decode(q, k, v, lengths, window, scale, softcap, decay_sum, sink, ring
     check_options(q, True, window, scale, softcap, 0.0, impl if impl == "triton" else "auto", False, None)
     check_is("ring", ring, bool)
     check_terms(q, k, True, None, None, sink)
+    if alibi_slopes is not None:
+        check_alibi(q, k, alibi_slopes, len(q))
     (batch, q_len, heads, _), slots = q.shape, k.shape[1]
     if lengths.dtype != torch.int32 or lengths.shape != (batch,) or lengths.device != q.device:
         raise ValueError(
@@ -120,14 +126,14 @@ def eager_decode(q, k, v, lengths, options):
     A CPU computes only with the slots that a row has filled, row by row where the lengths differ; on other devices the
     host would have to wait for the lengths.
     """
-    (batch, q_len, heads, _), slots, sums = q.shape, k.shape[1], options.decay_sum
-    features = options.softcap or sums is not None or options.sink is not None
+    (batch, q_len, heads, _), slots, sums, slopes = q.shape, k.shape[1], options.decay_sum, options.alibi_slopes
+    features = options.softcap or any(x is not None for x in (sums, slopes, options.sink))
     if q.device.type == "cpu" and not options.ring and batch > 0:
         counts = lengths.clamp(0, slots).tolist()
         if len(set(counts)) > 1:
-            sums = batch * [None] if sums is None else sums.split(1)
-            rows = zip(*(x.split(1) for x in (q, k, v, lengths)), sums, strict=True)
-            return torch.cat([eager_decode(*row, options._replace(decay_sum=its_sums)) for *row, its_sums in rows])
+            terms = (batch * [None] if x is None else x.split(1) for x in (sums, slopes))
+            rows = zip(*(x.split(1) for x in (q, k, v, lengths)), *terms, strict=True)
+            return torch.cat([eager_decode(*row, options._replace(decay_sum=x, alibi_slopes=y)) for *row, x, y in rows])
         slots = counts[0]
         k, v, sums = (None if x is None else x[:, :slots] for x in (k, v, sums))
         if q_len == 1 and slots > 0 and not (features or options.window):  # the query sees all keys
@@ -150,6 +156,9 @@ def eager_decode(q, k, v, lengths, options):
         bias = (sums.gather(2, own)[..., None] - sums[:, :, None]).masked_fill(~visible, float("-inf"))
     else:
         bias = torch.zeros_like(visible, dtype=q.dtype).masked_fill(~visible, float("-inf"))
+    if slopes is not None:
+        slopes = slopes.to(torch.promote_types(q.dtype, torch.float32))
+        bias = bias - slopes[:, :, None, None] * (q_pos - k_pos)[:, None]
     if features:
         rest = dict(softcap=options.softcap or None, sink=options.sink)
         return reference_attention(q, k, v, causal=False, scale=options.scale, bias=bias, **rest)
@@ -157,8 +166,8 @@ def eager_decode(q, k, v, lengths, options):
 
 
 LIBRARY.define(
-    "decode(Tensor q, Tensor k, Tensor v, Tensor lengths, Tensor? decay_sum, Tensor? sink, int window, float softcap, "
-    "float scale, bool ring, bool triton) -> Tensor",
+    "decode(Tensor q, Tensor k, Tensor v, Tensor lengths, Tensor? decay_sum, Tensor? alibi_slopes, Tensor? sink, "
+    "int window, float softcap, float scale, bool ring, bool triton) -> Tensor",
     tags=TAGS,
 )
 

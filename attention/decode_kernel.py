@@ -20,6 +20,7 @@ from .tiles import (
     dot,
     narrow,
     padded,
+    per_head_view,
     rows_view,
     tile_lane,
     view,
@@ -111,7 +112,7 @@ def merge_rows(state):
 
 @triton.jit(do_not_specialize=["q_len", "slots"])
 def decode_kernel(
-    q, k, v, out, lse2, lengths, sink, gate, scale, q_len, slots,
+    q, k, v, out, lse2, lengths, sink, gate, slopes, scale, q_len, slots,
     RULE: tl.constexpr, TILE: tl.constexpr, SPLITS: tl.constexpr, STAGES: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):  # fmt: skip
@@ -138,7 +139,7 @@ def decode_kernel(
     token = number // TILE.group
     rows = QueryRows(token, kv_head * TILE.group + number % TILE.group, exist, length - q_len + token)
     seq = Sequence(row, row, 0, q_len, 0, length)
-    terms = Terms(scale, 0.0, None, None, gate)
+    terms = Terms(scale, 0.0, None, None, gate, slopes)
 
     low = tl.maximum(length - q_len - behind(RULE), 0)  # the first key that a query of this row sees
     share = tl.cdiv(tl.cdiv(length - low, SPLITS), TILE.block_k) * TILE.block_k
@@ -238,9 +239,9 @@ def launch_decode(q, k, v, lengths, options):
         lse2 = q.new_empty(splits * batch, heads, q_len, dtype=torch.float32)
     with torch.cuda.device_of(q):
         decode_kernel[(tiles * batch, kv_heads, splits)](
-            view(q), view(k), view(v), view(parts), rows_view(lse2), lengths, sink, rows_view(gate), options.scale,
-            q_len, slots, rule, tile, splits, stages, overlap, num_warps=4,
-            launch_pdl=overlap, enable_fp_fusion=True,
+            view(q), view(k), view(v), view(parts), rows_view(lse2), lengths, sink, rows_view(gate),
+            per_head_view(options.alibi_slopes), options.scale, q_len, slots, rule, tile, splits, stages, overlap,
+            num_warps=4, launch_pdl=overlap, enable_fp_fusion=True,
         )  # fmt: skip
         if splits > 1:
             merge_kernel[(batch, heads, q_len)](

@@ -20,6 +20,7 @@ class Options(NamedTuple):
     bias: Tensor | None  # [B or 1, H or 1, Tq or 1, Tk or 1]
     gate: Tensor | None  # [B, H, Tk] float64, cumulative decay
     sink: Tensor | None  # [H]
+    alibi_slopes: Tensor | None  # [B or N, H] float32
     seed: Tensor | None  # [1] int64
     lengths: Tensor | None  # [B] int32
     q_starts: Tensor | None  # [N + 1] int32, cumulative; both or none
@@ -76,8 +77,8 @@ def host(hopper):
 outside_graphs = torch._disable_dynamo
 TENSORS = "Tensor q, Tensor? k, Tensor? v"
 OPTIONS = (  # the fields of Options, in their order
-    "Tensor? bias, Tensor? gate, Tensor? sink, Tensor? seed, Tensor? lengths, Tensor? q_starts, Tensor? k_starts, "
-    "Tensor? prefix_lengths, "
+    "Tensor? bias, Tensor? gate, Tensor? sink, Tensor? alibi_slopes, Tensor? seed, Tensor? lengths, "
+    "Tensor? q_starts, Tensor? k_starts, Tensor? prefix_lengths, "
     "SymInt max_q_len, SymInt max_k_len, bool causal, int window, float softcap, float dropout, float scale, "
     "bool hopper, int kv_heads, bool max_logit"
 )
@@ -256,7 +257,7 @@ def _backward_or_error(*inputs):
 def forward_with_gradient(q, k, v, options):
     """What the forward op does under autograd, and attention() in eager mode."""
     if forward_ad._current_level >= 0:  # asked here, since a tensor with a tangent need not require a gradient
-        _refuse_tangents(q, k, v, *options.learned)
+        _refuse_tangents(q, k, v, *options.learned, options.alibi_slopes)
     if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in (q, k, v, *options.learned)):
         return _apply(Attention, q, k, v, *options.learned, options)
     return _run_forward(q, k, v, options)

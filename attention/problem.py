@@ -7,7 +7,7 @@ import torch
 from .reference import drop_probability
 from .score import Rule, Terms
 from .table import float32_precision, launches_for, way
-from .tiles import Ragged, Tile, View, pair_view, rows_view, view
+from .tiles import Ragged, Tile, View, pair_view, per_head_view, rows_view, view
 
 
 class Problem(NamedTuple):
@@ -83,7 +83,14 @@ def of_tensors(options):
     dropout = drop_probability(options.dropout)
     return dict(
         ragged=Ragged(options.lengths, options.q_starts, options.k_starts, options.prefix_lengths),
-        terms=Terms(options.scale, dropout, options.seed, pair_view(options.bias), rows_view(options.gate)),
+        terms=Terms(
+            options.scale,
+            dropout,
+            options.seed,
+            pair_view(options.bias),
+            rows_view(options.gate),
+            per_head_view(options.alibi_slopes),
+        ),
     )
 
 
@@ -99,8 +106,8 @@ def analyse(q, k, v, options):
     # a window over all keys is none, and no other kernel; queries may stand before the first key if there are more
     farthest = k_len if options.causal else max(q_len, k_len)
     window = options.window if options.window < farthest else 0
-    prefix = options.prefix_lengths is not None
-    rule = Rule(options.causal, window, options.softcap, options.dropout > 0, options.sink is not None, prefix=prefix)
+    given = dict(prefix=options.prefix_lengths is not None, alibi=options.alibi_slopes is not None)
+    rule = Rule(options.causal, window, options.softcap, options.dropout > 0, options.sink is not None, **given)
     without = all(x is None for x in options.tensors)
     return Problem(
         made={},

@@ -8,13 +8,15 @@ import math
 import torch
 import torch.nn.functional as F
 
+from .checks import count_sequences
+
 LOWEST_BIAS = math.log(2) * torch.finfo(torch.float32).min  # what is lower is -inf in float32 and base 2
 
 
 def reference_attention(
     q, k, v, *, causal=True, window=None, scale=None, softcap=None, dropout=0.0, seed=None, bias=None, decay=None,
-    sink=None, lengths=None, cu_seqlens=None, max_seqlen=None, prefix_lengths=None, return_lse=False,
-    return_max_logit=False,
+    alibi_slopes=None, sink=None, lengths=None, cu_seqlens=None, max_seqlen=None, prefix_lengths=None,
+    return_lse=False, return_max_logit=False,
 ):  # fmt: skip
     """Arguments and results as attention(); seed is a tensor of one int64. Computes in the dtype of q throughout."""
     batch, q_len, heads, dim = q.shape
@@ -49,6 +51,11 @@ def reference_attention(
         for part in (high, (gate - high).to(decay.dtype)):
             q_part = part.gather(2, at.expand(batch, heads, q_len))
             scores = scores + (q_part[..., :, None] - part[..., None, :]).to(scores.dtype)
+    if alibi_slopes is not None:
+        slopes = alibi_slopes.to(torch.promote_types(scores.dtype, torch.float32))
+        slopes = slopes.expand(count_sequences(q, cu_seqlens), heads)
+        slopes = slopes[sequence, torch.arange(heads, device=q.device)[:, None, None]]  # [B, H, 1 or Tq, 1]
+        scores = scores - (slopes * (q_pos - k_pos).abs()).to(scores.dtype)
     if bias is not None:
         scores = (scores + narrowed(bias, scores.dtype)).clamp(min=torch.finfo(scores.dtype).min)
 

@@ -1,4 +1,4 @@
-"""The one score rule: scale, softcap, decay, bias, mask and dropout, shared by forward, dq, dk/dv and dbias.
+"""The one score rule: scale, softcap, decay, ALiBi, bias, mask and dropout, shared by forward, dq, dk/dv and dbias.
 
 Functions here are elementwise and free of orientation: the caller passes positions that broadcast to its tile, so the
 same formula serves [queries, keys] and [keys, queries]. Positions of queries are counted in keys: query i of Tq stands
@@ -28,6 +28,7 @@ class Rule(NamedTuple):
     sink: bool  # whether the softmax has a sink
     ring: int = 0  # slots of a ring cache, in which position p is in slot p % ring; 0 = each position has its own
     prefix: bool = False  # whether all queries see the first keys of a sequence
+    alibi: bool = False  # whether scores fall with the distance
 
 
 class Terms(NamedTuple):
@@ -41,6 +42,7 @@ class Terms(NamedTuple):
     seed: torch.Tensor | None  # int64 [1], of dropout
     bias: PairView | None
     gate: View | None  # [B, H, Tk] float64: decay summed up to and including each key
+    slopes: View | None  # [sequences, H, 1] float32, of ALiBi
 
 
 @triton.constexpr_function
@@ -113,6 +115,15 @@ def tanh(x):
 
 
 @triton.jit
+def slope2(slopes, head, seq):
+    """ALiBi's slope of a head, in base 2; 0 without slopes."""
+    slope = 0.0
+    if slopes is not None:
+        slope = tl.load(address(slopes, seq.index, head, 0)) * LOG2E
+    return slope
+
+
+@triton.jit
 def shape_scores(qk, q_pos, k_pos, head, seq, terms, RULE: tl.constexpr, MASKED: tl.constexpr):
     """Raw q.k -> (base-2 score, d score / d (scale * q.k) up to log2 e). MASKED=False promises that all is visible.
 
@@ -139,6 +150,9 @@ def shape_scores(qk, q_pos, k_pos, head, seq, terms, RULE: tl.constexpr, MASKED:
         q_gate = tl.load(gate + slot(q_pos, RULE) * terms.gate.seq, q_exists & (q_pos >= 0), 0.0)
         k_gate = tl.load(gate + slot(k_pos, RULE) * terms.gate.seq, k_exists, 0.0)
         scores = tl.fma((q_gate - k_gate).to(tl.float32), LOG2E, scores)
+    if terms.slopes is not None:
+        distance = tl.abs(q_pos.to(tl.float32) - k_pos.to(tl.float32))  # exact up to MAX_ALIBI_LENGTH
+        scores = tl.fma(distance, -slope2(terms.slopes, head, seq), scores)
     if terms.bias is not None:
         scores = tl.fma(bias, LOG2E, scores)
     if MASKED:

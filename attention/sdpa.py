@@ -9,7 +9,7 @@ from .reference import hides, narrowed
 def sdpa_lacks(call):
     """What of a Call torch's scaled_dot_product_attention cannot express, in words; None if it can express all."""
     q_len, k_len = call.q.shape[1], call.k.shape[1]
-    for name in ("softcap", "decay", "sink", "cu_seqlens", "prefix_lengths"):
+    for name in ("softcap", "decay", "alibi_slopes", "sink", "cu_seqlens", "prefix_lengths"):
         if getattr(call, name) is not None:
             return name
     for name in ("return_lse", "return_max_logit"):

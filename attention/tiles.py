@@ -78,6 +78,11 @@ def rows_view(x):
     return None if x is None else View(x, *x.stride(), constant(x.shape[2] * x.stride(2) >= 2**31))
 
 
+def per_head_view(x):
+    """[B, H] tensor -> View; None stays None."""
+    return None if x is None else rows_view(x[:, :, None])
+
+
 def pair_view(x):
     """[B, H, Tq, Tk] tensor, with ones where it is broadcast -> PairView; None stays None."""
     return None if x is None else PairView(x, *(s if n > 1 else 0 for s, n in zip(x.stride(), x.shape, strict=True)))

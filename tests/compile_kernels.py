@@ -134,6 +134,7 @@ def launch_kernels(dtype, dim, causal, group, features=False, length=4096, ways=
             bias=q.new_empty(2, 2 * group, length, length),
             gate=q.new_empty(2, 2 * group, length, dtype=torch.float64) if causal else None,
             sink=q.new_empty(2 * group),
+            alibi_slopes=q.new_empty(2 * group, dtype=torch.float32).expand(2, -1),
             seed=q.new_empty(1, dtype=torch.int64),
             lengths=q.new_empty(2, dtype=torch.int32),
             window=1000,
@@ -151,7 +152,7 @@ def launch_kernels(dtype, dim, causal, group, features=False, length=4096, ways=
 
 
 UNEVEN = 4095  # a length that no tile divides
-HOPPER_FEATURES = ("window", "softcap", "sink", "max_logit", "dropout")
+HOPPER_FEATURES = ("window", "softcap", "sink", "max_logit", "dropout", "alibi")
 
 
 def launch_hopper_kernels(dtype, dim, causal, group, features=(), length=4096, bounds=None):
@@ -172,7 +173,10 @@ def launch_hopper_kernels(dtype, dim, causal, group, features=(), length=4096, b
             starts = q.new_empty(batch + 1, dtype=torch.int32)
             options = options._replace(q_starts=starts, k_starts=starts, max_q_len=length, max_k_len=length)
         values = dict(window=1000, softcap=30.0, sink=q.new_empty(2 * group), max_logit=True, dropout=0.1)
-        options = options._replace(**{name: values[name] for name in features})
+        options = options._replace(**{name: values[name] for name in features if name in values})
+        if "alibi" in features:
+            slopes = q.new_empty(2 * group, dtype=torch.float32)
+            options = options._replace(alibi_slopes=slopes.expand(batch, -1))
         if options.dropout:
             options = options._replace(seed=q.new_empty(1, dtype=torch.int64))
         for dropout in {options.dropout, 2 * options.dropout}:  # another probability compiles nothing
@@ -189,11 +193,12 @@ def launch_decode_kernels(dtype, dim, causal, group, features=False, length=4096
     decode_kernel.processors = lambda device: 132
     q, k = (torch.empty(2, n, h, dim, dtype=dtype, device="meta") for n, h in ((1, 2 * group), (length, 2)))
     lengths = q.new_empty(2, dtype=torch.int32)
-    options = DecodeOptions(None, None, 0, 0.0, scale=dim**-0.5, ring=False, triton=True)
+    options = DecodeOptions(None, None, None, 0, 0.0, scale=dim**-0.5, ring=False, triton=True)
     if features:
         q = q.expand(2, 3, 2 * group, dim)
         decay_sum = q.new_empty(2, length, 2 * group, dtype=torch.float64)
-        options = DecodeOptions(decay_sum, q.new_empty(2 * group), 300, 30.0, dim**-0.5, ring=True, triton=True)
+        slopes, sink = (q.new_empty(*shape, dtype=torch.float32) for shape in ((2, 2 * group), (2 * group,)))
+        options = DecodeOptions(decay_sum, slopes, sink, 300, 30.0, dim**-0.5, ring=True, triton=True)
     decode_kernel.launch_decode(q, k, k, lengths, options)
 
 

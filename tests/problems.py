@@ -43,6 +43,14 @@ CASES = {
     "decay": dict(decay=True),
     "decay_grouped": dict(decay=True, heads=4, kv_heads=2, q_len=30, k_len=50),
     "decay_more_queries": dict(decay=True, q_len=50, k_len=30),
+    "alibi": dict(alibi=1),
+    "alibi_of_rows_full": dict(alibi=2, causal=False, heads=4, kv_heads=2, q_len=50, k_len=70),
+    "alibi_more_queries": dict(alibi=2, causal=False, q_len=50, k_len=30),
+    "alibi_softcap_window": dict(alibi=1, softcap=2.0, window=20, scale=-0.3),
+    "alibi_lengths": dict(alibi=2, lengths=[70, 23, 0], batch=3),
+    "alibi_packed": dict(alibi=2, packed=[0, 20, 20, 53, 70]),
+    "alibi_packed_pair_full": dict(alibi=1, packed=([0, 20, 50], [0, 30, 60]), q_len=50, k_len=60, causal=False),
+    "alibi_prefix": dict(alibi=1, prefix_lengths=[45, 0]),
     "sink": dict(sink=True),
     "sink_more_queries": dict(sink=True, q_len=50, k_len=30),
     "lengths": dict(lengths=[70, 23, 0], batch=3),
@@ -64,15 +72,15 @@ CASES = {
     "prefix_of_all": dict(prefix_lengths=[32, 70, 100], batch=3),
     "prefix_all": dict(
         prefix_lengths=[30, 55, 9, 2], lengths=[70, 40, 0, 1], batch=4, softcap=2.0, dropout=0.2, seed=1, heads=3,
-        kv_heads=1, bias=(3, 70, 70), hide=True, sink=True,
+        kv_heads=1, bias=(3, 70, 70), hide=True, sink=True, alibi=2,
     ),
     "all": dict(
         window=20, softcap=2.0, dropout=0.2, seed=1, batch=1, heads=3, kv_heads=1, q_len=45, k_len=60, bias=(3, 45, 60),
-        decay=True, sink=True, lengths=[55],
+        decay=True, alibi=1, sink=True, lengths=[55],
     ),
     "all_packed": dict(
         window=20, softcap=2.0, dropout=0.2, seed=1, heads=4, kv_heads=2, q_len=60, bias=(4, 1, 60), decay=True,
-        sink=True, packed=[0, 17, 17, 55], dim=24, value_dim=16,
+        alibi=2, sink=True, packed=[0, 17, 17, 55], dim=24, value_dim=16,
     ),
 }  # fmt: skip
 DIFFERENTIABLE = ("q", "k", "v", "bias", "decay", "sink")
@@ -80,11 +88,12 @@ DIFFERENTIABLE = ("q", "k", "v", "bias", "decay", "sink")
 
 def make_problem(
     device, dtype, *, batch=2, q_len=70, k_len=None, heads=2, kv_heads=None, dim=16, value_dim=None, bias=None,
-    hide=False, decay=False, sink=False, packed=None, longest=True, return_lse=True, **options,
+    hide=False, decay=False, alibi=0, sink=False, packed=None, longest=True, return_lse=True, **options,
 ):  # fmt: skip
     """Random arguments of attention(), by name, and the gradients of its output and LSE (None if LSE is not returned).
 
-    hide: set a third of the bias to -inf, and all of it for one query. longest: give max_seqlen of packed sequences.
+    hide: set a third of the bias to -inf, and all of it for one query. alibi: 1 = a slope for each head, 2 = for
+    each head of each sequence. longest: give max_seqlen of packed sequences.
     """
     k_len, kv_heads, value_dim = k_len or q_len, kv_heads or heads, value_dim or dim
     batch = 1 if packed else batch
@@ -105,6 +114,9 @@ def make_problem(
                 arguments["bias"][..., bias[-2] // 2, :] = float("-inf")
     if decay:
         arguments["decay"] = torch.nn.functional.logsigmoid(2 * randn(batch, k_len, heads))
+    if alibi:
+        rows = batch if packed is None else len(packed[0] if isinstance(packed, tuple) else packed) - 1
+        options["alibi_slopes"] = torch.rand(*(rows, heads)[2 - alibi :], device=device) + 0.01
     if sink:
         arguments["sink"] = randn(heads)
     if packed:

@@ -328,6 +328,13 @@ def test_reference_by_other_ways():
     distance = torch.arange(12.0)[:, None] - torch.arange(12.0)
     alibi = reference_attention(q, k, v, bias=-slopes[:, None, None] * distance)
     same(reference_attention(q, k, v, decay=-slopes.expand(1, 12, 2)), alibi)
+    same(reference_attention(q, k, v, alibi_slopes=slopes), alibi)
+    full = reference_attention(q, k, v, causal=False, alibi_slopes=slopes[None])
+    same(full, reference_attention(q, k, v, causal=False, bias=-slopes[:, None, None] * distance.abs()))
+    of_each = torch.stack((slopes, slopes.flip(0), slopes))
+    apart = [(q[:, a:b], k[:, a:b], v[:, a:b], of_each[n]) for n, a, b in ((0, 0, 5), (2, 5, 12))]
+    apart = torch.cat([reference_attention(*x, alibi_slopes=its_own) for *x, its_own in apart], 1)
+    same(reference_attention(q, k, v, cu_seqlens=starts, alibi_slopes=of_each), apart)
     gates = F.logsigmoid(torch.randn(1, 12, 2, dtype=torch.float64))
     summed = torch.stack([torch.stack([gates[0, j + 1 : i + 1].sum(0) for j in range(12)]) for i in range(12)])
     same(reference_attention(q, k, v, decay=gates), reference_attention(q, k, v, bias=summed.permute(2, 0, 1)))

@@ -362,6 +362,7 @@ def test_backwards_that_look_alike(impl, device):
     [
         ("softcap", dict(softcap=3.0)),
         ("decay", dict(decay=True)),
+        ("alibi_slopes", dict(alibi=1)),
         ("sink", dict(sink=True)),
         ("prefix_lengths", dict(prefix_lengths=[3, 0])),
         ("cu_seqlens", dict(packed=[0, 8, 20], q_len=20)),

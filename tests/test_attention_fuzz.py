@@ -38,7 +38,7 @@ BOUNDED = settings(deadline=None, suppress_health_check=list(HealthCheck), datab
 # Kernels are compiled for each combination of these arguments, a variant. This takes seconds and a problem takes
 # milliseconds, so many problems share a variant.
 COMPILED = ("dim", "value_dim", "dtype", "group", "kv_heads", "bias", "ragged", "window", "causal", "softcap",
-            "dropout", "decay", "sink", "seed", "hide", "longest", "return_lse", "loops")  # fmt: skip
+            "dropout", "decay", "alibi", "sink", "seed", "hide", "longest", "return_lse", "loops")  # fmt: skip
 VARIANTS = 80 if ON_GPU else 10_000
 LONGEST = 300 if ON_GPU else 40
 

@@ -25,7 +25,7 @@ SHARED_KB = {80: 163, 89: 99, 90: 227, 100: 227}  # chip -> shared memory that o
 COMPILE_ALL = os.environ.get("COMPILE_ALL") == "1"
 
 EVEN, UNEVEN = 4096, 4095  # lengths that tiles divide, or do not
-MANY, ALL = "window softcap sink max_logit", "window softcap sink max_logit dropout"
+MANY, ALL = "window softcap sink max_logit", "window softcap sink max_logit dropout alibi"
 # Compiled for Hopper: dtype, bounds of sequences, features, masks, head dims, lengths.
 HOPPER = [
     ("bfloat16", None, MANY, "causal", (128,), (UNEVEN,)),
@@ -33,6 +33,7 @@ HOPPER = [
     ("bfloat16", "lengths", MANY, "full", (128, 256), (EVEN,)),
     ("bfloat16", None, "dropout", "causal", (64, 128), (EVEN,)),
     ("bfloat16", "packed", ALL, "full", (64, 256), (EVEN,)),
+    ("bfloat16", None, "alibi", "causal", (64, 128), (UNEVEN,)),
     ("bfloat16", None, "", "causal", (64, 256), (EVEN,)),
     ("float16", None, "", "full", (64, 128), (UNEVEN,)),
 ]
@@ -40,7 +41,7 @@ if COMPILE_ALL:
     values = (
         ("bfloat16", "float16"),
         (None, "lengths", "packed"),
-        ("", "dropout", MANY, ALL),
+        ("", "dropout", "alibi", MANY, ALL),
         ("causal full",),
         [(64, 128, 256)],
     )
@@ -71,12 +72,17 @@ SPILLED = {
         ("backward_kernel", 128): 352,
         ("backward_kernel", 256): 260,
     },
+    "alibi": {
+        ("hopper_forward_kernel", 64): 176,
+        ("backward_kernel", 128): 168,
+        ("backward_kernel", 256): 156,
+    },
     ALL: {
         ("hopper_forward_kernel", 128): 120,
-        ("hopper_forward_kernel", 256): 360,
+        ("hopper_forward_kernel", 256): 416,
         ("backward_kernel", 64): 28,
         ("backward_kernel", 128): 524,
-        ("backward_kernel", 256): 208,
+        ("backward_kernel", 256): 244,
     },
 }
 # head dim -> barrier of the warps of backward_kernel that multiply (its number, threads), and their mbarrier.arrives
@@ -149,9 +155,9 @@ def test_hopper_kernels_fit_their_chip(dtype, bounds, features, masks, dims, len
 
     HOPPER contains every pair of values of dtype, mask, bounds of sequences (none, lengths, packed) and features (none,
     or MANY), and each head dim with and without features, some of a length that tiles divide and some of one that they
-    do not. Each combination is compiled with a group of two in one program and in parts. Dropout, alone and with the
-    others, is called with two probabilities, of which the second compiles nothing. COMPILE_ALL=1 adds all other
-    combinations.
+    do not. ALiBi alone is there once. Each combination is compiled with a group of two in one program and in parts.
+    Dropout, alone and with the others, is called with two probabilities, of which the second compiles nothing.
+    COMPILE_ALL=1 adds all other combinations.
 
     Left out: groups of one (their backward is the one that loops over a group, their forward lacks a division), other
     features one by one, negative scales, a gradient of the LSE, and head dims in between, which use the tiles of the

@@ -26,14 +26,16 @@ CASES = {
     "sink": dict(sink=True),
     "sink_grouped": dict(sink=True, q_len=2, heads=3, kv_heads=1),
     "decay": dict(decay=True, heads=4, kv_heads=2),
+    "alibi": dict(alibi=True, heads=4, kv_heads=2),
+    "alibi_of_one_head": dict(alibi=True, q_len=3, kv_heads=1),
     "ring": dict(ring=12, window=12),
     "ring_larger_than_window": dict(ring=17, window=9, q_len=3, heads=4, kv_heads=2),
-    "all": dict(window=20, softcap=2.0, sink=True, decay=True, heads=4, kv_heads=2, q_len=2, ring=24),
+    "all": dict(window=20, softcap=2.0, sink=True, decay=True, alibi=True, heads=4, kv_heads=2, q_len=2, ring=24),
 }
 
 
 def make_call(device, dtype, lengths, *, q_len=1, heads=2, kv_heads=None, dim=16, value_dim=None, sink=False,
-              decay=False, ring=0, slots=SLOTS, **options):  # fmt: skip
+              decay=False, alibi=False, ring=0, slots=SLOTS, **options):  # fmt: skip
     """Random arguments of decode(), and those of reference_attention() for each row: the keys that it has.
 
     Slots that no query sees hold NaN.
@@ -53,6 +55,7 @@ def make_call(device, dtype, lengths, *, q_len=1, heads=2, kv_heads=None, dim=16
         sources["decay"] = torch.nn.functional.logsigmoid(2 * randn(batch, longest, heads)).double()
     if sink:
         options["sink"] = randn(heads)
+    slopes = {"alibi_slopes": torch.rand(batch, heads, device=device)} if alibi else {}
     names = {"k": "k", "v": "v", "decay": "decay_sum"}
     caches = {names[name]: torch.full_like(x[:, :slots], float("nan")) for name, x in sources.items()}
     rows = []
@@ -63,14 +66,17 @@ def make_call(device, dtype, lengths, *, q_len=1, heads=2, kv_heads=None, dim=16
             for position in seen:
                 caches[names[name]][row, position % slots] = stored[position]
         valid = {name: x[row : row + 1, :length] for name, x in sources.items()}
-        rows.append(dict(q=q[row : row + 1], **valid, **options))
+        of_row = {name: x[row : row + 1] for name, x in slopes.items()}
+        rows.append(dict(q=q[row : row + 1], **valid, **of_row, **options))
     counts = torch.tensor(lengths, dtype=torch.int32, device=device)
-    return dict(q=q, lengths=counts, ring=ring > 0, **caches, **options), rows
+    return dict(q=q, lengths=counts, ring=ring > 0, **caches, **slopes, **options), rows
 
 
 def in_dtype(row, dtype):
     names = [name for name, x in row.items() if isinstance(x, torch.Tensor) and name != "decay"]
-    return row | {name: row[name].to(dtype) for name in names if dtype == torch.float64 or name != "sink"}
+    return row | {
+        name: row[name].to(dtype) for name in names if dtype == torch.float64 or name not in ("sink", "alibi_slopes")
+    }
 
 
 def check(device, dtype, lengths, **case):
@@ -213,12 +219,12 @@ def test_many_rows(device, monkeypatch):
 
 
 def test_torch_compile_and_opcheck(device):
-    call, _ = make_call(device, torch.float32, (40, 3), heads=4, kv_heads=2)
+    call, _ = make_call(device, torch.float32, (40, 3), heads=4, kv_heads=2, alibi=True)
     call = {name: x.nan_to_num() if name in ("k", "v") else x for name, x in call.items()}
     eager = decode(**call)
     compiled = torch.compile(lambda call: decode(**call), fullgraph=True, backend="aot_eager")
     torch.testing.assert_close(compiled(call), eager)
-    options = (None, None, 0, 0.0, 0.25, False, ON_GPU)
+    options = (None, call["alibi_slopes"], None, 0, 0.0, 0.25, False, ON_GPU)
     tensors = tuple(call[name] for name in ("q", "k", "v", "lengths"))
     torch.library.opcheck(torch.ops.attention.decode.default, (*tensors, *options))
 
@@ -253,6 +259,7 @@ def test_one_graph_serves_all_lengths(device):
         (dict(sink=torch.ones(3)), "sink has shape (3,)"),
         (dict(decay_sum=torch.zeros(2, 8, 1)), "decay_sum has shape"),
         (dict(decay_sum=torch.zeros(2, 8, 2).half()), "torch.float16"),
+        (dict(alibi_slopes=torch.zeros(2, 3)), "alibi_slopes has shape"),
         (dict(impl="sdpa"), "impl='sdpa'"),
         (dict(q=torch.zeros(2, 1, 2, 12)), "head dim 12"),
         (dict(q=torch.zeros(2, 1, 2, 16, requires_grad=True)), "no gradient"),

@@ -102,7 +102,7 @@ def test_arguments_of_other_packages():
     torch.testing.assert_close(both, sdpa(q, k, v, attn_mask=distance.abs() <= 3))
     slopes = torch.tensor([0.5, 0.25, 0.125, 0.0625])
     alibi = (-slopes[:, None, None] * distance.abs()).masked_fill(~seen, float("-inf")).double()
-    torch.testing.assert_close(attention(q, k, v, decay=-slopes.expand(2, 10, 4)), sdpa(q, k, v, attn_mask=alibi))
+    torch.testing.assert_close(attention(q, k, v, alibi_slopes=slopes), sdpa(q, k, v, attn_mask=alibi))
     mask = torch.rand(2, 1, 10, 10) < 0.7
     mask |= torch.eye(10, dtype=torch.bool)
     bias = torch.zeros_like(mask, dtype=q.dtype).masked_fill(~mask, float("-inf"))

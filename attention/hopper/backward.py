@@ -31,7 +31,7 @@ from .gluon import (
 )
 from .ragged import corner
 from .rows import WIDTH
-from .tiles import Dropout, barriers, dropout_key, keep_columns, kept, ring, tanh
+from .tiles import Dropout, barriers, dropout_key, keep_columns, kept, ramp, ring, slope2, tanh
 from .work import advance, hides, plan_work
 
 
@@ -67,6 +67,7 @@ class Place(NamedTuple):
     tile: gl.tensor  # of queries, of its head
     number: gl.tensor  # of that tile, counted over all heads
     edge: gl.tensor  # whether some pair of the tiles may be hidden
+    slope2: gl.tensor  # of ALiBi and the head, in base 2; 0 if there is none
 
 
 @gluon.constexpr_function
@@ -176,11 +177,17 @@ def give_dq(dq, dq_sum, shared, signals, place, PLAN: gl.constexpr):
 @gluon.jit
 def weigh(scores, lse2, place, dropout, work, scale, RULE: gl.constexpr, PLAN: gl.constexpr, TAIL: gl.constexpr):
     """Raw scores [keys, queries] -> weights, and weights times d score / d (scale q.k); both negative where dropped."""
+    offset = lse2[None, :]
+    if RULE.alibi:
+        row = gl.arange(0, PLAN.block_k, gl.SliceLayout(1, scores_layout(PLAN)))
+        after = place.tile * PLAN.block_q + work.shift - work.k_start - row
+        distance = ramp(scores, after) if RULE.causal else gl.abs(ramp(scores, after))
+        offset += distance * place.slope2
     if RULE.softcap > 0:
         cap = tanh(scores * (scale / RULE.softcap))
-        weights = gl.exp2(cap * (RULE.softcap * LOG2E) - lse2[None, :])
+        weights = gl.exp2(cap * (RULE.softcap * LOG2E) - offset)
     else:
-        weights = gl.exp2(scores * (scale * LOG2E) - lse2[None, :])
+        weights = gl.exp2(scores * (scale * LOG2E) - offset)
     if hides(RULE) or TAIL:
         edge = True
         if PLAN.branch:
@@ -280,7 +287,7 @@ def meet(
 
 @gluon.jit
 def multiply(
-    dk_out, dv_out, dk_part, dv_part, dq_sum, shared, signals, work, scale, probability, seed,
+    dk_out, dv_out, dk_part, dv_part, dq_sum, shared, signals, work, scale, probability, seed, slopes,
     RULE: gl.constexpr, PLAN: gl.constexpr, TAIL: gl.constexpr,
 ):  # fmt: skip
     """The multiplying warps: all steps of a program, then dK and dV."""
@@ -298,7 +305,7 @@ def multiply(
     for step in range(work.steps):  # one loop over all heads and tiles: nested ones cost registers
         edge = (tile < work.full_lo) | (tile >= work.full_hi)
         number = work.first_tile + member * work.q_tiles + tile
-        place = Place(step, tile, number, edge)
+        place = Place(step, tile, number, edge, slope2(slopes, work.head + member, work))
         dropout = Dropout(key, probability)
         dk, dv = meet(dk, dv, k, v, place, dropout, dq_sum, shared, signals, work, scale, RULE, PLAN, TAIL)
         tile, member = advance(tile, member, work)
@@ -336,7 +343,7 @@ def shared_layout(shape, dtype):
 @gluon.jit(do_not_specialize=["q_len", "k_len", "batches", "heads", "group", "span", "q_slots"])
 def backward_kernel(
     q, k, v, dout, rows, dq_sum, dk, dv, dk_part, dv_part, q_len, k_len, batches, heads, group, span, scale,
-    dropout, seed, k_tiles, ragged, q_slots,
+    dropout, seed, slopes, k_tiles, ragged, q_slots,
     RULE: gl.constexpr, PLAN: gl.constexpr, TAIL: gl.constexpr,
 ):  # fmt: skip
     """dK and dV of one tile of keys, and what it adds to dQ, for `span` query heads of one key head.
@@ -377,13 +384,12 @@ def backward_kernel(
     )  # fmt: skip
     gl.warp_specialize(
         [
-            (
-                multiply,
-                (dk, dv, dk_part, dv_part, dq_sum, shared, signals, work, scale, dropout, seed, RULE, PLAN, TAIL),
-            ),
+            (multiply, (
+                dk, dv, dk_part, dv_part, dq_sum, shared, signals, work, scale, dropout, seed, slopes, RULE, PLAN, TAIL,
+            )),
             (load, (q, k, v, dout, rows, shared, signals, work, RULE, PLAN)),
             (add, (dq_sum, shared, signals, work, PLAN)),
         ],
         [1, 1],
         [24, 24],
-    )
+    )  # fmt: skip

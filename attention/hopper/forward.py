@@ -37,7 +37,7 @@ from .pipeline import (
     take_turn,
 )
 from .ragged import Rows, corner
-from .tiles import Dropout, barriers, end_softmax, keep_columns, kept, tanh
+from .tiles import Dropout, barriers, end_softmax, keep_columns, kept, ramp, tanh
 
 
 class State(NamedTuple):
@@ -77,6 +77,14 @@ def weigh(
     if RULE.softcap > 0:
         scores = tanh(scores * (problem.scale / RULE.softcap))
         factor = RULE.softcap * LOG2E
+    if RULE.alibi:
+        rows = gl.arange(0, scores.shape[0], gl.SliceLayout(1, scores.type.layout))
+        ahead = ramp(scores, start - edge - rows)  # how far a key is ahead of a query
+        slope = problem.slope2 / factor
+        if RULE.causal:
+            scores += ahead * slope
+        else:
+            scores -= gl.abs(ahead) * slope
     if MASKED:
         scores = hide(scores, edge, start, problem, RULE)
     new_top = gl.maximum(top, gl.max(scores, 1) * factor)
@@ -173,6 +181,9 @@ def consumer(
         if PIPE.ragged:
             first = message[2]
             own = Sizes(message[3], message[4], problem.scale, problem.dropout)
+        if RULE.alibi:
+            slope = message[len(message) - 1].to(gl.float32, bitcast=True)
+            own = Sizes(own.q_len, own.k_len, problem.scale, problem.dropout, slope)
         # which blocks are this consumer's; where it has no queries one, so that the code below holds
         q_start = tile_start + INDEX * ROWS
         tile_begin, _, _, tile_end = blocks(tile_start, TILE.block_q, own, RULE, TILE)
@@ -253,7 +264,7 @@ def consumer(
 
 @gluon.jit(do_not_specialize=["q_len", "k_len", "n_tiles", "lanes"])
 def hopper_forward_kernel(
-    q, k, v, out, lse2, max_logit2, sink, tiles, ragged, q_len, k_len, n_tiles, lanes, scale, dropout, seed,
+    q, k, v, out, lse2, max_logit2, sink, tiles, ragged, q_len, k_len, n_tiles, lanes, scale, dropout, seed, slopes,
     RULE: gl.constexpr, TILE: gl.constexpr, PIPE: gl.constexpr,
 ):  # fmt: skip
     """out = softmax(rule(q k^T)) v and lse2 = log2 sum 2^score, for tiles of queries as long as there are any.
@@ -264,7 +275,7 @@ def hopper_forward_kernel(
     problem = Sizes(q_len, k_len, scale, dropout)
     q_channel = channel(PIPE.consumers, ROWS, TILE.dim, q.dtype, 1)
     mail_layout: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
-    WORDS: gl.constexpr = 2 + 3 * PIPE.ragged + RULE.dropout
+    WORDS: gl.constexpr = 2 + 3 * PIPE.ragged + RULE.dropout + RULE.alibi
     shared = SharedMemory(
         q_channel,
         channel(PIPE.stages, TILE.block_k, TILE.dim, q.dtype, PIPE.consumers),
@@ -286,7 +297,7 @@ def hopper_forward_kernel(
             [
                 (consumer, (0, shared, out, lse2, max_logit2, sink, problem, RULE, TILE, PIPE)),
                 (consumer, (1, shared, out, lse2, max_logit2, sink, problem, RULE, TILE, PIPE)),
-                (loader, (shared, q, k, v, seed, problem, n_tiles, lanes, tiles, ragged, RULE, TILE, PIPE)),
+                (loader, (shared, q, k, v, seed, slopes, problem, n_tiles, lanes, tiles, ragged, RULE, TILE, PIPE)),
             ],
             [4, 1],
             [240, 24],
@@ -297,7 +308,7 @@ def hopper_forward_kernel(
                 (consumer, (0, shared, out, lse2, max_logit2, sink, problem, RULE, TILE, PIPE)),
                 (consumer, (1, shared, out, lse2, max_logit2, sink, problem, RULE, TILE, PIPE)),
                 (consumer, (2, shared, out, lse2, max_logit2, sink, problem, RULE, TILE, PIPE)),
-                (loader, (shared, q, k, v, seed, problem, n_tiles, lanes, tiles, ragged, RULE, TILE, PIPE)),
+                (loader, (shared, q, k, v, seed, slopes, problem, n_tiles, lanes, tiles, ragged, RULE, TILE, PIPE)),
             ],
             [4, 4, 1],
             [160, 160, 32],

@@ -157,7 +157,7 @@ def forward(q, k, v, options):
             None if options.sink is None else options.sink.contiguous(), tiles, problem.ragged, problem.q_len,
             problem.k_len, n_tiles, tile.heads * problem.batch,
             max(abs(options.scale), 1e-30),  # 0 would turn the -inf of a hidden key into NaN
-            problem.terms.dropout, options.seed,
+            problem.terms.dropout, options.seed, problem.terms.slopes,
         )  # fmt: skip
     return (out, lse2, max_logit2)[: 2 + options.max_logit]
 
@@ -236,7 +236,7 @@ def backward(q, k, v, out, lse2, dout, dlse, bias_grad, options, deterministic=N
             tiles_of(problem, "dout", dout, block_q), descriptor(problem, "rows", rows, described, (block_q,)), sums,
             tiles_of(problem, "dk", dk, block_k), tiles_of(problem, "dv", dv, block_k), *parts,
             q_len, k_len, batch, heads, group, span, options.scale, problem.terms.dropout, options.seed,
-            k_tiles, problem.ragged, q_slots,
+            problem.terms.slopes, k_tiles, problem.ragged, q_slots,
         )  # fmt: skip
         problem.once(finish_launcher).start(dq_sum, view("dq", dq), *where, options.scale)
         if span < group:

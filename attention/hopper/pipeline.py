@@ -11,7 +11,7 @@ from .gluon import (
     tma_load,
 )
 from .ragged import Rows, corner
-from .tiles import barriers, bounds, dropout_key, listed, meeting_range, query_tile, ring
+from .tiles import barriers, bounds, dropout_key, listed, meeting_range, query_tile, ring, slope2
 
 ROWS = gl.constexpr(64)  # queries of a consumer: what one warpgroup multiplies at a time
 MAILBOX = gl.constexpr(2)  # tiles on their way from the loader to the consumers
@@ -54,6 +54,7 @@ class Sizes(NamedTuple):
     k_len: gl.tensor
     scale: gl.tensor
     dropout: gl.tensor  # probability
+    slope2: gl.tensor = 0.0  # of ALiBi and the head of a tile, in base 2
 
 
 @gluon.jit
@@ -105,7 +106,7 @@ def send(mail, visit, message):
     """Tell the consumers of a tile: its first query, or -1 when there are no more, and its head of all sequences.
 
     If sequences are ragged also where its own begins in its row, and how many queries and keys that has; with dropout
-    also its key.
+    also its key; with ALiBi also its slope.
     """
     layout: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
     WORDS: gl.constexpr = mail.tiles.shape[0] // MAILBOX
@@ -150,7 +151,7 @@ def tile_at(number, total, n_tiles, tiles, ragged, problem, RULE: gl.constexpr, 
 
 @gluon.jit
 def loader(
-    shared, q, k, v, seed, problem, n_tiles, lanes, tiles, ragged,
+    shared, q, k, v, seed, slopes, problem, n_tiles, lanes, tiles, ragged,
     RULE: gl.constexpr, TILE: gl.constexpr, PIPE: gl.constexpr,
 ):  # fmt: skip
     """Choose tiles, and load what the consumers will need in the order in which they will."""
@@ -164,11 +165,13 @@ def loader(
     while number < total:
         tile, head, seq = tile_at(number, total, n_tiles, tiles, ragged, problem, RULE, TILE, PIPE)
         q_start = tile * TILE.block_q
-        key = gl.cast(dropout_key(seq.index, head, seed, RULE), gl.int32)
         message = q_start, seq.row * TILE.heads + head
         if PIPE.ragged:
             message += seq.q_start, seq.q_len, seq.k_len
-        message += (key,)
+        if RULE.dropout:
+            message += (gl.cast(dropout_key(seq.index, head, seed, RULE), gl.int32),)
+        if RULE.alibi:
+            message += (slope2(slopes, head, seq).to(gl.int32, bitcast=True),)
         send(shared.mail, visit, message)
         queries = Rows(seq.row, seq.row * problem.q_len + seq.q_start + seq.q_len, seq.q_len)
         for index in gl.static_range(CONSUMERS):
@@ -189,7 +192,7 @@ def loader(
         count += 1
         visit += 1
         number = gl.atomic_add(tiles, 1, sem="relaxed") + gl.num_programs(0)  # whoever is free takes the next
-    send(shared.mail, visit, (-1, 0, 0, 0, 0, 0))
+    send(shared.mail, visit, (-1, 0, 0, 0, 0, 0, 0))
 
 
 @gluon.jit

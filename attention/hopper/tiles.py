@@ -22,6 +22,7 @@ listed = gluon.jit(ragged.listed.fn)
 meeting_range = gluon.jit(tiles.meeting_range.fn)
 philox = gluon.jit(score.philox.fn)
 query_tile = gluon.jit(tiles.query_tile.fn)
+slope2 = gluon.jit(score.slope2.fn)
 tanh = gluon.jit(score.tanh.fn)
 
 
@@ -41,11 +42,11 @@ def ring(step, SLOTS: gl.constexpr):
 
 
 @gluon.jit
-def keep_columns(x, begin, end, other):
-    """A matmul's result [rows, columns] where begin <= column < end, else `other`; both int32 [rows], or None.
+def columns(x):
+    """A matmul's result [rows, columns] -> (as [rows, n, t, 2], 8 n + (0, 1), 2 t [1, t]); columns are their sums.
 
     A thread holds columns 8 n + 2 t + (0, 1) of a row, where t is its place in the group of four that shares the row.
-    With 2 t on the side of the rows, all is compared with constants; else there were not registers enough.
+    With 2 t on the side of the rows, the rest are constants; else there were not registers enough.
     """
     ROWS: gl.constexpr = x.shape[0]
     COLUMNS: gl.constexpr = x.shape[1]
@@ -54,14 +55,38 @@ def keep_columns(x, begin, end, other):
     of_column: gl.constexpr = gl.SliceLayout(0, gl.SliceLayout(2, parts.type.layout))  # [n, 2]
     eights = gl.arange(0, COLUMNS // 8, gl.SliceLayout(1, of_column)) * 8
     column = (eights[:, None] + gl.arange(0, 2, gl.SliceLayout(0, of_column))[None, :])[None, :, None, :]
-    thread = gl.arange(0, 4, gl.SliceLayout(0, of_row))[None, :] * 2
+    return parts, column, gl.arange(0, 4, gl.SliceLayout(0, of_row))[None, :] * 2
+
+
+@gluon.jit
+def beside(rows, thread):
+    """[rows] -> [rows, 1], in the layout of [rows, t]."""
+    return gl.convert_layout(rows, gl.SliceLayout(1, thread.type.layout), assert_trivial=True)[:, None]
+
+
+@gluon.jit
+def joined(parts, x):
+    """The parts of columns(x) as x was."""
+    return gl.convert_layout(parts.reshape(x.shape), x.type.layout, assert_trivial=True)
+
+
+@gluon.jit
+def keep_columns(x, begin, end, other):
+    """A matmul's result [rows, columns] where begin <= column < end, else `other`; both int32 [rows], or None."""
+    parts, column, thread = columns(x)
     if end is not None:
-        end = gl.convert_layout(end, gl.SliceLayout(1, of_row), assert_trivial=True)
-        parts = gl.where(column < (end[:, None] - thread)[:, None, :, None], parts, other)
+        parts = gl.where(column < (beside(end, thread) - thread)[:, None, :, None], parts, other)
     if begin is not None:
-        begin = gl.convert_layout(begin, gl.SliceLayout(1, of_row), assert_trivial=True)
-        parts = gl.where(column >= (begin[:, None] - thread)[:, None, :, None], parts, other)
-    return gl.convert_layout(parts.reshape([ROWS, COLUMNS]), x.type.layout, assert_trivial=True)
+        parts = gl.where(column >= (beside(begin, thread) - thread)[:, None, :, None], parts, other)
+    return joined(parts, x)
+
+
+@gluon.jit
+def ramp(x, first):
+    """first + column in float32, for a matmul's result [rows, columns]; first int32 [rows]."""
+    _, column, thread = columns(x)
+    found = (beside(first, thread) + thread).to(gl.float32)[:, None, :, None] + column.to(gl.float32)
+    return joined(found, x)
 
 
 @gluon.constexpr_function

@@ -36,7 +36,7 @@ class Spread(NamedTuple):
 
 @triton.jit(do_not_specialize=["q_len", "k_len"])
 def dbias_kernel(
-    q, k, v, dout, lse2, delta, dbias, q_len, k_len, ragged, scale, dropout, seed, bias, gate,
+    q, k, v, dout, lse2, delta, dbias, q_len, k_len, ragged, scale, dropout, seed, bias, gate, slopes,
     RULE: tl.constexpr, TILE: tl.constexpr, SPREAD: tl.constexpr,
 ):  # fmt: skip
     """dS of one [queries, keys] tile of the bias, summed over one of SPREAD.parts of all that it was broadcast over.
@@ -45,7 +45,7 @@ def dbias_kernel(
     heads of the bias; a sequence or row of the batch is a program of its own unless SPREAD says otherwise. dbias has a
     row for each part and row of the bias. A part is a range of steps: tiles of queries of each head of each row.
     """
-    terms = Terms(scale, dropout, seed, bias, gate)
+    terms = Terms(scale, dropout, seed, bias, gate, slopes)
     q_tiles = 1 if SPREAD.queries else tl.cdiv(q_len, TILE.block_q)
     k_tiles = 1 if SPREAD.keys else tl.cdiv(k_len, TILE.block_k)
     tile, bias_head, place = locate(q_tiles * k_tiles, TILE.heads)

@@ -65,7 +65,7 @@ def gather_dkdv(
 @triton.jit(do_not_specialize=["q_len", "k_len"])
 def dkdv_kernel(
     q, k, v, dout, lse2, delta, q_tiles, dout_tiles, dk, dv, dgate, q_len, k_len, ragged, scale, dropout, seed, bias,
-    gate, RULE: tl.constexpr, TILE: tl.constexpr, SPAN: tl.constexpr, OUTPUTS: tl.constexpr,
+    gate, slopes, RULE: tl.constexpr, TILE: tl.constexpr, SPAN: tl.constexpr, OUTPUTS: tl.constexpr,
 ):  # fmt: skip
     """dK, dV and the key half of dgate for one tile of keys, summed over SPAN query heads (dgate: for each of them).
 
@@ -75,7 +75,7 @@ def dkdv_kernel(
     """
     tile, slot, index = locate(tl.cdiv(k_len, TILE.block_k), TILE.heads)
     seq = sequence(index, q_len, k_len, ragged)
-    terms = Terms(scale, dropout, seed, bias, gate)
+    terms = Terms(scale, dropout, seed, bias, gate, slopes)
     k_start = tile * TILE.block_k
     count = seq.k_len - k_start
     if count <= 0:

@@ -109,7 +109,7 @@ def gather_dq(
 @triton.jit(do_not_specialize=["q_len", "k_len"])
 def dq_kernel(
     q, k, v, dout, lse2, delta, k_tiles, v_tiles, out, dlse, sink, dq, dgate,
-    q_len, k_len, ragged, scale, dropout, seed, bias, gate,
+    q_len, k_len, ragged, scale, dropout, seed, bias, gate, slopes,
     RULE: tl.constexpr, TILE: tl.constexpr, OUTPUTS: tl.constexpr,
 ):  # fmt: skip
     """dQ = scale dS K and the query half of dgate [B, H, Tk], for one tile of queries; walks the keys.
@@ -119,7 +119,7 @@ def dq_kernel(
     """
     tile, head, index = locate_query_tile(tl.cdiv(q_len, TILE.block_q), k_len, RULE, TILE)
     seq = sequence(index, q_len, k_len, ragged)
-    terms = Terms(scale, dropout, seed, bias, gate)
+    terms = Terms(scale, dropout, seed, bias, gate, slopes)
     q_start = tile * TILE.block_q
     count = seq.q_len - q_start
     if count <= 0:

@@ -80,7 +80,8 @@ def attend(
 
 @triton.jit(do_not_specialize=["q_len", "k_len"])
 def forward_kernel(
-    q, k, v, k_tiles, v_tiles, out, lse2, max_logit2, sink, q_len, k_len, ragged, scale, dropout, seed, bias, gate,
+    q, k, v, k_tiles, v_tiles, out, lse2, max_logit2, sink, q_len, k_len, ragged,
+    scale, dropout, seed, bias, gate, slopes,
     RULE: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
     """out = softmax(rule(q k^T)) v and lse2 = log2 sum 2^score, for one tile of queries of one head.
@@ -91,7 +92,7 @@ def forward_kernel(
     """
     tile, head, index = locate_query_tile(tl.cdiv(q_len, TILE.block_q), k_len, RULE, TILE)
     seq = sequence(index, q_len, k_len, ragged)
-    terms = Terms(scale, dropout, seed, bias, gate)
+    terms = Terms(scale, dropout, seed, bias, gate, slopes)
     q_start = tile * TILE.block_q
     count = seq.q_len - q_start
     if count <= 0:
