@@ -1,7 +1,7 @@
 """Dropout, residual and norm in one kernel each way: x + dropout(y), and its LayerNorm or RMSNorm.
 
-A program has as many warps as rows, one for each row. The masks are drawn again in the backward, and nothing but the
-sum itself is kept for it.
+A program is one warp, which takes one row after the other. The backward draws the mask again, so nothing is kept for it
+but the sum.
 
 Letters: N rows (tokens), C width.
 """
@@ -18,10 +18,8 @@ from attention.score import keeps, philox
 from kernels.shared import processors
 
 WIDEST = 1024  # C; of wider rows a warp has too few registers
-ROWS = 4  # of a program at a time
-PROGRAMS = 4  # of the backward, per multiprocessor
-STAGES = 2  # of its loads
-LANES = tl.constexpr(32)
+PROGRAMS = 32, 16  # per multiprocessor, forward and backward
+STAGES = 1, 2  # of their loads
 GROUP = tl.constexpr(4)  # neighbours that share 64 random bits
 
 
@@ -45,17 +43,21 @@ def add_norm(x, y, norm, dropout, seed):
 
 
 @triton.jit
-def row_sum(values):
-    """[PARTS, ROWS, LANES, GROUP] -> [1, ROWS, 1, 1]; each sum stays in a warp."""
-    return tl.sum(tl.sum(tl.sum(values, 0, keep_dims=True), 3, keep_dims=True), 2, keep_dims=True)
+def columns(GROUPS: tl.constexpr):
+    """Numbers of the groups [GROUPS, 1] and of the columns [GROUPS, GROUP] of a row."""
+    group = tl.arange(0, GROUPS)[:, None]
+    return group, group * GROUP + tl.arange(0, GROUP)[None, :]
 
 
 @triton.jit
-def places(first, ROWS: tl.constexpr, PARTS: tl.constexpr):
-    """Rows [1, ROWS, 1, 1], groups of columns [PARTS, 1, LANES, 1] and columns [PARTS, 1, LANES, GROUP] of a tile."""
-    row = first + tl.arange(0, ROWS)[None, :, None, None]
-    group = tl.arange(0, PARTS)[:, None, None, None] * LANES + tl.arange(0, LANES)[None, None, :, None]
-    return row, group, group * GROUP + tl.arange(0, GROUP)[None, None, None, :]
+def load(pointer, row, column, C: tl.constexpr):
+    """A row in float32, with 0 from column C on."""
+    return tl.load(pointer + tl.cast(row, tl.int64) * C + column, column < C, 0.0).to(tl.float32)
+
+
+@triton.jit
+def store(pointer, values, row, column, C: tl.constexpr):
+    tl.store(pointer + tl.cast(row, tl.int64) * C + column, values.to(pointer.dtype.element_ty), column < C)
 
 
 @triton.jit
@@ -63,47 +65,51 @@ def drop(values, row, group, seed, dropout):
     """Zero each value with probability `dropout` and scale the others up; seed: uint64."""
     start = tl.cast(seed >> 32, tl.uint32)
     low, high = philox(tl.cast(row, tl.uint32) + start, tl.cast(group, tl.uint32), tl.cast(seed, tl.uint32))
-    number = tl.arange(0, GROUP)[None, None, None, :]
+    number = tl.arange(0, GROUP)[None, :]
     bits = tl.where(number < 2, low, high) << tl.cast(16 * (number & 1), tl.uint32)
     return tl.where(keeps(bits, dropout), values * (1 / (1 - dropout)), 0.0)
 
 
 @triton.jit
-def normalise(x, inside, eps, C: tl.constexpr, CENTERED: tl.constexpr):
-    """(x - mean) / deviation and 1 / deviation of each row; without CENTERED the mean counts as 0, as in RMSNorm."""
+def mean(values, C: tl.constexpr):
+    return tl.sum(tl.sum(values, 1), 0) * (1 / C)
+
+
+@triton.jit
+def normalise(x, column, eps, C: tl.constexpr, CENTERED: tl.constexpr):
+    """(x - mean) / deviation, and 1 / deviation; without CENTERED the mean counts as 0, as in RMSNorm."""
     if CENTERED:
-        x = tl.where(inside, x - row_sum(x) / C, 0.0)
-    scale = tl.rsqrt(row_sum(x * x) / C + eps)
+        x = tl.where(column < C, x - mean(x, C), 0.0)
+    scale = tl.rsqrt(mean(x * x, C) + eps)
     return x * scale, scale
 
 
 @triton.jit(do_not_specialize=["rows"], do_not_specialize_on_alignment=["seed"])
 def add_norm_kernel(
     x, y, weight, bias, seed, total, out, rows, dropout, eps, C: tl.constexpr, CENTERED: tl.constexpr,
-    ROWS: tl.constexpr, PARTS: tl.constexpr,
+    GROUPS: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """total = x + dropout(y); out = norm(total) * weight + bias, of ROWS rows. weight and bias may be None."""
-    row, group, column = places(tl.program_id(0) * ROWS, ROWS, PARTS)
-    inside = column < C
-    real = inside & (row < rows)
-    place = tl.cast(row, tl.int64) * C + column
-    branch = tl.load(y + place, real, 0.0).to(tl.float32)
-    stream = tl.load(x + place, real, 0.0).to(tl.float32)
-    branch = drop(branch, row, group, tl.load(seed).to(tl.uint64, bitcast=True), dropout)
-    sums = (stream + branch).to(total.dtype.element_ty)
-    tl.store(total + place, sums, real)
-    normal, _ = normalise(sums.to(tl.float32), inside, eps, C, CENTERED)
-    if weight is not None:
-        normal *= tl.load(weight + column, inside, 0.0).to(tl.float32)
-    if bias is not None:
-        normal += tl.load(bias + column, inside, 0.0).to(tl.float32)
-    tl.store(out + place, normal.to(out.dtype.element_ty), real)
+    """total = x + dropout(y); out = norm(total) * weight + bias. weight and bias may be None."""
+    value = tl.load(seed).to(tl.uint64, bitcast=True)
+    group, column = columns(GROUPS)
+    gain = None if weight is None else load(weight, 0, column, C)
+    shift = None if bias is None else load(bias, 0, column, C)
+    for row in tl.range(tl.program_id(0), rows, tl.num_programs(0), num_stages=STAGES):
+        branch = drop(load(y, row, column, C), row, group, value, dropout)
+        sums = (load(x, row, column, C) + branch).to(total.dtype.element_ty)
+        store(total, sums, row, column, C)
+        normal, _ = normalise(sums.to(tl.float32), column, eps, C, CENTERED)
+        if gain is not None:
+            normal *= gain
+        if shift is not None:
+            normal += shift
+        store(out, normal, row, column, C)
 
 
 @triton.jit(do_not_specialize=["rows"], do_not_specialize_on_alignment=["seed"])
 def add_norm_backward_kernel(
     total, weight, seed, dtotal, dout, dx, dy, dweight, dbias, rows, dropout, eps, C: tl.constexpr,
-    CENTERED: tl.constexpr, ROWS: tl.constexpr, PARTS: tl.constexpr, STAGES: tl.constexpr,
+    CENTERED: tl.constexpr, GROUPS: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """dx and dy of all rows; this program's part of the sums that dweight and dbias are, in a row of [programs, C].
 
@@ -111,40 +117,34 @@ def add_norm_backward_kernel(
     dtotal may be None, and so may weight, dweight and dbias.
     """
     value = tl.load(seed).to(tl.uint64, bitcast=True)
-    _, _, column = places(0, ROWS, PARTS)
-    inside = column < C
-    gain = tl.full([PARTS, 1, LANES, GROUP], 1.0, tl.float32)
-    if weight is not None:
-        gain = tl.load(weight + column, inside, 0.0).to(tl.float32)
-    weight_sum = tl.zeros([PARTS, ROWS, LANES, GROUP], tl.float32)
-    bias_sum = tl.zeros([PARTS, ROWS, LANES, GROUP], tl.float32)
-    for first in tl.range(tl.program_id(0) * ROWS, rows, tl.num_programs(0) * ROWS, num_stages=STAGES):
-        row, group, _ = places(first, ROWS, PARTS)
-        real = inside & (row < rows)
-        place = tl.cast(row, tl.int64) * C + column
-        normal, scale = normalise(tl.load(total + place, real, 0.0).to(tl.float32), inside, eps, C, CENTERED)
-        gradient = tl.load(dout + place, real, 0.0).to(tl.float32)
+    group, column = columns(GROUPS)
+    gain = None if weight is None else load(weight, 0, column, C)
+    weight_sum = tl.zeros([GROUPS, GROUP], tl.float32)
+    bias_sum = tl.zeros([GROUPS, GROUP], tl.float32)
+    for row in tl.range(tl.program_id(0), rows, tl.num_programs(0), num_stages=STAGES):
+        normal, scale = normalise(load(total, row, column, C), column, eps, C, CENTERED)
+        gradient = load(dout, row, column, C)
         weight_sum += gradient * normal
         bias_sum += gradient
-        gradient *= gain
-        slope = gradient - normal * (row_sum(gradient * normal) / C)
+        if gain is not None:
+            gradient *= gain
+        slope = gradient - normal * mean(gradient * normal, C)
         if CENTERED:
-            slope -= row_sum(gradient) / C
+            slope -= mean(gradient, C)
         slope *= scale
         if dtotal is not None:
-            slope += tl.load(dtotal + place, real, 0.0).to(tl.float32)
-        tl.store(dx + place, slope.to(dx.dtype.element_ty), real)
-        tl.store(dy + place, drop(slope, row, group, value, dropout).to(dy.dtype.element_ty), real)
-    mine = tl.program_id(0) * C + column
+            slope += load(dtotal, row, column, C)
+        store(dx, slope, row, column, C)
+        store(dy, drop(slope, row, group, value, dropout), row, column, C)
     if dweight is not None:
-        tl.store(dweight + mine, tl.sum(weight_sum, 1, keep_dims=True), inside)
+        store(dweight, weight_sum, tl.program_id(0), column, C)
     if dbias is not None:
-        tl.store(dbias + mine, tl.sum(bias_sum, 1, keep_dims=True), inside)
+        store(dbias, bias_sum, tl.program_id(0), column, C)
 
 
-def parts(width):
-    """Parts of LANES * GROUP columns, a power of 2."""
-    return triton.next_power_of_2(triton.cdiv(width, LANES.value * GROUP.value))
+def groups(width):
+    """Groups of neighbours in a row, a power of 2 and no fewer than the lanes of a warp."""
+    return max(32, triton.next_power_of_2(triton.cdiv(width, GROUP.value)))
 
 
 def forward(
@@ -157,9 +157,9 @@ def forward(
     rows = x.numel() // width
     if rows:
         with torch.cuda.device_of(x):
-            add_norm_kernel[(triton.cdiv(rows, ROWS),)](
-                x, y, weight, bias, seed, total, out, rows, drop_probability(dropout), eps, width, centered, ROWS,
-                parts(width), num_warps=ROWS, enable_fp_fusion=True,
+            add_norm_kernel[(min(rows, PROGRAMS[0] * processors(x.device)),)](
+                x, y, weight, bias, seed, total, out, rows, drop_probability(dropout), eps, width, centered,
+                groups(width), STAGES[0], num_warps=1, enable_fp_fusion=True,
             )  # fmt: skip
     return total, out
 
@@ -179,13 +179,13 @@ def find_gradients(
     """dx, dy in a dtype, and float32 [number of weight and bias, programs, C], whose sums are dweight and dbias."""
     width = total.shape[-1]
     dx, dy = torch.empty_like(total), torch.empty_like(total, dtype=dtype)
-    programs = PROGRAMS * processors(total.device)
+    programs = PROGRAMS[1] * processors(total.device)
     sums = total.new_empty((weight is not None) + has_bias, programs, width, dtype=torch.float32)
     with torch.cuda.device_of(total):
         add_norm_backward_kernel[(programs,)](
             total, weight, seed, None if dtotal is None else dtotal.contiguous(), dout.contiguous(), dx, dy,
             None if weight is None else sums[0], sums[1] if has_bias else None, total.numel() // width,
-            drop_probability(dropout), eps, width, centered, ROWS, parts(width), STAGES, num_warps=ROWS,
+            drop_probability(dropout), eps, width, centered, groups(width), STAGES[1], num_warps=1,
             enable_fp_fusion=True,
         )  # fmt: skip
     return dx, dy, sums
@@ -196,9 +196,11 @@ _gradients = torch.library.custom_op("gpt::add_norm_backward", find_gradients, m
 
 @_gradients.register_fake
 def _(total, weight, seed, dtotal, dout, has_bias, dropout, eps, centered, dtype):
-    shape = (weight is not None) + has_bias, PROGRAMS * processors(total.device), total.shape[-1]
-    return total.new_empty(total.shape), total.new_empty(total.shape, dtype=dtype), total.new_empty(
-        shape, dtype=torch.float32
+    shape = (weight is not None) + has_bias, PROGRAMS[1] * processors(total.device), total.shape[-1]
+    return (
+        total.new_empty(total.shape),
+        total.new_empty(total.shape, dtype=dtype),
+        total.new_empty(shape, dtype=torch.float32),
     )
 
 
