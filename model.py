@@ -233,16 +233,13 @@ class Block(nn.Module):
         self.skip = nn.Parameter(torch.empty(2)) if config.embed_skip else None  # of x, minus 1, and of embeddings
 
     def forward(self, *inputs):
-        if not self.again:
-            return self.compute(*inputs)
-        x, y, first_v = checkpoint(self.compute, *inputs, **self.again)
-        return x + self.drop(y), None, first_v  # one tensor to keep for the next block, not two
+        return checkpoint(self.compute, *inputs, **self.again) if self.again else self.compute(*inputs)
 
     def compute(self, x, y, embedded, seeds, *others):
-        """The stream without this block's last branch, that branch, and the first block's values.
+        """The stream x after this block, its last branch y, and the first block's values.
 
-        y: the last branch of the block before, which norm_1 adds to the stream x; None in the first block.
-        seeds: two, of the masks of y and of attention's branch. others: of Attention.forward().
+        y: with dropout, what the next norm is to add to x, else None. seeds: two, of the masks of the y that is given
+        and of attention's branch. others: of Attention.forward().
         """
         if self.skip is not None:
             a, b = self.skip.float().split(1)
@@ -251,7 +248,10 @@ class Block(nn.Module):
         x, h = add_norm(x, y, self.norm_1, self.drop, seeds[0])
         y, first_v = self.attention(h, seeds[1], *others)
         x, h = add_norm(x, y, self.norm_2, self.drop, seeds[1])
-        return x, self.mlp(h), first_v
+        y = self.mlp(h)
+        if self.drop.p == 0:  # a sum is one tensor, where activations are kept for the backward
+            x, y = x + y, None
+        return x, y, first_v
 
 
 class GPT(nn.Module):
