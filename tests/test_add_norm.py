@@ -142,3 +142,12 @@ def test_in_a_network(options, device, monkeypatch):
     (found, seeds), (expected, same) = map(loss_and_gradients, (kernels, formula))
     assert seeds == same and len(set(seeds)) == (3 if options else 4)
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-6)
+
+
+def test_ops(device):
+    """torch.library.opcheck: schemas, shapes and autograd."""
+    x, y, (dtotal, dout), norm = make(3, 32, torch.float32, device, "bias")
+    seed, options = torch.tensor([7], device=device), (0.2, 1e-5, True, torch.float32)
+    torch.library.opcheck(module._add_norm, (x, y, norm.weight, norm.bias, seed, *options))
+    given = x.detach(), norm.weight.detach(), seed, dtotal, dout
+    torch.library.opcheck(module._gradients, (*given, True, *options))
