@@ -128,6 +128,17 @@ def make_norm(config):
     return nn.LayerNorm(config.n_embd, elementwise_affine=config.norm_weight, bias=config.bias)
 
 
+def add_norm(x, y, norm, drop, seed):
+    """x + drop(y) and its norm. y: [B, T, C], or None; seed: of the mask in a GPU's kernel, None = PyTorch's."""
+    if seed is not None and y is not None:
+        from kernels import add_norm as kernels  # imports Triton, which not every machine has
+
+        return kernels.add_norm(x, y, norm, drop.p, seed)
+    if y is not None:
+        x = x + drop(y)
+    return x, norm(x)
+
+
 def rotary_angles(config):
     """cos and sin [block_size, 1, D / 2] of position * 10000^(-2i / D), in float32 (Su et al. 2021, RoFormer).
 
@@ -152,16 +163,20 @@ class Attention(nn.Module):
         self.qkv = nn.Linear(config.n_embd, (config.n_head + 2 * config.kv_heads) * config.head_dim, bias=config.bias)
         self.rows = [heads * config.head_dim for heads in (config.n_head, config.kv_heads, config.kv_heads)]  # q, k, v
         self.project = nn.Linear(config.n_embd, config.n_embd, bias=config.bias)
-        self.drop = nn.Dropout(config.dropout)
         self.window = None if index % 4 == 3 else config.window
         if config.value_residual and index > 0:
             self.share = nn.Parameter(torch.empty(1))  # of the first values, minus 1/2
 
-    def forward(self, x, first_v, more_v, rotary, documents, layer):
-        """(Attention of x [B, T, C], first_v); first_v: the first block's values, or None. more_v: added to values."""
+    def forward(self, x, seed, first_v, more_v, rotary, documents, layer):
+        """(Attention of x [B, T, C], first_v); first_v: the first block's values, or None. more_v: added to values.
+
+        seed: of dropout, or None to draw one.
+        """
         (B, T, C), config = x.shape, self.config
         heads = (config.n_head, config.kv_heads, config.kv_heads)
         options = dict(window=self.window, dropout=config.dropout if self.training else 0.0, impl=config.attention)
+        if config.attention != "sdpa":  # which draws its own
+            options["seed"] = seed
         rows = B, T
         if documents is not None:  # packed in one row
             rows = 1, B * T
@@ -187,7 +202,7 @@ class Attention(nn.Module):
             else:
                 q, k, v = (z.reshape(*rows, -1, config.head_dim) for z in (q, k, v))
                 y = attention(q, k, v, causal=True, **options)  # [B, T, H, D]
-        return self.drop(self.project(y.reshape(B, T, C))), first_v
+        return self.project(y.reshape(B, T, C)), first_v
 
 
 class MLP(nn.Module):
@@ -198,12 +213,11 @@ class MLP(nn.Module):
             self.gate = nn.Linear(config.n_embd, config.mlp_width, bias=config.bias)
         self.expand = nn.Linear(config.n_embd, config.mlp_width, bias=config.bias)
         self.project = nn.Linear(config.mlp_width, config.n_embd, bias=config.bias)
-        self.drop = nn.Dropout(config.dropout)
 
     def forward(self, x):
         if self.kind == "swiglu":
-            return self.drop(self.project(F.silu(self.gate(x)) * self.expand(x)))
-        return self.drop(mlp(x, self.expand, self.project, self.kind))
+            return self.project(F.silu(self.gate(x)) * self.expand(x))
+        return mlp(x, self.expand, self.project, self.kind)
 
 
 class Block(nn.Module):
@@ -215,19 +229,29 @@ class Block(nn.Module):
         self.attention = Attention(config, index)
         self.norm_2 = make_norm(config)
         self.mlp = MLP(config)
+        self.drop = nn.Dropout(config.dropout)
         self.skip = nn.Parameter(torch.empty(2)) if config.embed_skip else None  # of x, minus 1, and of embeddings
 
     def forward(self, *inputs):
         return checkpoint(self.compute, *inputs, **self.again) if self.again else self.compute(*inputs)
 
-    def compute(self, x, embedded, *others):
-        """The stream after this block, and the first block's values; others: of Attention.forward()."""
+    def compute(self, x, y, embedded, seeds, *others):
+        """The stream x after this block, its last branch y, and the first block's values.
+
+        y: with dropout, what the next norm is to add to x, else None. seeds: two, of the masks of the y that is given
+        and of attention's branch. others: of Attention.forward().
+        """
         if self.skip is not None:
             a, b = self.skip.float().split(1)
+            x, y = x if y is None else x + self.drop(y), None
             x = ((1 + a) * x + b * embedded).type_as(x)
-        y, first_v = self.attention(self.norm_1(x), *others)
-        x = x + y
-        return x + self.mlp(self.norm_2(x)), first_v
+        x, h = add_norm(x, y, self.norm_1, self.drop, seeds[0])
+        y, first_v = self.attention(h, seeds[1], *others)
+        x, h = add_norm(x, y, self.norm_2, self.drop, seeds[1])
+        y = self.mlp(h)
+        if self.drop.p == 0:  # a sum is one tensor, where activations are kept for the backward
+            x, y = x + y, None
+        return x, y, first_v
 
 
 class GPT(nn.Module):
@@ -306,10 +330,25 @@ class GPT(nn.Module):
             rotary = self.rotary_cos[positions], self.rotary_sin[positions]
         tables = [table(tokens) for table in self.value_embeds]
         values = [*tables, *[None] * (len(self.blocks) - 2 * len(tables)), *tables]
-        x = embedded = self.drop(x)
-        for block, more_v, layer in zip(self.blocks, values, layers, strict=True):
-            x, first_v = block(x, embedded, first_v, more_v, rotary, documents, layer)
-        return self.norm(x).type_as(x)
+        x, y, seeds = self.drop(x), None, self.draw_seeds(x)
+        embedded = x
+        for index, (block, more_v, layer) in enumerate(zip(self.blocks, values, layers, strict=True)):
+            own = seeds[2 * index : 2 * index + 2]
+            x, y, first_v = block(x, y, embedded, own, first_v, more_v, rotary, documents, layer)
+        x, h = add_norm(x, y, self.norm, self.drop, seeds[-1])
+        return h.type_as(x)
+
+    def draw_seeds(self, x):
+        """Of the dropout masks that kernels draw: two for each block and one for the last norm; else None for each."""
+        count = 2 * self.config.n_layer + 1
+        if not (self.training and self.config.dropout > 0 and x.is_cuda and HAS_TRITON):
+            return [None] * count
+        from kernels.add_norm import WIDEST  # imports Triton, which not every machine has
+
+        if self.config.n_embd > WIDEST:
+            return [None] * count
+        # 16 bytes apart, because kernels are compiled anew for pointers of another alignment
+        return list(torch.randint(2**62, (count, 2), device=x.device)[:, :1])
 
     def logits(self, hidden):
         """Float32 logits [..., V] of hidden states [..., C]."""

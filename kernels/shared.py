@@ -22,6 +22,8 @@ def shared_memory(device):
 @cache
 def processors(device):
     """Multiprocessors of a GPU."""
+    if INTERPRETED.value:
+        return 1
     return torch.cuda.get_device_properties(device).multi_processor_count
 
 

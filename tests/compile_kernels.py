@@ -233,11 +233,13 @@ def launch_generation_kernels(dtype, dim, causal, group, features=False, length=
 
 
 def launch_training_kernels(dtype, dim, causal, group, features=False, length=4096):
-    """An MLP of width 12 dim and cross-entropy; with features its other activations and a bias."""
+    """An MLP of width 12 dim, cross-entropy, and add_norm() of width 6 dim and at most 1,024; with features the MLP's
+    other activations and a bias, and the norm's bias and RMSNorm."""
+    from kernels import add_norm
     from kernels import matmul as module
     from kernels.cross_entropy_hopper import cross_entropy
 
-    module.processors = lambda device: 132
+    module.processors = add_norm.processors = lambda device: 132
     x, hidden, weight = (
         torch.empty(*shape, 12 * dim, dtype=dtype, device="meta") for shape in ((length,), (length, 4), (48 * dim,))
     )
@@ -247,6 +249,14 @@ def launch_training_kernels(dtype, dim, causal, group, features=False, length=40
         module.matmul(x, weight, "slope", kind=kind, other=hidden)
     targets = x.new_empty(length, dtype=torch.int64)
     cross_entropy(x.new_empty(length, 50_304), targets, x.new_empty(length, dtype=torch.float32), 50_257)
+    for width in (6 * dim, add_norm.WIDEST):
+        x, weight = (x.new_empty(*shape, width, dtype=t) for shape, t in (((length,), dtype), ((), torch.float32)))
+        seed = x.new_empty(1, dtype=torch.int64)
+        for gain, shift, centered in ((weight, weight, True), (None, None, False))[: 1 + features]:
+            options = 0.1, 1e-5, centered, dtype
+            total, out = add_norm.forward(x, x, gain, shift, seed, *options)
+            for dtotal in (out, None):
+                add_norm.find_gradients(total, gain, seed, dtotal, out, shift is not None, *options)
 
 
 def main():

@@ -228,11 +228,11 @@ MATMUL_SPILLED = 200
 
 @pytest.mark.parametrize("dims", [(64, 32)] if COMPILE_ALL else [(64,)])
 def test_training_kernels_fit_their_chip(dims):
-    """Matmuls of the MLP, which must not run one by one, and the cross-entropy, of which two programs share a chip's
-    multiprocessor. COMPILE_ALL=1 adds the other activations, a bias, and another width."""
+    """Matmuls of the MLP, which must not run one by one, the cross-entropy, of which two programs share a chip's
+    multiprocessor, and add_norm(). COMPILE_ALL=1 adds the other activations and norms, a bias, and another width."""
     features = ["--features"] if COMPILE_ALL else []
     kernels = compile_kernels(90, "--training", "--dtypes", "bfloat16", "--dims", *map(str, dims), *features)
-    assert len(kernels) == len(dims) * (6 if COMPILE_ALL else 2) + 1
+    assert sum(k["kernel"] == "matmul_kernel" for k in kernels) == len(dims) * (6 if COMPILE_ALL else 2)
     serialized = {f"C75{i}" for i in range(10, 16)}
     bad = too_large(90, kernels) + [k for k in kernels if k["spilled"] > MATMUL_SPILLED]
     bad += [k for k in kernels if serialized & set(k["warnings"])]
@@ -240,3 +240,5 @@ def test_training_kernels_fit_their_chip(dims):
     loss = [k for k in kernels if k["kernel"] == "cross_entropy_hopper_kernel"]
     assert len(loss) == 1  # it does not depend on the width
     assert all(2 * (k["shared"] + 1024) <= 228 * 1024 and k["registers"] <= 128 and not k["spilled"] for k in loss)
+    norms = [k for k in kernels if k["kernel"].startswith("add_norm")]
+    assert len(norms) == len(dims) * (12 if COMPILE_ALL else 6) and not any(k["spilled"] for k in norms)

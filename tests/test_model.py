@@ -168,7 +168,7 @@ def test_the_window_is_that_of_three_of_four_blocks():
     config = dataclasses.replace(CONFIGS["gpt2"], n_layer=4, window=3)
     for index, block in enumerate(make_model(config).blocks):
         x = torch.randn(1, 24, 32, requires_grad=True)
-        block(x, x.detach(), None, None, None, None, None)[0][0, 20].sum().backward()
+        block(x, None, x.detach(), [None] * 2, *[None] * 5)[0][0, 20].sum().backward()
         reached = (x.grad[0].abs().amax(1) > 0).nonzero().flatten().tolist()
         assert reached == ([18, 19, 20] if index < 3 else [*range(21)])
 
