@@ -173,7 +173,8 @@ def shape_scores(qk, q_pos, k_pos, head, seq, terms, RULE: tl.constexpr, MASKED:
 def philox(low, high, key):
     """Philox2x32-7 (Salmon et al. 2011): a 64-bit counter and a 32-bit key -> 64 random bits, as two uint32."""
     for _ in tl.static_range(7):
-        low, high = tl.umulhi(low, PHILOX_MULTIPLIER) ^ key ^ high, low * PHILOX_MULTIPLIER
+        product = low.to(tl.uint64) * PHILOX_MULTIPLIER  # one instruction; its two halves apart would be two
+        low, high = (product >> 32).to(tl.uint32) ^ key ^ high, product.to(tl.uint32)
         key += PHILOX_WEYL
     return low, high
 

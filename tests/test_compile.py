@@ -66,8 +66,8 @@ SPILLED = {
         ("backward_kernel", 256): 52,
     },
     "dropout": {
-        ("hopper_forward_kernel", 128): 32,
-        ("hopper_forward_kernel", 256): 172,
+        ("hopper_forward_kernel", 128): 116,
+        ("hopper_forward_kernel", 256): 372,
         ("backward_kernel", 64): 28,
         ("backward_kernel", 128): 352,
         ("backward_kernel", 256): 260,
@@ -79,7 +79,7 @@ SPILLED = {
     },
     ALL: {
         ("hopper_forward_kernel", 128): 120,
-        ("hopper_forward_kernel", 256): 416,
+        ("hopper_forward_kernel", 256): 484,
         ("backward_kernel", 64): 28,
         ("backward_kernel", 128): 524,
         ("backward_kernel", 256): 244,
