@@ -9,7 +9,6 @@ Letters: B batch, T sequence, C embedding, H query heads, G key/value heads, D h
 import hashlib
 import math
 from dataclasses import dataclass, fields
-from importlib.util import find_spec
 from typing import Literal, get_args, get_origin
 
 import torch
@@ -18,10 +17,10 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from attention import attention, attention_qkv
+from attention.decode import HAS_TRITON
+from kernels.add_norm import add_norm, draw_seeds
 from kernels.documents import find_documents
 from kernels.mlp import mlp
-
-HAS_TRITON = find_spec("triton") is not None
 
 
 def require(condition, message):
@@ -126,17 +125,6 @@ def make_norm(config):
     if config.norm == "rmsnorm":
         return RMSNorm(config.n_embd, elementwise_affine=config.norm_weight)
     return nn.LayerNorm(config.n_embd, elementwise_affine=config.norm_weight, bias=config.bias)
-
-
-def add_norm(x, y, norm, drop, seed):
-    """x + drop(y) and its norm. y: [B, T, C], or None; seed: of the mask in a GPU's kernel, None = PyTorch's."""
-    if seed is not None and y is not None:
-        from kernels import add_norm as kernels  # imports Triton, which not every machine has
-
-        return kernels.add_norm(x, y, norm, drop.p, seed)
-    if y is not None:
-        x = x + drop(y)
-    return x, norm(x)
 
 
 def rotary_angles(config):
@@ -330,25 +318,14 @@ class GPT(nn.Module):
             rotary = self.rotary_cos[positions], self.rotary_sin[positions]
         tables = [table(tokens) for table in self.value_embeds]
         values = [*tables, *[None] * (len(self.blocks) - 2 * len(tables)), *tables]
-        x, y, seeds = self.drop(x), None, self.draw_seeds(x)
+        seeds = draw_seeds(x, self.config.dropout if self.training else 0.0, 2 * len(self.blocks) + 1)
+        x, y = self.drop(x), None
         embedded = x
         for index, (block, more_v, layer) in enumerate(zip(self.blocks, values, layers, strict=True)):
             own = seeds[2 * index : 2 * index + 2]
             x, y, first_v = block(x, y, embedded, own, first_v, more_v, rotary, documents, layer)
         x, h = add_norm(x, y, self.norm, self.drop, seeds[-1])
         return h.type_as(x)
-
-    def draw_seeds(self, x):
-        """Of the dropout masks that kernels draw: two for each block and one for the last norm; else None for each."""
-        count = 2 * self.config.n_layer + 1
-        if not (self.training and self.config.dropout > 0 and x.is_cuda and HAS_TRITON):
-            return [None] * count
-        from kernels.add_norm import WIDEST  # imports Triton, which not every machine has
-
-        if self.config.n_embd > WIDEST:
-            return [None] * count
-        # 16 bytes apart, because kernels are compiled anew for pointers of another alignment
-        return list(torch.randint(2**62, (count, 2), device=x.device)[:, :1])
 
     def logits(self, hidden):
         """Float32 logits [..., V] of hidden states [..., C]."""

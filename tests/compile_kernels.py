@@ -235,8 +235,9 @@ def launch_generation_kernels(dtype, dim, causal, group, features=False, length=
 def launch_training_kernels(dtype, dim, causal, group, features=False, length=4096):
     """An MLP of width 12 dim, cross-entropy, and add_norm() of width 6 dim and at most 1,024; with features the MLP's
     other activations and a bias, and the norm's bias and RMSNorm."""
-    from kernels import add_norm
+    from kernels import add_norm_kernel as add_norm
     from kernels import matmul as module
+    from kernels.add_norm import WIDEST
     from kernels.cross_entropy_hopper import cross_entropy
 
     module.processors = add_norm.processors = lambda device: 132
@@ -249,7 +250,7 @@ def launch_training_kernels(dtype, dim, causal, group, features=False, length=40
         module.matmul(x, weight, "slope", kind=kind, other=hidden)
     targets = x.new_empty(length, dtype=torch.int64)
     cross_entropy(x.new_empty(length, 50_304), targets, x.new_empty(length, dtype=torch.float32), 50_257)
-    for width in (6 * dim, add_norm.WIDEST):
+    for width in (6 * dim, WIDEST):
         x, weight = (x.new_empty(*shape, width, dtype=t) for shape, t in (((length,), dtype), ((), torch.float32)))
         seed = x.new_empty(1, dtype=torch.int64)
         for gain, shift, centered in ((weight, weight, True), (None, None, False))[: 1 + features]:

@@ -36,7 +36,7 @@ def process_age():
 
 # Imported before the threads below start: threads that import the same module at once can see it half made.
 KERNELS = (
-    "kernels.cross_entropy", "kernels.cross_entropy_hopper", "kernels.matmul", "kernels.add_norm",
+    "kernels.cross_entropy", "kernels.cross_entropy_hopper", "kernels.matmul", "kernels.add_norm_kernel",
     "attention.portable.launch", "attention.hopper.launch",
 )  # fmt: skip
 
