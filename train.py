@@ -8,20 +8,18 @@ A run writes runs/NAME/: config.json, metrics.jsonl, checkpoint.pt, best.pt and 
 terminal save and stop; SIGUSR1 saves and goes on.
 """
 
-import gc
 import os
 import sys
 from contextlib import closing
 from functools import partial
 
 import torch
-import torch.distributed as dist
 
 from data import Batches, validation_batches
 from generation import Generator
 from training.checkpoint import Run, checkpoints, load_on_rank_0
 from training.config import load_config
-from training.distributed import STOP, Signals, fail, lost_a_rank, open_on_all_ranks, start_distributed
+from training.distributed import STOP, Signals, end_distributed, fail, lost_a_rank, open_on_all_ranks, start_distributed
 from training.network import compile_and_wrap, make_model
 from training.optimizer import learning_rate, make_optimizer
 from training.report import Report
@@ -135,9 +133,7 @@ def main(argv):
     except KeyboardInterrupt:
         sys.exit(130)
     finally:
-        if dist.is_initialized():
-            gc.collect()  # a reference cycle may hold the groups, whose threads must end before Python does
-            dist.destroy_process_group()
+        end_distributed()
 
 
 if __name__ == "__main__":

@@ -1,5 +1,6 @@
 """The processes (ranks) of a run: their devices, what rank 0 does for the others, and signals."""
 
+import gc
 import os
 import signal
 import sys
@@ -10,6 +11,7 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
+import torch.distributed.nn  # before there is a group: imported later, it would keep the group in default arguments
 
 from data import open_corpus
 from model import require
@@ -59,6 +61,18 @@ def start_distributed(config):
     # A long timeout, because rank 0 may prepare a corpus for hours; a rank that dies is noticed at once all the same.
     control = dist.new_group(backend="gloo", timeout=timedelta(days=1))
     return Ranks(dist.get_rank(), world, device, control)
+
+
+def end_distributed():
+    """Leave the process group and end its threads, which crash a process if they outlive Python.
+
+    They end with the last reference to the group. Caches of DTensor keep the meshes of FSDP, and a mesh its groups.
+    """
+    if dist.is_initialized():
+        gc.collect()
+        for mesh in [each for each in gc.get_objects() if type(each).__name__ == "DeviceMesh"]:
+            getattr(mesh, "_pg_registry", {}).clear()
+        dist.destroy_process_group()
 
 
 def open_on_all_ranks(config, ranks, sha256):
