@@ -18,7 +18,7 @@ from torch.utils.checkpoint import checkpoint
 
 from attention import attention, attention_qkv
 from attention.decode import HAS_TRITON
-from kernels.add_norm import add_norm, draw_seeds
+from kernels.add_norm import add, add_norm, draw_seeds
 from kernels.documents import find_documents
 from kernels.mlp import mlp
 
@@ -231,7 +231,7 @@ class Block(nn.Module):
         """
         if self.skip is not None:
             a, b = self.skip.float().split(1)
-            x, y = x if y is None else x + self.drop(y), None
+            x, y = add(x, y, self.drop), None
             x = ((1 + a) * x + b * embedded).type_as(x)
         x, h = add_norm(x, y, self.norm_1, self.drop, seeds[0])
         y, first_v = self.attention(h, seeds[1], *others)

@@ -152,7 +152,7 @@ def check_terms(q, k, causal, bias, decay, sink):
 
 
 def check_alibi(q, k, slopes, sequences):
-    """alibi_slopes of so many sequences."""
+    """sequences: their number, packed or not."""
     heads, longest = q.shape[2], max(q.shape[1], k.shape[1])
     check_is_tensor("alibi_slopes", slopes)
     if slopes.dtype != torch.float32 or slopes.device != q.device:

@@ -144,9 +144,12 @@ def last_rank():
     ranks = {}
     for pid in runs_here():
         process = Path(f"/proc/{pid}")
-        found = re.search(rb"\0RANK=(\d+)", process.joinpath("environ").read_bytes())
-        if found and b"train.py" in process.joinpath("cmdline").read_bytes():
-            ranks[int(found[1])] = pid
+        with suppress(OSError):  # it has ended
+            found = re.search(rb"\0RANK=(\d+)", process.joinpath("environ").read_bytes())
+            if found and b"train.py" in process.joinpath("cmdline").read_bytes():
+                ranks[int(found[1])] = pid
+    if not ranks:
+        raise Failed(reason())
     return ranks[max(ranks)]
 
 

@@ -35,7 +35,8 @@ PARTS = {  # part of a step -> pattern of its kernels' names; the first one foun
     "casts and copies": r"^Mem(cpy|set)|copy_kernel|CatArray|FillFunctor"
     r"|^triton_poi_fused(_(_to_copy|_unsafe_view|view|t|permute|transpose|clone|cat|slice|mlp|mlp_dh))+_\d+$",
     MATMULS: "^matmul_kernel$|nvjet|gemm|cutlass|splitK",
-    "norms and elementwise": "^triton_|layer_norm|GammaBeta|dropout|masked_scale|elementwise|reduce_kernel",
+    "norms and elementwise": r"^add_norm(_backward)?_kernel$|^triton_|layer_norm|GammaBeta|dropout|masked_scale"
+    "|elementwise|reduce_kernel",
     "other": "",
 }
 

@@ -12,17 +12,18 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
 
 from attention.reference import drop_probability
 from attention.score import keeps, philox
 from kernels.shared import processors
 
 PROGRAMS = 32, 16  # per multiprocessor, forward and backward
-STAGES = 1, 2  # of their loads
+STAGES = 1, 2  # rows that a program loads ahead, forward and backward
 GROUP = tl.constexpr(4)  # neighbours that share 64 random bits
 
 
-def add_norm(x, y, norm, dropout, seed):
+def fused_add_norm(x, y, norm, dropout, seed):
     """(x + dropout(y), its norm), both with gradients.
 
     Args:
@@ -150,7 +151,7 @@ def forward(
     x: Tensor, y: Tensor, weight: Tensor | None, bias: Tensor | None, seed: Tensor, dropout: float, eps: float,
     centered: bool, dtype: torch.dtype,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """As add_norm(); centered: LayerNorm, else RMSNorm. dtype: of the norm."""
+    """As fused_add_norm(); centered: LayerNorm, else RMSNorm. dtype: of the norm."""
     x, y, width = x.contiguous(), y.contiguous(), x.shape[-1]
     total, out = torch.empty_like(x), torch.empty_like(x, dtype=dtype)
     rows = x.numel() // width
@@ -228,4 +229,4 @@ class EagerAddNorm(torch.autograd.Function):
     """The op for eager mode: the first call of a torch.library.custom_op imports torch._dynamo, which takes seconds."""
 
     forward, setup_context = staticmethod(forward), staticmethod(_save)
-    backward = staticmethod(partial(_backward, find_gradients))
+    backward = staticmethod(once_differentiable(partial(_backward, find_gradients)))

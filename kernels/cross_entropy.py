@@ -11,6 +11,7 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from kernels.fp8 import Float8Linear, multiply
 from kernels.hopper import on_hopper
@@ -226,4 +227,4 @@ class LossAndGradients(torch.autograd.Function):
     """The op for eager mode: the first call of a torch.library.custom_op imports torch._dynamo, which takes seconds."""
 
     forward, setup_context = staticmethod(chunked_cross_entropy), staticmethod(_save)
-    backward = staticmethod(_backward)
+    backward = staticmethod(once_differentiable(_backward))

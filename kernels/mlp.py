@@ -11,6 +11,7 @@ from functools import partial
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from kernels.hopper import on_hopper
 
@@ -124,4 +125,4 @@ class EagerMLP(torch.autograd.Function):
     """The op for eager mode: the first call of a torch.library.custom_op imports torch._dynamo, which takes seconds."""
 
     forward, setup_context = staticmethod(forward), staticmethod(_save)
-    backward = staticmethod(partial(_backward, find_dh))
+    backward = staticmethod(once_differentiable(partial(_backward, find_dh)))

@@ -9,6 +9,7 @@ from attention.reference import philox
 from model import GPT, GPTConfig, RMSNorm
 
 pytest.importorskip("triton", reason="Triton exists for Linux only")
+from kernels import add_norm
 from kernels import add_norm_kernel as module
 
 NORMS = {
@@ -60,7 +61,7 @@ def test_against_float64(rows, width, dtype, name, device, poisoned):
     """At most twice the error of PyTorch's formula with the same mask."""
     x, y, gradients, norm = make(rows, width, dtype, device, name)
     seed = torch.randint(2**62, (1,), device=device)
-    ours, eager = (run(f, x, y, gradients, norm, 0.2, seed) for f in (module.add_norm, formula))
+    ours, eager = (run(f, x, y, gradients, norm, 0.2, seed) for f in (module.fused_add_norm, formula))
     exact = [z.detach().double().requires_grad_() for z in (x, y)]
     norm.double()
     exact = run(formula, *exact, [z.double() for z in gradients], norm, 0.2, seed)
@@ -75,8 +76,8 @@ def test_masks(device):
     zero, one = torch.zeros(512, 384, device=device), torch.ones(512, 384, device=device)
     norm = nn.LayerNorm(384, device=device)
     seeds = torch.tensor([5, 6, 5 + 2**32, 2**62 - 1], device=device).split(1)
-    masks = [module.add_norm(zero, one, norm, 0.3, seed)[0] for seed in seeds]
-    assert torch.equal(masks[0], module.add_norm(zero, one, norm, 0.3, seeds[0])[0])
+    masks = [module.fused_add_norm(zero, one, norm, 0.3, seed)[0] for seed in seeds]
+    assert torch.equal(masks[0], module.fused_add_norm(zero, one, norm, 0.3, seeds[0])[0])
     masks = [(mask > 0).double() - 0.7 for mask in masks]
     deviation = (0.3 * 0.7 / masks[0].numel()) ** 0.5
     assert all(abs(mask.mean()) < 5 * deviation for mask in masks)
@@ -95,7 +96,7 @@ def test_types(device):
     y = y.detach().bfloat16().requires_grad_()
     seed = torch.tensor([7], device=device)
     with torch.autocast(device, torch.bfloat16):
-        total, h = module.add_norm(x, y, norm, 0.2, seed)
+        total, h = module.fused_add_norm(x, y, norm, 0.2, seed)
     dx, dy, dweight = torch.autograd.grad([total, h], [x, y, norm.weight], [gradients[0], gradients[1].bfloat16()])
     assert [z.dtype for z in (total, h, dx, dy, dweight)] == [torch.float32, torch.bfloat16] * 2 + [torch.float32]
 
@@ -107,7 +108,7 @@ def test_one_result_alone_is_used(used, device, poisoned):
     leaves = [x, y, *norm.parameters()]
     found, expected = (
         torch.autograd.grad(f(x, y, norm, 0.2, seed)[used], leaves, gradients[0], materialize_grads=True)
-        for f in (module.add_norm, formula)
+        for f in (module.fused_add_norm, formula)
     )
     torch.testing.assert_close(found, expected)
 
@@ -116,8 +117,10 @@ def test_one_result_alone_is_used(used, device, poisoned):
 def test_compiled_as_eager(name, device):
     x, y, gradients, norm = make(9, 64, torch.float32, device, name)
     seed = torch.tensor([7], device=device)
-    compiled = torch.compile(module.add_norm, fullgraph=True, backend="inductor" if device == "cuda" else "aot_eager")
-    found, expected = (run(f, x, y, gradients, norm, 0.2, seed) for f in (compiled, module.add_norm))
+    compiled = torch.compile(
+        module.fused_add_norm, fullgraph=True, backend="inductor" if device == "cuda" else "aot_eager"
+    )
+    found, expected = (run(f, x, y, gradients, norm, 0.2, seed) for f in (compiled, module.fused_add_norm))
     torch.testing.assert_close(found, expected)
 
 
@@ -129,11 +132,11 @@ def test_in_a_network(options, device, monkeypatch):
     tokens, targets = torch.randint(50, (2, 3, 24), device=device)
     if device == "cpu":  # on which the network does without kernels
         monkeypatch.setattr("model.draw_seeds", lambda x, dropout, count: list(torch.arange(count).split(1)))
-    kernels = module.add_norm
+    kernels = module.fused_add_norm
 
     def loss_and_gradients(function):
         seeds = []
-        monkeypatch.setattr(module, "add_norm", lambda *given: seeds.append(given[-1].item()) or function(*given))
+        monkeypatch.setattr(module, "fused_add_norm", lambda *given: seeds.append(given[-1].item()) or function(*given))
         torch.manual_seed(3)
         logits = model.logits(model.hidden(tokens))
         loss = nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten())
@@ -142,6 +145,47 @@ def test_in_a_network(options, device, monkeypatch):
     (found, seeds), (expected, same) = map(loss_and_gradients, (kernels, formula))
     assert seeds == same and len(set(seeds)) == (3 if options else 4)
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-6)
+
+
+def test_seeds(device, monkeypatch):
+    """One for each mask, given by PyTorch's random state. Without dropout, or for float64, PyTorch draws the masks."""
+    x = torch.zeros(2, 384, device=device)
+    if device == "cpu":
+        assert add_norm.draw_seeds(x, 0.2, 2) == [None, None]
+        monkeypatch.setattr(torch.Tensor, "is_cuda", True)
+    torch.manual_seed(3)
+    seeds, others = (add_norm.draw_seeds(x, 0.2, 5) for _ in range(2))
+    assert len({seed.item() for seed in seeds + others}) == 10
+    assert all(seed.shape == (1,) and seed.dtype == torch.int64 and seed.data_ptr() % 16 == 0 for seed in seeds)
+    torch.manual_seed(3)
+    assert seeds == add_norm.draw_seeds(x, 0.2, 5)
+    assert add_norm.draw_seeds(x, 0.0, 1) == add_norm.draw_seeds(x.double(), 0.2, 1) == [None]
+    assert add_norm.draw_seeds(torch.zeros(2, add_norm.WIDEST + 1, device=device), 0.2, 1) == [None]
+
+
+def test_strides_an_empty_batch_and_a_frozen_weight(device, poisoned):
+    x, y, gradients, norm = make(6, 100, torch.float32, device, "bias")
+    seed = torch.tensor([7], device=device)
+    expected = run(formula, x, y, gradients, norm, 0.2, seed)
+    across = [z.detach().T.contiguous().T.requires_grad_() for z in (x, y, *gradients)]
+    found = run(module.fused_add_norm, *across[:2], across[2:], norm, 0.2, seed)
+    torch.testing.assert_close(found, expected)
+    norm.weight.requires_grad_(False)
+    leaves = [x, y, norm.bias]
+    found = torch.autograd.grad(module.fused_add_norm(x, y, norm, 0.2, seed), leaves, gradients)
+    torch.testing.assert_close(list(found), [*expected[2:4], expected[5]])
+    empty = torch.zeros(0, 100, device=device, requires_grad=True)
+    total, out = module.fused_add_norm(empty, empty, norm, 0.2, seed)
+    (total + out).sum().backward()
+    assert total.shape == out.shape == empty.grad.shape == (0, 100) and (norm.bias.grad == 0).all()
+
+
+def test_a_second_derivative_is_an_error(device):
+    x, y, _, norm = make(2, 64, torch.float32, device)
+    _, out = module.fused_add_norm(x, y, norm, 0.2, torch.tensor([7], device=device))
+    [slope] = torch.autograd.grad(out.square().sum(), x, create_graph=True)
+    with pytest.raises(RuntimeError, match="once_differentiable"):
+        slope.sum().backward()
 
 
 def test_ops(device):

@@ -118,8 +118,8 @@ def free_host_memory(root="/"):
             for folder in (own, *own.parents):
                 with suppress(OSError, ValueError):  # no limit here: no file, or "max"
                     used = int((folder / usage).read_text())
-                    cache = int(dict(map(str.split, (folder / "memory.stat").read_text().splitlines()))[cached])
-                    free.append(int((folder / limit).read_text()) - used + cache)
+                    fields = dict(map(str.split, (folder / "memory.stat").read_text().splitlines()))
+                    free.append(int((folder / limit).read_text()) - used + int(fields.get(cached, 0)))
     return min(free)
 
 
