@@ -13,9 +13,8 @@ from typing import NamedTuple
 import triton.language as tl
 
 from ..score import LOG2E, ahead, behind, dp_factor
-from ..tiles import (
-    FAR,
-)
+from ..tiles import FAR
+from .channel import Channel, barriers, emptied, filled, put, release, slot_and_phase
 from .gluon import (
     fence_async_shared,
     gl,
@@ -31,41 +30,31 @@ from .gluon import (
 )
 from .ragged import corner
 from .rows import WIDTH
-from .tiles import Dropout, barriers, dropout_key, keep_columns, kept, ramp, ring, slope2, tanh
+from .tiles import Dropout, dropout_key, keep_columns, kept, ramp, slope2, tanh
 from .work import advance, hides, plan_work
 
 
-class SharedTiles(NamedTuple):
-    """Tiles in shared memory; all but k and v and the last three in stages."""
+class SharedMemory(NamedTuple):
+    """Shared memory of a program; stages of a channel are its slots."""
 
     k: gl.shared_memory_descriptor
     v: gl.shared_memory_descriptor
-    q: gl.shared_memory_descriptor
-    dout: gl.shared_memory_descriptor
-    lse2: gl.shared_memory_descriptor
-    delta: gl.shared_memory_descriptor
+    keys_full: gl.shared_memory_descriptor  # barrier of both
+    q: Channel
+    lse2: gl.shared_memory_descriptor  # of each tile of q, which arrives with it
+    dout: Channel  # emptied together with q: they share the barriers
+    delta: gl.shared_memory_descriptor  # of each tile of dout, which arrives with it
     dscores: gl.shared_memory_descriptor
     weights: gl.shared_memory_descriptor  # if staged()
-    dq: gl.shared_memory_descriptor  # in stages, if any
+    dq: Channel  # if there are stages for it
 
 
-class Signals(NamedTuple):
-    """Barriers: what is full may be read, what is empty may be written."""
+class Step(NamedTuple):
+    """A tile of queries that meets the program's keys."""
 
-    keys_full: gl.shared_memory_descriptor
-    q_full: gl.shared_memory_descriptor
-    dout_full: gl.shared_memory_descriptor
-    empty: gl.shared_memory_descriptor  # both
-    dq_full: gl.shared_memory_descriptor
-    dq_empty: gl.shared_memory_descriptor
-
-
-class Place(NamedTuple):
-    """Where a step stands."""
-
-    step: gl.tensor  # number
+    number: gl.tensor
     tile: gl.tensor  # of queries, of its head
-    number: gl.tensor  # of that tile, counted over all heads
+    slot: gl.tensor  # of that tile in dq_sum, which has those of all heads
     edge: gl.tensor  # whether some pair of the tiles may be hidden
     slope2: gl.tensor  # of ALiBi and the head, in base 2; 0 if there is none
 
@@ -113,76 +102,72 @@ def flat(dq, PLAN: gl.constexpr):
 
 
 @gluon.jit
-def load(q, k, v, dout, rows, shared, signals, work, RULE: gl.constexpr, PLAN: gl.constexpr):
+def load_with_row(channel, slot, desc, at, row_tiles, rows, row):
+    """Load a tile, and what each of its queries has in `rows`, into a slot that is empty."""
+    full = channel.full.index(slot)
+    mbarrier.expect(full, desc.block_type.nbytes + rows.block_type.nbytes)
+    tma_load(desc, at, full, channel.tiles.index(slot).reshape(desc.block_shape))
+    tma_load(rows, [row], full, row_tiles.index(slot))
+
+
+@gluon.jit
+def load(q, k, v, dout, rows, shared, work, RULE: gl.constexpr, PLAN: gl.constexpr):
     """The loading warp: keys and values once, then queries with their lse2, and dO with delta."""
-    mbarrier.expect(signals.keys_full, k.block_type.nbytes + v.block_type.nbytes)
+    mbarrier.expect(shared.keys_full, k.block_type.nbytes + v.block_type.nbytes)
     at = corner(work.keys, work.k_start, work.kv_head, PLAN.ragged)
-    tma_load(k, at, signals.keys_full, shared.k.reshape(k.block_shape))
+    tma_load(k, at, shared.keys_full, shared.k.reshape(k.block_shape))
     if dp_factor(work.keys.length, RULE) == 0.0:
         # values past the end, which are 0, make dP 0; dO.O prepare_kernel leaves out
         at = corner(work.keys, work.keys.length, work.kv_head, PLAN.ragged)
-    tma_load(v, at, signals.keys_full, shared.v.reshape(v.block_shape))
+    tma_load(v, at, shared.keys_full, shared.v.reshape(v.block_shape))
     tile = work.start
     member = 0
     for step in range(work.steps):
         at = corner(work.queries, tile * PLAN.block_q, work.head + member, PLAN.ragged)
         row = (work.first_tile + member * work.q_tiles + tile) * (2 * PLAN.block_q)
-        slot, phase = ring(step, PLAN.stages)
-        full = signals.q_full.index(slot)
-        mbarrier.wait(signals.empty.index(slot), phase ^ 1)
-        mbarrier.expect(full, q.block_type.nbytes + PLAN.block_q * 4)
-        tma_load(q, at, full, shared.q.index(slot).reshape(q.block_shape))
-        tma_load(rows, [row], full, shared.lse2.index(slot))
-        full = signals.dout_full.index(slot)
-        mbarrier.expect(full, dout.block_type.nbytes + PLAN.block_q * 4)
-        tma_load(dout, at, full, shared.dout.index(slot).reshape(dout.block_shape))
-        tma_load(rows, [row + PLAN.block_q], full, shared.delta.index(slot))
+        slot = emptied(shared.q, step)
+        load_with_row(shared.q, slot, q, at, shared.lse2, rows, row)
+        load_with_row(shared.dout, slot, dout, at, shared.delta, rows, row + PLAN.block_q)
         tile, member = advance(tile, member, work)
 
 
 @gluon.jit
-def add(dq_sum, shared, signals, work, PLAN: gl.constexpr):
+def add(dq_sum, shared, work, PLAN: gl.constexpr):
     """The adding warp: dQ of each step to the sum, which lies tile by tile of a head."""
     if PLAN.dq_stages > 0:
         tile = work.start
         member = 0
         for step in range(work.steps):
-            number = work.first_tile + member * work.q_tiles + tile
-            slot, phase = ring(step, PLAN.dq_stages)
-            mbarrier.wait(signals.dq_full.index(slot), phase)
-            tma_add(dq_sum, [number * (PLAN.block_q * PLAN.dim // WIDTH), 0], shared.dq.index(slot))
+            slot = work.first_tile + member * work.q_tiles + tile
+            tma_add(dq_sum, [slot * (PLAN.block_q * PLAN.dim // WIDTH), 0], filled(shared.dq, step))
             tma_wait(0)
-            mbarrier.arrive(signals.dq_empty.index(slot))
+            release(shared.dq, step)
             tile, member = advance(tile, member, work)
 
 
 @gluon.jit
-def give_dq(dq, dq_sum, shared, signals, place, PLAN: gl.constexpr):
+def give_dq(dq, dq_sum, shared, step, PLAN: gl.constexpr):
     """Hand dQ of a step to the adding warp, or add it from registers."""
     dq = flat(dq, PLAN)
     if PLAN.dq_stages > 0:
-        slot, phase = ring(place.step, PLAN.dq_stages)
-        mbarrier.wait(signals.dq_empty.index(slot), phase ^ 1)
-        shared.dq.index(slot).store(dq)
-        fence_async_shared()
-        mbarrier.arrive(signals.dq_full.index(slot))
+        put(shared.dq, step.number, dq)
     else:
         layout: gl.constexpr = dq.type.layout
         SIZE: gl.constexpr = PLAN.block_q * PLAN.dim
         row = gl.arange(0, SIZE // WIDTH, gl.SliceLayout(1, layout))[:, None]
         column = gl.arange(0, WIDTH, gl.SliceLayout(0, layout))[None, :]
-        gl.atomic_add(dq_sum + tl.cast(place.number, tl.int64) * SIZE + (row * WIDTH + column), dq, sem="relaxed")
+        gl.atomic_add(dq_sum + tl.cast(step.slot, tl.int64) * SIZE + (row * WIDTH + column), dq, sem="relaxed")
 
 
 @gluon.jit
-def weigh(scores, lse2, place, dropout, work, scale, RULE: gl.constexpr, PLAN: gl.constexpr, TAIL: gl.constexpr):
+def weigh(scores, lse2, step, dropout, work, scale, RULE: gl.constexpr, PLAN: gl.constexpr, TAIL: gl.constexpr):
     """Raw scores [keys, queries] -> weights, and weights times d score / d (scale q.k); both negative where dropped."""
     offset = lse2[None, :]
     if RULE.alibi:
         row = gl.arange(0, PLAN.block_k, gl.SliceLayout(1, scores_layout(PLAN)))
-        after = place.tile * PLAN.block_q + work.shift - work.k_start - row
+        after = step.tile * PLAN.block_q + work.shift - work.k_start - row
         distance = ramp(scores, after) if RULE.causal else gl.abs(ramp(scores, after))
-        offset += distance * place.slope2
+        offset += distance * step.slope2
     if RULE.softcap > 0:
         cap = tanh(scores * (scale / RULE.softcap))
         weights = gl.exp2(cap * (RULE.softcap * LOG2E) - offset)
@@ -191,10 +176,10 @@ def weigh(scores, lse2, place, dropout, work, scale, RULE: gl.constexpr, PLAN: g
     if hides(RULE) or TAIL:
         edge = True
         if PLAN.branch:
-            edge = place.edge
+            edge = step.edge
         if edge:
             key = work.k_start + gl.arange(0, PLAN.block_k, gl.SliceLayout(1, scores_layout(PLAN)))
-            own = key - work.shift - place.tile * PLAN.block_q  # the query of this tile that stands at this key
+            own = key - work.shift - step.tile * PLAN.block_q  # the query of this tile that stands at this key
             first = own - ahead(RULE)
             if TAIL:
                 first = gl.where(key < work.keys.length, first, FAR)
@@ -203,7 +188,7 @@ def weigh(scores, lse2, place, dropout, work, scale, RULE: gl.constexpr, PLAN: g
             else:
                 weights = keep_columns(weights, first, None, 0.0)
     if RULE.dropout:  # a sign takes no register
-        keep = kept(weights, work.k_start, place.tile * PLAN.block_q, dropout, QUERIES=1)
+        keep = kept(weights, work.k_start, step.tile * PLAN.block_q, dropout, QUERIES=1)
         weights = gl.where(keep, weights, -weights)
     sloped = weights
     if RULE.softcap > 0:
@@ -221,25 +206,23 @@ def score_gradient(sloped, dweights, delta, dropout, RULE: gl.constexpr):
 
 
 @gluon.jit
-def meet(
-    dk, dv, k, v, place, dropout, dq_sum, shared, signals, work, scale,
+def multiply_tile(
+    dk, dv, k, v, step, dropout, dq_sum, shared, work, scale,
     RULE: gl.constexpr, PLAN: gl.constexpr, TAIL: gl.constexpr,
 ):  # fmt: skip
     """One step: what a tile of queries adds to dK and dV, and its dQ."""
-    dtype: gl.constexpr = shared.q.dtype
+    dtype: gl.constexpr = shared.q.tiles.dtype
     operand: gl.constexpr = gl.DotOperandLayout(0, keys_layout(PLAN), 2)
     columns: gl.constexpr = gl.SliceLayout(0, scores_layout(PLAN))
-    slot, phase = ring(place.step, PLAN.stages)
-    q, dout = shared.q.index(slot), shared.dout.index(slot)
-
-    mbarrier.wait(signals.q_full.index(slot), phase)
-    empty = accumulator(PLAN.block_k, PLAN.block_q, PLAN)
-    scores = warpgroup_mma(k, q.permute((1, 0)), empty, use_acc=False, is_async=True)
-    mbarrier.wait(signals.dout_full.index(slot), phase)
-    dweights = warpgroup_mma(v, dout.permute((1, 0)), empty, use_acc=False, is_async=True)
+    slot, _ = slot_and_phase(step.number, PLAN.stages)
+    none = accumulator(PLAN.block_k, PLAN.block_q, PLAN)
+    q = filled(shared.q, step.number)
+    scores = warpgroup_mma(k, q.permute((1, 0)), none, use_acc=False, is_async=True)
+    dout = filled(shared.dout, step.number)
+    dweights = warpgroup_mma(v, dout.permute((1, 0)), none, use_acc=False, is_async=True)
     lse2 = shared.lse2.index(slot).load(columns)
     scores = warpgroup_mma_wait(1, deps=(scores,))
-    weights, sloped = weigh(scores, lse2, place, dropout, work, scale, RULE, PLAN, TAIL)
+    weights, sloped = weigh(scores, lse2, step, dropout, work, scale, RULE, PLAN, TAIL)
     if RULE.dropout:
         weights = gl.maximum(weights, 0.0)
     no_dq = accumulator(PLAN.block_q, PLAN.dim, PLAN)
@@ -272,27 +255,27 @@ def meet(
     dq = warpgroup_mma(shared.dscores.permute((1, 0)), shared.k, no_dq, use_acc=False, is_async=True)
     if PLAN.early:
         dk = warpgroup_mma_wait(1, deps=(dk,))
-        mbarrier.arrive(signals.empty.index(slot))
+        release(shared.q, step.number)
         dq = warpgroup_mma_wait(0, deps=(dq,))
-        give_dq(dq, dq_sum, shared, signals, place, PLAN)
+        give_dq(dq, dq_sum, shared, step, PLAN)
     else:
         dk = warpgroup_mma(left, q, dk, is_async=True)
         dv = warpgroup_mma_wait(2, deps=(dv,))
         dq = warpgroup_mma_wait(1, deps=(dq,))
-        give_dq(dq, dq_sum, shared, signals, place, PLAN)
+        give_dq(dq, dq_sum, shared, step, PLAN)
         dk = warpgroup_mma_wait(0, deps=(dk,))
-        mbarrier.arrive(signals.empty.index(slot))
+        release(shared.q, step.number)
     return dk, dv
 
 
 @gluon.jit
 def multiply(
-    dk_out, dv_out, dk_part, dv_part, dq_sum, shared, signals, work, scale, probability, seed, slopes,
+    dk_out, dv_out, dk_part, dv_part, dq_sum, shared, work, scale, probability, seed, slopes,
     RULE: gl.constexpr, PLAN: gl.constexpr, TAIL: gl.constexpr,
 ):  # fmt: skip
     """The multiplying warps: all steps of a program, then dK and dV."""
-    dtype: gl.constexpr = shared.q.dtype
-    mbarrier.wait(signals.keys_full, 0)
+    dtype: gl.constexpr = shared.q.tiles.dtype
+    mbarrier.wait(shared.keys_full, 0)
     k, v = shared.k, shared.v
     if PLAN.hold:
         left: gl.constexpr = gl.DotOperandLayout(0, scores_layout(PLAN), 2)
@@ -302,12 +285,12 @@ def multiply(
     tile = work.start
     member = 0
     key = dropout_key(work.index, work.head, seed, RULE)
-    for step in range(work.steps):  # one loop over all heads and tiles: nested ones cost registers
+    for number in range(work.steps):  # one loop over all heads and tiles: nested ones cost registers
         edge = (tile < work.full_lo) | (tile >= work.full_hi)
-        number = work.first_tile + member * work.q_tiles + tile
-        place = Place(step, tile, number, edge, slope2(slopes, work.head + member, work))
+        slot = work.first_tile + member * work.q_tiles + tile
+        step = Step(number, tile, slot, edge, slope2(slopes, work.head + member, work))
         dropout = Dropout(key, probability)
-        dk, dv = meet(dk, dv, k, v, place, dropout, dq_sum, shared, signals, work, scale, RULE, PLAN, TAIL)
+        dk, dv = multiply_tile(dk, dv, k, v, step, dropout, dq_sum, shared, work, scale, RULE, PLAN, TAIL)
         tile, member = advance(tile, member, work)
         if RULE.dropout and tile == work.start:  # of the next head
             key = dropout_key(work.index, work.head + member, seed, RULE)
@@ -340,6 +323,36 @@ def shared_layout(shape, dtype):
     return gl.NVMMASharedLayout.get_default_for([int(x) for x in shape[-2:]], dtype)
 
 
+@gluon.jit
+def allocate(DTYPE: gl.constexpr, rows, dq_sum, PLAN: gl.constexpr):
+    """The SharedMemory of a program; rows and dq_sum as in backward_kernel()."""
+    keys: gl.constexpr = [PLAN.block_k, PLAN.dim]
+    queries: gl.constexpr = [PLAN.block_q, PLAN.dim]
+    scores: gl.constexpr = [PLAN.block_k, PLAN.block_q]
+    weights = 0
+    dq = 0
+    if staged(PLAN):
+        weights = gl.allocate_shared_memory(DTYPE, scores, shared_layout(scores, DTYPE))
+    if PLAN.dq_stages > 0:
+        dq_shape: gl.constexpr = [PLAN.dq_stages, PLAN.block_q * PLAN.dim // WIDTH, WIDTH]
+        dq = gl.allocate_shared_memory(gl.float32, dq_shape, dq_sum.layout)
+    k = gl.allocate_shared_memory(DTYPE, keys, shared_layout(keys, DTYPE))
+    v = gl.allocate_shared_memory(DTYPE, keys, shared_layout(keys, DTYPE))
+    q = gl.allocate_shared_memory(DTYPE, [PLAN.stages, PLAN.block_q, PLAN.dim], shared_layout(queries, DTYPE))
+    dout = gl.allocate_shared_memory(DTYPE, [PLAN.stages, PLAN.block_q, PLAN.dim], shared_layout(queries, DTYPE))
+    lse2 = gl.allocate_shared_memory(gl.float32, [PLAN.stages, PLAN.block_q], rows.layout)
+    delta = gl.allocate_shared_memory(gl.float32, [PLAN.stages, PLAN.block_q], rows.layout)
+    dscores = gl.allocate_shared_memory(DTYPE, scores, shared_layout(scores, DTYPE))
+    # in this order: with others Triton 3.6 lets all warps meet once more in each step
+    keys_full, q_full, dout_full = barriers(1, 1).index(0), barriers(PLAN.stages, 1), barriers(PLAN.stages, 1)
+    empty = barriers(PLAN.stages, 1)
+    dq_full, dq_empty = barriers(max(PLAN.dq_stages, 1), 1), barriers(max(PLAN.dq_stages, 1), 1)
+    return SharedMemory(
+        k, v, keys_full, Channel(q, q_full, empty), lse2, Channel(dout, dout_full, empty), delta, dscores, weights,
+        Channel(dq, dq_full, dq_empty),
+    )  # fmt: skip
+
+
 @gluon.jit(do_not_specialize=["q_len", "k_len", "batches", "heads", "group", "span", "q_slots"])
 def backward_kernel(
     q, k, v, dout, rows, dq_sum, dk, dv, dk_part, dv_part, q_len, k_len, batches, heads, group, span, scale,
@@ -354,41 +367,14 @@ def backward_kernel(
     lists them; q_slots: tiles of queries of a head in rows and dq_sum.
     """
     work = plan_work(q_len, k_len, batches, heads, group, span, k_tiles, ragged, q_slots, RULE, PLAN)
-    dtype: gl.constexpr = q.dtype
-    keys: gl.constexpr = [PLAN.block_k, PLAN.dim]
-    queries: gl.constexpr = [PLAN.block_q, PLAN.dim]
-    scores: gl.constexpr = [PLAN.block_k, PLAN.block_q]
-    weights = 0
-    dq = 0
-    if staged(PLAN):
-        weights = gl.allocate_shared_memory(dtype, scores, shared_layout(scores, dtype))
-    if PLAN.dq_stages > 0:
-        dq = gl.allocate_shared_memory(
-            gl.float32, [PLAN.dq_stages, PLAN.block_q * PLAN.dim // WIDTH, WIDTH], dq_sum.layout
-        )
-    shared = SharedTiles(
-        gl.allocate_shared_memory(dtype, keys, shared_layout(keys, dtype)),
-        gl.allocate_shared_memory(dtype, keys, shared_layout(keys, dtype)),
-        gl.allocate_shared_memory(dtype, [PLAN.stages, PLAN.block_q, PLAN.dim], shared_layout(queries, dtype)),
-        gl.allocate_shared_memory(dtype, [PLAN.stages, PLAN.block_q, PLAN.dim], shared_layout(queries, dtype)),
-        gl.allocate_shared_memory(gl.float32, [PLAN.stages, PLAN.block_q], rows.layout),
-        gl.allocate_shared_memory(gl.float32, [PLAN.stages, PLAN.block_q], rows.layout),
-        gl.allocate_shared_memory(dtype, scores, shared_layout(scores, dtype)),
-        weights,
-        dq,
-    )
-    signals = Signals(
-        barriers(1, 1).index(0),
-        barriers(PLAN.stages, 1), barriers(PLAN.stages, 1), barriers(PLAN.stages, 1),
-        barriers(max(PLAN.dq_stages, 1), 1), barriers(max(PLAN.dq_stages, 1), 1),
-    )  # fmt: skip
+    shared = allocate(q.dtype, rows, dq_sum, PLAN)
     gl.warp_specialize(
         [
             (multiply, (
-                dk, dv, dk_part, dv_part, dq_sum, shared, signals, work, scale, dropout, seed, slopes, RULE, PLAN, TAIL,
+                dk, dv, dk_part, dv_part, dq_sum, shared, work, scale, dropout, seed, slopes, RULE, PLAN, TAIL,
             )),
-            (load, (q, k, v, dout, rows, shared, signals, work, RULE, PLAN)),
-            (add, (dq_sum, shared, signals, work, PLAN)),
+            (load, (q, k, v, dout, rows, shared, work, RULE, PLAN)),
+            (add, (dq_sum, shared, work, PLAN)),
         ],
         [1, 1],
         [24, 24],

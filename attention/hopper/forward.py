@@ -9,6 +9,7 @@ Source: Shah et al., FlashAttention-3; scores in base 2.
 from typing import NamedTuple
 
 from ..score import LOG2E
+from .channel import Channel, barriers, filled, make_channel, release
 from .gluon import (
     fence_async_shared,
     gl,
@@ -23,21 +24,19 @@ from .gluon import (
 from .pipeline import (
     MAILBOX,
     ROWS,
-    Channel,
     SharedMemory,
     Sizes,
     blocks,
-    channel,
-    filled,
     loader,
     pass_turn,
     receive,
-    release,
     skip,
     take_turn,
+    tile_of,
+    words,
 )
 from .ragged import Rows, corner
-from .tiles import Dropout, barriers, end_softmax, keep_columns, kept, ramp, tanh
+from .tiles import end_softmax, keep_columns, kept, ramp, tanh
 
 
 class State(NamedTuple):
@@ -171,19 +170,7 @@ def consumer(
     visit = 0
     message = receive(shared.mail, visit)
     while message[0] >= 0:
-        tile_start, lane = message[0], message[1]
-        dropout = Dropout(0, problem.dropout)
-        if RULE.dropout:
-            KEY: gl.constexpr = 5 if PIPE.ragged else 2
-            dropout = Dropout(message[KEY].to(gl.uint32, bitcast=True), problem.dropout)
-        first = 0  # query of the sequence in its row
-        own = problem
-        if PIPE.ragged:
-            first = message[2]
-            own = Sizes(message[3], message[4], problem.scale, problem.dropout)
-        if RULE.alibi:
-            slope = message[len(message) - 1].to(gl.float32, bitcast=True)
-            own = Sizes(own.q_len, own.k_len, problem.scale, problem.dropout, slope)
+        tile_start, lane, first, own, dropout = tile_of(message, problem, RULE, PIPE)
         # which blocks are this consumer's; where it has no queries one, so that the code below holds
         q_start = tile_start + INDEX * ROWS
         tile_begin, _, _, tile_end = blocks(tile_start, TILE.block_q, own, RULE, TILE)
@@ -273,13 +260,13 @@ def hopper_forward_kernel(
     tiles: those of ragged sequences as list_kernel lists them; else n_tiles of each lane, and a 0 to count them.
     """
     problem = Sizes(q_len, k_len, scale, dropout)
-    q_channel = channel(PIPE.consumers, ROWS, TILE.dim, q.dtype, 1)
+    q_channel = make_channel(PIPE.consumers, ROWS, TILE.dim, q.dtype, 1)
     mail_layout: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
-    WORDS: gl.constexpr = 2 + 3 * PIPE.ragged + RULE.dropout + RULE.alibi
+    WORDS: gl.constexpr = words(RULE, PIPE)
     shared = SharedMemory(
         q_channel,
-        channel(PIPE.stages, TILE.block_k, TILE.dim, q.dtype, PIPE.consumers),
-        channel(PIPE.stages, TILE.block_k, TILE.dim, q.dtype, PIPE.consumers),
+        make_channel(PIPE.stages, TILE.block_k, TILE.dim, q.dtype, PIPE.consumers),
+        make_channel(PIPE.stages, TILE.block_k, TILE.dim, q.dtype, PIPE.consumers),
         q_channel.tiles if PIPE.reuse else gl.allocate_shared_memory(
             q.dtype, [PIPE.consumers, ROWS, TILE.dim], q_channel.tiles.layout
         ),

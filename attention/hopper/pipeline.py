@@ -4,14 +4,10 @@ from typing import NamedTuple
 
 from ..score import ahead, behind
 from ..tiles import Sequence
-from .gluon import (
-    gl,
-    gluon,
-    mbarrier,
-    tma_load,
-)
+from .channel import Channel, emptied, fill, filled, release, slot_and_phase
+from .gluon import gl, gluon, mbarrier
 from .ragged import Rows, corner
-from .tiles import barriers, bounds, dropout_key, listed, meeting_range, query_tile, ring, slope2
+from .tiles import Dropout, bounds, dropout_key, listed, meeting_range, query_tile, slope2
 
 ROWS = gl.constexpr(64)  # queries of a consumer: what one warpgroup multiplies at a time
 MAILBOX = gl.constexpr(2)  # tiles on their way from the loader to the consumers
@@ -28,16 +24,8 @@ class Pipeline(NamedTuple):
     ragged: bool = False  # whether sequences have lengths of their own, and tiles come from a list
 
 
-class Channel(NamedTuple):
-    """Tiles in shared memory that the loader fills and consumers empty."""
-
-    tiles: gl.shared_memory_descriptor  # [slots, rows, D]
-    full: gl.shared_memory_descriptor  # barriers [slots, 1]
-    empty: gl.shared_memory_descriptor
-
-
 class SharedMemory(NamedTuple):
-    """SharedMemory memory of a program."""
+    """Shared memory of a program."""
 
     q: Channel  # a slot for each consumer
     k: Channel
@@ -69,49 +57,11 @@ def blocks(start, rows, problem, RULE: gl.constexpr, TILE: gl.constexpr):
 
 
 @gluon.jit
-def fill(channel, count, desc, at):
-    """Load the tile at such coordinates once its slot is empty."""
-    slot, phase = ring(count, channel.full.shape[0])
-    mbarrier.wait(channel.empty.index(slot), phase ^ 1)
-    mbarrier.expect(channel.full.index(slot), desc.block_type.nbytes)
-    tile = channel.tiles.index(slot).reshape(desc.block_shape)
-    tma_load(desc, at, channel.full.index(slot), tile)
-
-
-@gluon.jit
-def filled(channel, count):
-    """A tile, once it is there."""
-    slot, phase = ring(count, channel.full.shape[0])
-    mbarrier.wait(channel.full.index(slot), phase)
-    return channel.tiles.index(slot)
-
-
-@gluon.jit
-def release(channel, count):
-    """Let the loader have the slot of a tile back."""
-    slot, _ = ring(count, channel.full.shape[0])
-    mbarrier.arrive(channel.empty.index(slot))
-
-
-@gluon.jit
-def channel(SLOTS: gl.constexpr, ROWS: gl.constexpr, DIM: gl.constexpr, DTYPE: gl.constexpr, READERS: gl.constexpr):
-    """An empty Channel."""
-    layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ROWS, DIM], DTYPE)
-    tiles = gl.allocate_shared_memory(DTYPE, [SLOTS, ROWS, DIM], layout)
-    return Channel(tiles, barriers(SLOTS, 1), barriers(SLOTS, READERS))
-
-
-@gluon.jit
 def send(mail, visit, message):
-    """Tell the consumers of a tile: its first query, or -1 when there are no more, and its head of all sequences.
-
-    If sequences are ragged also where its own begins in its row, and how many queries and keys that has; with dropout
-    also its key; with ALiBi also its slope.
-    """
+    """Tell the consumers which tile comes next, by a tuple of int32; tile_of() reads it."""
     layout: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
     WORDS: gl.constexpr = mail.tiles.shape[0] // MAILBOX
-    slot, phase = ring(visit, mail.full.shape[0])
-    mbarrier.wait(mail.empty.index(slot), phase ^ 1)
+    slot = emptied(mail, visit)
     for word in gl.static_range(WORDS):
         mail.tiles.index(WORDS * slot + word).store(gl.full([1], message[word], gl.int32, layout))
     mbarrier.arrive(mail.full.index(slot))
@@ -128,7 +78,7 @@ def read(mail, number):
 def receive(mail, visit):
     """What was sent."""
     WORDS: gl.constexpr = mail.tiles.shape[0] // MAILBOX
-    slot, phase = ring(visit, mail.full.shape[0])
+    slot, phase = slot_and_phase(visit, mail.full.shape[0])
     mbarrier.wait(mail.full.index(slot), phase)
     first = WORDS * slot
     message = read(mail, first), read(mail, first + 1)
@@ -136,6 +86,35 @@ def receive(mail, visit):
         message += (read(mail, first + word),)
     release(mail, visit)
     return message
+
+
+@gluon.constexpr_function
+def words(rule, pipe):
+    """Number of words in a message."""
+    return 2 + 3 * pipe.ragged + rule.dropout + rule.alibi
+
+
+@gluon.jit
+def tile_of(message, problem, RULE: gl.constexpr, PIPE: gl.constexpr):
+    """Message -> (its first query, its head, where its sequence begins in its row, Sizes, Dropout).
+
+    The first query is -1 if there are no more tiles. Heads are counted over all sequences. If sequences are ragged,
+    three words more say where this one begins and how many queries and keys it has; then come dropout's key and the
+    slope of ALiBi, if there are any.
+    """
+    first = 0
+    q_len, k_len = problem.q_len, problem.k_len
+    KEY: gl.constexpr = 5 if PIPE.ragged else 2
+    if PIPE.ragged:
+        first, q_len, k_len = message[2], message[3], message[4]
+    key = 0
+    if RULE.dropout:
+        key = message[KEY].to(gl.uint32, bitcast=True)
+    slope = 0.0
+    if RULE.alibi:
+        slope = message[len(message) - 1].to(gl.float32, bitcast=True)
+    sizes = Sizes(q_len, k_len, problem.scale, problem.dropout, slope)
+    return message[0], message[1], first, sizes, Dropout(key, problem.dropout)
 
 
 @gluon.jit

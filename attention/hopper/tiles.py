@@ -1,10 +1,10 @@
-"""What the Hopper kernels share: barriers, masks, and functions of the portable kernels compiled as Gluon."""
+"""What the Hopper kernels share: masks, and functions of the portable kernels compiled as Gluon."""
 
 from typing import NamedTuple
 
 from .. import score, tiles
 from . import ragged
-from .gluon import gl, gluon, mbarrier
+from .gluon import gl, gluon
 
 
 class Dropout(NamedTuple):
@@ -27,22 +27,7 @@ tanh = gluon.jit(score.tanh.fn)
 
 
 @gluon.jit
-def barriers(COUNT: gl.constexpr, ARRIVALS: gl.constexpr):
-    """Barriers [COUNT, 1] that complete a phase after so many arrivals."""
-    bars = gl.allocate_shared_memory(gl.int64, [COUNT, 1], mbarrier.MBarrierLayout())
-    for slot in gl.static_range(COUNT):
-        mbarrier.init(bars.index(slot), count=ARRIVALS)
-    return bars
-
-
-@gluon.jit
-def ring(step, SLOTS: gl.constexpr):
-    """Slot of a step, and the phase in which its full barrier ends; the empty one ends in the other."""
-    return step % SLOTS, step // SLOTS & 1
-
-
-@gluon.jit
-def columns(x):
+def split_columns(x):
     """A matmul's result [rows, columns] -> (as [rows, n, t, 2], 8 n + (0, 1), 2 t [1, t]); columns are their sums.
 
     A thread holds columns 8 n + 2 t + (0, 1) of a row, where t is its place in the group of four that shares the row.
@@ -59,34 +44,34 @@ def columns(x):
 
 
 @gluon.jit
-def beside(rows, thread):
+def per_row(rows, thread):
     """[rows] -> [rows, 1], in the layout of [rows, t]."""
     return gl.convert_layout(rows, gl.SliceLayout(1, thread.type.layout), assert_trivial=True)[:, None]
 
 
 @gluon.jit
-def joined(parts, x):
-    """The parts of columns(x) as x was."""
+def merge_columns(parts, x):
+    """The parts of split_columns(x) in the shape and layout of x."""
     return gl.convert_layout(parts.reshape(x.shape), x.type.layout, assert_trivial=True)
 
 
 @gluon.jit
 def keep_columns(x, begin, end, other):
     """A matmul's result [rows, columns] where begin <= column < end, else `other`; both int32 [rows], or None."""
-    parts, column, thread = columns(x)
+    parts, column, thread = split_columns(x)
     if end is not None:
-        parts = gl.where(column < (beside(end, thread) - thread)[:, None, :, None], parts, other)
+        parts = gl.where(column < (per_row(end, thread) - thread)[:, None, :, None], parts, other)
     if begin is not None:
-        parts = gl.where(column >= (beside(begin, thread) - thread)[:, None, :, None], parts, other)
-    return joined(parts, x)
+        parts = gl.where(column >= (per_row(begin, thread) - thread)[:, None, :, None], parts, other)
+    return merge_columns(parts, x)
 
 
 @gluon.jit
 def ramp(x, first):
     """first + column in float32, for a matmul's result [rows, columns]; first int32 [rows]."""
-    _, column, thread = columns(x)
-    found = (beside(first, thread) + thread).to(gl.float32)[:, None, :, None] + column.to(gl.float32)
-    return joined(found, x)
+    _, column, thread = split_columns(x)
+    found = (per_row(first, thread) + thread).to(gl.float32)[:, None, :, None] + column.to(gl.float32)
+    return merge_columns(found, x)
 
 
 @gluon.constexpr_function
