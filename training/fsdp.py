@@ -46,7 +46,7 @@ def put(parameter, whole):
 
 
 def from_rank_0(whole, parameter, ranks):
-    """Rank 0's tensor (on "meta" elsewhere) on all ranks; spread like `parameter` if that is spread and has its shape."""
+    """Rank 0's tensor (on "meta" elsewhere), on all ranks; spread like `parameter` if that is and has its shape."""
     value = torch.empty_like(whole, device=ranks.device)
     if ranks.rank == 0:
         value.copy_(whole)
