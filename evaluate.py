@@ -4,7 +4,7 @@ python evaluate.py                                            the newest run on 
 python evaluate.py runs/NAME --text book.txt --stride 128     another text, each token with more context
 python evaluate.py runs/NAME --tasks hellaswag lambada mine.jsonl
 
-training/tasks.py lists what a line of a task may be, and says how it is scored.
+training/tasks.py lists the formats of a task's lines, and how they are scored.
 """
 
 import json
@@ -38,20 +38,20 @@ class EvaluateConfig:
 
     run: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="RUN")] = ""
     """Run folder (its best.pt is preferred), checkpoint file, Hugging Face folder or its .safetensors file, or gpt2,
-    gpt2-medium, gpt2-large, gpt2-xl; left out, the newest run."""
+    gpt2-medium, gpt2-large, gpt2-xl; the default is the newest run."""
     text: str = ""
     """A UTF-8 file to compute the loss on."""
     split: str = ""
     """val or train: the part of the run's corpus to compute the loss on. val if there is no --text and no --tasks."""
     stride: int | None = None
-    """Tokens from one context to the next: each token is scored once, after at least block_size - stride others. Left
-    out, block_size."""
+    """Tokens from one window to the next: each token is scored once, after at least block_size - stride others. The
+    default is block_size."""
     tasks: tuple[str, ...] = ()
     """hellaswag, lambada, and files of JSON lines or Parquet; OWNER/NAME:PATH is a file of a data set on the hub."""
     limit: int = 0
     """Items of each task, from its first on; 0 = all."""
     batch_size: int = 16
-    """Contexts that the model reads at once."""
+    """Contexts per forward pass."""
     json: bool = False
     """Print one JSON object."""
     device: str = "auto"
@@ -88,7 +88,7 @@ def evaluate_split(model, contents, split, stride, batch_size):
     require(options, f"{contents['path']} names no corpus of its own; give --text FILE or --tasks")
     expected, tokenizer = contents["tokens_sha256"], options["tokenizer"]
     if tokenizer.startswith("run:"):
-        tokenizer = f"run:{contents['path']}"  # has the same one; the other run may be gone
+        tokenizer = f"run:{contents['path']}"  # the same tokenizer; its own run may be gone
     corpus = open_corpus(options["data"], tokenizer, options["input"] or None, sha256=expected)
     require(
         corpus.sha256 == expected,
@@ -117,7 +117,7 @@ def main(config):
     require(not (config.text and config.split), "--text and --split name two texts; choose one of them")
     require(config.batch_size >= 1, f"batch_size={config.batch_size} must be at least 1")
     require(config.limit >= 0, f"limit={config.limit} must be at least 0; 0 takes all items")
-    tasks = [(name, *read_task(name, config.limit)) for name in config.tasks]  # mistakes in them show before the work
+    tasks = [(name, *read_task(name, config.limit)) for name in config.tasks]  # first, so that a mistake shows at once
     model, tokenizer, contents = load(config.run, config.device, "float32")
     print(f"{contents['path']} on {model.embed.weight.device}", file=sys.stderr)
     results, block_size = {}, model.config.block_size

@@ -48,7 +48,7 @@ class GPTConfig:
     norm: Literal["layernorm", "rmsnorm"] = "layernorm"
     """Normalisation before each attention and MLP, and before the head."""
     norm_weight: bool = True
-    """Learned weights in these."""
+    """Learned weights in the norms."""
     position: Literal["learned", "rope"] = "learned"
     """Learned position embeddings, or rotary ones (RoPE)."""
     mlp: Literal["gelu", "gelu_tanh", "relu2", "swiglu"] = "gelu"
@@ -70,9 +70,9 @@ class GPTConfig:
     value_embeds: int = 0
     """Tables of token embeddings that are added to the values, each in one of the first and one of the last blocks."""
     window: int | None = None
-    """Keys that a query sees, itself included, in three of four blocks; the fourth and None see all."""
+    """Keys that a query sees, its own included; every fourth block sees all keys, and with None all blocks do."""
     dropout: float = 0.0
-    """Of embeddings, attention weights and each residual branch."""
+    """Probability of dropout, for embeddings, attention weights and residual branches."""
     mask_documents: bool = False
     """Attention does not cross the end of a document, and positions start anew there."""
     end_of_text: int | None = None
@@ -130,7 +130,7 @@ def make_norm(config):
 def rotary_angles(config):
     """cos and sin [block_size, 1, D / 2] of position * 10000^(-2i / D), in float32 (Su et al. 2021, RoFormer).
 
-    On the CPU also where the network is made on "meta", on which these operations import Dynamo.
+    They are computed on the CPU even for a network on "meta", where these operations would import Dynamo.
     """
     half = config.head_dim // 2
     frequency = 10000.0 ** (-torch.arange(half, device="cpu") / half)
@@ -156,14 +156,14 @@ class Attention(nn.Module):
             self.share = nn.Parameter(torch.empty(1))  # of the first values, minus 1/2
 
     def forward(self, x, seed, first_v, more_v, rotary, documents, layer):
-        """(Attention of x [B, T, C], first_v); first_v: the first block's values, or None. more_v: added to values.
+        """(Attention of x [B, T, C], first_v).
 
-        seed: of dropout, or None to draw one.
+        seed: of dropout; None draws one. first_v: the first block's values, or None. more_v: added to the values.
         """
         (B, T, C), config = x.shape, self.config
         heads = (config.n_head, config.kv_heads, config.kv_heads)
         options = dict(window=self.window, dropout=config.dropout if self.training else 0.0, impl=config.attention)
-        if config.attention != "sdpa":  # which draws its own
+        if config.attention != "sdpa":  # SDPA draws its own
             options["seed"] = seed
         rows = B, T
         if documents is not None:  # packed in one row
@@ -171,7 +171,7 @@ class Attention(nn.Module):
             options |= dict(cu_seqlens=documents, max_seqlen=T)
         qkv = self.qkv(x)
         mixed = config.value_residual or more_v is not None
-        if rotary is None and layer is None and not config.qk_norm and not mixed:  # its gradient is in one piece
+        if rotary is None and layer is None and not config.qk_norm and not mixed:  # one gradient for all three
             y = attention_qkv(qkv.view(*rows, -1), config.n_head, config.kv_heads, causal=True, **options)
         else:
             q, k, v = qkv.view(B, T, -1, config.head_dim).split(heads, dim=2)  # slices, no copies
@@ -185,7 +185,7 @@ class Attention(nn.Module):
                 q, k = (F.rms_norm(z, (config.head_dim,)) for z in (q, k))
             if rotary is not None:
                 q, k = (rotate(z, *rotary) for z in (q, k))
-            if layer is not None:  # of a cache
+            if layer is not None:  # layer of a cache
                 y = layer.attend(q, k, v, self.window)
             else:
                 q, k, v = (z.reshape(*rows, -1, config.head_dim) for z in (q, k, v))
@@ -218,16 +218,16 @@ class Block(nn.Module):
         self.norm_2 = make_norm(config)
         self.mlp = MLP(config)
         self.drop = nn.Dropout(config.dropout)
-        self.skip = nn.Parameter(torch.empty(2)) if config.embed_skip else None  # of x, minus 1, and of embeddings
+        self.skip = nn.Parameter(torch.empty(2)) if config.embed_skip else None  # (factor of x) - 1, factor of embedded
 
     def forward(self, *inputs):
         return checkpoint(self.compute, *inputs, **self.again) if self.again else self.compute(*inputs)
 
     def compute(self, x, y, embedded, seeds, *others):
-        """The stream x after this block, its last branch y, and the first block's values.
+        """(Residual stream x after this block, its last branch y, first block's values).
 
-        y: with dropout, what the next norm is to add to x, else None. seeds: two, of the masks of the y that is given
-        and of attention's branch. others: of Attention.forward().
+        y: with dropout, the branch that the next norm adds to x, else None. seeds: two, for the mask of the given y
+        and for that of attention's branch. others: arguments of Attention.forward().
         """
         if self.skip is not None:
             a, b = self.skip.float().split(1)
@@ -243,7 +243,7 @@ class Block(nn.Module):
 
 
 class GPT(nn.Module):
-    """The network of a GPTConfig; seed: of its first weights, which are arbitrary if it is None."""
+    """The network of a GPTConfig; seed: for its initial weights, which are arbitrary if it is None."""
 
     def __init__(self, config: GPTConfig, seed=0):
         super().__init__()
@@ -268,10 +268,10 @@ class GPT(nn.Module):
                 parameter.data.copy_(value)
 
     def first_weights(self, seed, device):
-        """Yield (parameter, its first value on a device), one at a time: GPT-2's initialisation.
+        """Yield (parameter, its initial value on a device), one at a time: GPT-2's initialisation.
 
-        Each is drawn as a whole by a generator of its own, so it depends on the seed, the parameter's name and the
-        kind of device only, and not on the number of GPUs over which FSDP spreads the parameter.
+        Each is drawn as a whole by its own generator, so it depends only on the seed, the parameter's name and the kind
+        of device, not on the number of GPUs over which FSDP spreads the parameter.
         """
         for name, parameter in self.named_parameters():
             value = torch.empty(parameter.shape, device=device)

@@ -35,7 +35,7 @@ class PlotConfig:
     """Run folders."""
     x: Literal["step", "tokens", "seconds"] = "step"
     y: Literal["loss", "bpb"] = "loss"
-    """Nats per token, or bits per byte, in which runs with other tokenizers can be compared."""
+    """Nats per token, or bits per byte, which can be compared between tokenizers."""
     out: Path = Path("losses.png")
     """The image, whose suffix may also be .svg or .pdf."""
 
@@ -77,7 +77,7 @@ def labels_of(folders, options):
 
 
 def main(config):
-    from matplotlib.figure import Figure  # only here: --help need not wait for it
+    from matplotlib.figure import Figure  # imported here, so that --help is fast
 
     require(config.out.suffix, f"--out {config.out} has no suffix; end it in .png, .svg or .pdf")
     require(config.runs, "plot.py needs at least one run folder, such as runs/NAME")

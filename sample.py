@@ -44,7 +44,7 @@ class SampleConfig(Sampling):
     gpt2-medium, gpt2-large, gpt2-xl; empty takes the newest run."""
     prompt: str = NEW_TEXT
     """Text to continue, FILE:path of a UTF-8 file, or - for standard input. The default, a line break, begins a text:
-    if the tokenizer has an end-of-text token, the model reads this instead."""
+    if the tokenizer has an end-of-text token, the model reads that token instead."""
     interactive: bool = False
     """Continue lines that you type: Ctrl-C stops a text, Ctrl-D ends."""
     max_tokens: int = 500
@@ -74,7 +74,7 @@ class SampleConfig(Sampling):
 
 
 def load(run="", device="auto", dtype="auto"):
-    """(GPT for generation, tokenizer, contents of the checkpoint, or {"path"} of a Hugging Face model).
+    """(GPT for generation, tokenizer, contents of the checkpoint or, for a Hugging Face model, {"path"}).
 
     Args:
         run: as of training.weights.read(); "" is the newest run. device: auto, cpu, cuda, cuda:N or mps.
@@ -123,7 +123,7 @@ def print_samples(generator, prompt, config):
 
 
 def print_speed(generator):
-    """Tokens per second of the last batch; those of the prompt include the choice of the first new token."""
+    """Tokens per second of the last batch. The prompt's include the choice of the first new token."""
     rates = []
     for name, count, seconds in (
         ("prompt", generator.prompt_tokens, generator.prompt_seconds),
@@ -181,7 +181,7 @@ if __name__ == "__main__":
     except torch.OutOfMemoryError as error:
         sys.exit(f"error: {str(error).split('. ')[0]}; take fewer --num_samples or a shorter --prompt")
     except BrokenPipeError:  # the reader of standard output, such as head, has gone
-        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # for what Python still writes at its end
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # Python writes there once more when it ends
         sys.exit(1)
     except (ValueError, OSError) as error:
         sys.exit(f"error: {error}")

@@ -34,7 +34,7 @@ def train(config):
     """One run; returns the best validation loss in nats per token."""
     clock = StartClock()
     ranks = start_distributed(config)
-    config = ranks.share(config)  # each rank may have found another newest run
+    config = ranks.share(config)  # with --resume alone, ranks may have found different runs
     if config.deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS requires it
         torch.use_deterministic_algorithms(True)
@@ -51,7 +51,7 @@ def train(config):
         load_pretrained(model, config.init_from, corpus.tokenizer, ranks)
     optimizer = make_optimizer(model, config, ranks)
     micro_batch = choose_micro_batch(model, config, ranks, saved.get("take_step", {}).get("micro_batch"))
-    # the same tokens for any micro-batch
+    # evaluate the same tokens for any micro-batch
     eval_batches = config.eval_batches * (config.batch_size // micro_batch) or None
     validation = validation_batches(corpus.val, config.block_size, micro_batch, eval_batches)
 
@@ -107,7 +107,7 @@ def train(config):
 
 
 def write_sample(model, corpus, config):
-    """The first tokens of the validation text, continued by the model as it is; torch's random state stays as it is."""
+    """The start of the validation text, continued by the current model; torch's random state does not change."""
     prompt = corpus.val.windows([0], min(SAMPLE_PROMPT, config.block_size))[0].tolist()
     model.eval()
     try:

@@ -1,7 +1,7 @@
 """Build a corpus: documents are read, tokenized by several threads, and written to shards.
 
-Its folder gets manifest.json when everything is written. Until then progress.json has the same contents; its position,
-[file, block], says up to where the sources are done, so that an interrupted preparation goes on from there.
+manifest.json is written when everything else is complete. Until then progress.json has the same contents and a
+position, [file, block], from which an interrupted preparation continues.
 """
 
 import json
@@ -48,7 +48,7 @@ class Options:
     separator: str = ""
     """A line that separates the documents of a text file, such as '<|endoftext|>'."""
     skip_bad: bool = False
-    """Leave out lines that are no JSON object with a text, and count them."""
+    """Leave out and count lines that are not a JSON object with a text."""
     sample: str = "10BT"
     """Sample of fineweb-edu: 10BT, 100BT or 350BT."""
     shard_tokens: str = "100M"
@@ -80,12 +80,12 @@ def number(text):
 
 
 def build(folder, source, tokenizer_spec, options, threads=None):
-    """Write the shards and the manifest of a corpus to a folder, which may hold the beginning of the same corpus.
+    """Write the shards and the manifest of a corpus to a folder, which may contain a part of it already.
 
     A document is for validation if its sha256 is small enough. A single document is cut after 90 % of its characters.
 
     Args:
-        folder: of this corpus alone; the caller holds its lock.
+        folder: for this corpus only; the caller holds its lock.
         source: Source. tokenizer_spec: see data.tokenizer.make_tokenizer. options: Options.
         threads: that tokenize; None = one for each core.
 
@@ -154,7 +154,7 @@ def _write_all(source, options, record, writers, save, threads):
 
 
 class Encoder:
-    """Encodes blocks. Threads do it side by side: tiktoken releases Python's lock."""
+    """Encodes blocks, in several threads at once: tiktoken releases Python's lock."""
 
     def __init__(self, record, options):
         self.tokenizer, self.options = from_state(record["tokenizer"]), options
@@ -164,7 +164,7 @@ class Encoder:
         self.between = BETWEEN if several and end is None else ""
 
     def __call__(self, item):
-        """(ids, documents, bytes of text, each by part, and bad lines) of an item of _blocks()."""
+        """(ids, documents and bytes of text, each by part; bad lines) of an item of _blocks()."""
         block = item[1]
         texts, bad = texts_of(block, self.options.text_field, self.options.skip_bad)
         ids, documents, text_bytes = {part: [] for part in PARTS}, Counter(), Counter()
@@ -189,12 +189,12 @@ def part_of(block, text, threshold):
 
 
 def number_of(block, text):
-    """The first 64 bits of a document's sha256, for a text of a block."""
+    """First 64 bits of the sha256 of the document to which a text of a block belongs."""
     return int.from_bytes((block.digest or digest_of([text]))[:8], "big")
 
 
 def _blocks(source, options, record):
-    """Yield (position after it, Block) of all blocks from record["position"] on; Block.read counts all files."""
+    """Yield (position after it, Block) for each block from record["position"] on; Block.read counts all files."""
     first, skip = record["position"]
     for index in range(first, len(source.files)):
         blocks = read_blocks(source.local(index), options.text_field, options.separator)
@@ -205,7 +205,7 @@ def _blocks(source, options, record):
             if previous:
                 yield previous
             previous = [index, number], block._replace(read=source.offsets[index] + block.read)
-        if previous:  # the last of the file: it need not be opened again
+        if previous:  # at the end of a file the position is in the next file
             yield [index + 1, 0], previous[1]
         skip = 0
 
@@ -272,7 +272,7 @@ def make_request(source, tokenizer_spec, options):
 
 
 def same_request(request, other, *ignored):
-    """Whether two requests are for the same corpus, apart from some options."""
+    """Whether two requests are for the same corpus, except for some options."""
     same = [r | {"options": r["options"] | dict.fromkeys(ignored)} for r in (request, other)]
     return same[0] == same[1]
 
@@ -282,7 +282,7 @@ def cores():
 
 
 def read_record(path):
-    """A stored record; None if there is none of this version."""
+    """The stored record, or None if there is none of this version."""
     with suppress(OSError, ValueError, LookupError, TypeError):
         record = json.loads(path.read_text())
         if record["request"]["version"] == VERSION:

@@ -53,13 +53,13 @@ class Corpus:
 def open_corpus(name, tokenizer_spec, input=None, *, sha256=None, quiet=False, verify=False):
     """Open a corpus, without reading its tokens.
 
-    Prepares a text first if it is new, has changed or lacks files, with the same options as before. Contents of up to
-    32 MB are compared with what was prepared; of more, names and sizes.
+    A text that is new, has changed or lacks files is prepared first, with the same options as before. Changes are
+    detected by the contents of up to 32 MB, above by names and sizes.
 
     Args:
         name, tokenizer_spec, input: as for `prepare`, which also lists the errors.
-        sha256: a prepared corpus with this `Corpus.sha256` is opened even if its text has changed.
-        quiet: print nothing unless a download fails; for all processes of a run except the first.
+        sha256: open a prepared corpus with this `Corpus.sha256` even if its text has changed.
+        quiet: print only if a download fails; for all processes of a run except the first.
         verify: read all tokens and compare their sha256 with the manifest's.
 
     Raises:
@@ -74,7 +74,7 @@ def open_corpus(name, tokenizer_spec, input=None, *, sha256=None, quiet=False, v
             corpus = load_corpus(folder, record, verify)
         except ValueError as error:
             reason = str(error)
-    # A text may be deleted once it is prepared.
+    # a prepared text may be deleted
     comparable = corpus and input and corpus.sha256 != sha256 and Path(input).exists()
     if comparable and find_source(name, input).sha256 != record["request"]["source_sha256"]:
         reason, corpus = "its files have changed", None
@@ -99,10 +99,10 @@ def open_corpus(name, tokenizer_spec, input=None, *, sha256=None, quiet=False, v
 
 
 def prepare(name, tokenizer_spec, input=None, options=None, threads=None):
-    """Prepare a corpus and open it. What another source or other options gave is replaced once all is written.
+    """Prepare a corpus and open it. An older one from another source or options is replaced at the end.
 
-    An interrupted preparation goes on where it was; of a finished one the sha256 of all shards are checked. See
-    data.build.build for the split into the two parts.
+    An interrupted preparation continues. If the corpus is complete, the sha256 of its shards is checked. See
+    data.build.build for the split into two parts.
 
     Args:
         name: shakespeare, text, fineweb-edu, openwebtext, or tokens (see data.external).
@@ -151,7 +151,7 @@ def building(folder):
 
 @contextmanager
 def locked(folder):
-    """Only one process at a time prepares a corpus."""
+    """A lock, so that only one process at a time prepares a corpus."""
     path = folder.with_name(f".{folder.name}.lock")
     with writing(path):
         lock = filelock.FileLock(path)
@@ -181,8 +181,7 @@ def load_corpus(folder, record, verify=False):
     """The Corpus that a manifest describes.
 
     Raises:
-        ValueError: the manifest does not fit together; a shard is missing or has another size, or with verify another
-            sha256.
+        ValueError: the manifest is inconsistent; a shard is missing, or has another size or (with verify) sha256.
     """
     try:
         tokenizer, title = from_state(record["tokenizer"]), record["request"]["source"]

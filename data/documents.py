@@ -36,13 +36,13 @@ class Block(NamedTuple):
     texts: list[str] | list[bytes]
     line: int = 0  # number of the first JSON line
     digest: bytes | None = None  # of the document, if texts is a piece of one
-    part: str | None = None  # to which all texts belong, if that is not for their sha256 to say
+    part: str | None = None  # of all texts; None if their sha256 decides
     last: bool = True  # whether the document ends here
-    read: int = 0  # bytes of the file, as it is on the disk, up to the end of this block
+    read: int = 0  # bytes of the file on the disk, up to the end of this block
 
 
 def read_blocks(path, text_field="text", separator=""):
-    """Yield the Blocks of a file. They depend on its contents alone.
+    """Yield the Blocks of a file. They depend only on its contents.
 
     Args:
         path: Path; a file with an unknown suffix is taken for text.
@@ -66,7 +66,7 @@ def texts_of(block, text_field="text", skip_bad=False):
     """The texts of a block that are not blank: (list of str, number of bad lines).
 
     Raises:
-        ValueError: a line is no JSON object with a text, unless skip_bad.
+        ValueError: a line is not a JSON object with a text, unless skip_bad.
     """
     texts, bad = block.texts, 0
     if block.line:
@@ -149,7 +149,7 @@ def _json_lines(path, name):
         if name.endswith(".gz"):
             file = io.BufferedReader(gzip.GzipFile(fileobj=raw))
         elif name.endswith(".zst"):
-            pyarrow = optional("pyarrow", path)  # zstandard's own reader takes a truncated file for a whole one
+            pyarrow = optional("pyarrow", path)  # zstandard's own reader accepts a truncated file
             file = io.BufferedReader(pyarrow.CompressedInputStream(pyarrow.PythonFile(raw, "r"), "zstd"), BLOCK_BYTES)
         try:
             while lines := file.readlines(BLOCK_BYTES):

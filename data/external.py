@@ -18,7 +18,7 @@ def index_tokens(source, tokenizer_spec):
 
     Args:
         source: Source of the files.
-        tokenizer_spec: that made them: gpt2, gpt2:RANK_FILE, bytes or bytes+eot. Only our own files name theirs.
+        tokenizer_spec: the tokenizer that made them: gpt2, gpt2:RANK_FILE, bytes or bytes+eot. Only our files name it.
 
     Raises:
         ValueError: an id is not in the vocabulary, or a file is damaged.

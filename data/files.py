@@ -45,7 +45,7 @@ def require_file(path, remedy):
 
 @contextmanager
 def writing(path):
-    """Turn an OSError of this block, which writes a file, into one that says what to do."""
+    """Replace an OSError of this block, which writes a file, by one that says what to do."""
     try:
         yield
     except OSError as error:
@@ -67,7 +67,7 @@ def atomic_file(path):
 
 
 def publish(temporary, path):
-    """Rename a written file to its final name, so that not even a power cut leaves half of it there."""
+    """Rename a written file to its final name, so that even a power cut leaves no half-written file there."""
     with open(temporary, "rb") as file:
         os.fsync(file.fileno())  # otherwise the file may be empty after a power cut
     os.replace(temporary, path)
@@ -83,7 +83,7 @@ def download(url, file_name, sha256):
     Raises:
         OSError: there is no answer in time, an error status, or a file with another sha256.
     """
-    import pooch  # only here: most runs download nothing
+    import pooch  # imported here, since most runs download nothing
 
     pooch.get_logger().setLevel("WARNING")
     folder, downloader = data_folder("downloads"), pooch.HTTPDownloader(timeout=TIMEOUT)

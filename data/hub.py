@@ -23,7 +23,7 @@ TIMEOUT = 30  # seconds
 
 @dataclass(frozen=True)
 class HubFile:
-    """A file of a data set at one commit; sha256 is the hub's, which has none for small files that are kept in git."""
+    """A file of a data set at one commit. sha256: as the hub gives it; None for small files kept in git."""
 
     repository: str
     commit: str

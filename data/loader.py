@@ -9,7 +9,7 @@ from functools import lru_cache, partial
 import numpy as np
 import torch
 
-GROUP = 1 << 16  # windows that are shuffled together; their order takes half a megabyte
+GROUP = 1 << 16  # windows shuffled together; their order takes half a megabyte
 
 
 class Batches:
@@ -17,8 +17,8 @@ class Batches:
 
     Epoch e cuts the tokens into windows that start at phase + w * block_size. Windows w with the same remainder modulo
     the number of groups form a group, so that each group is spread over the whole text. The windows of a group are
-    shuffled; groups follow each other, and so do epochs. The phase and the order are drawn from (seed, e, group). Batch
-    `step` has the windows from step * batch_size on, so a batch may contain the end of one epoch and the start of the
+    shuffled. Groups follow each other, and so do epochs. The phase is drawn from (seed, e), the order from (seed, e,
+    group). Batch `step` starts at window step * batch_size, so it may contain the end of one epoch and the start of the
     next.
 
     Args:
@@ -60,7 +60,7 @@ class Batches:
         return f"batch {step} of seed {self.seed}: its first window is at token {first}"
 
     def _numbers(self, step):
-        """Numbers of the windows of a batch, all epochs counted through."""
+        """Numbers of the windows of a batch, counted from the first epoch on."""
         return range(step * self.batch_size, (step + 1) * self.batch_size)
 
     def _start(self, number):

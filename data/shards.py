@@ -94,7 +94,7 @@ class ShardWriter:
     """Writes one part of a corpus into shards.
 
     A shard that is not full has a name that ends in .partial. `record` always describes what has been written; if it is
-    stored after flush(), a new process can go on from there.
+    stored after flush(), a new process can continue from it.
 
     Args:
         folder, part: the shards are FOLDER/PART_000000.bin and so on.
@@ -117,11 +117,11 @@ class ShardWriter:
             self._open(self.record["tokens"] - full)
 
     def _open(self, tokens=0):
-        """Open the next shard, of which a number of tokens is written already; what follows them is cut off."""
+        """Open the next shard, which has a number of tokens already; anything after them is cut off."""
         self.path = self.folder / f"{self.part}_{len(self.record['shards']):06}.bin"
         self.partial, self.tokens = self.path.with_suffix(".partial"), tokens
         if tokens and self.path.exists():
-            self.path.rename(self.partial)  # the process was killed after the shard got its name
+            self.path.rename(self.partial)  # the process was killed after renaming the shard
         size = HEADER_BYTES + tokens * np.dtype(self.dtype).itemsize
         if tokens and not (self.partial.exists() and self.partial.stat().st_size >= size):
             raise ValueError(f"{self.partial} is missing or too short")

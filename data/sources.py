@@ -1,4 +1,4 @@
-"""The corpora by name: which files they consist of, and how to get them."""
+"""The corpora by name: their files, and how to get them."""
 
 import hashlib
 import sys
@@ -19,7 +19,7 @@ SHAKESPEARE_FILE = "tinyshakespeare.txt"  # its name in downloads/
 PLAY = "the embedded play"
 PLAY_FILE = Path(__file__).parent / "play.txt"
 
-SMALL = 1 << 25  # bytes of a corpus whose contents are compared when it is opened; of larger ones names and sizes
+SMALL = 1 << 25  # bytes up to which a corpus is compared by contents when it is opened; above, by names and sizes
 
 
 @dataclass(frozen=True)
@@ -27,7 +27,7 @@ class Source:
     """What a corpus is made from.
 
     Attributes:
-        title: for people.
+        title: a description to print.
         files: local paths, or HubFiles.
         names, sizes: of the files, as the manifest lists them.
         sha256: hex digest of names and sizes, and of the contents if they are small or from the hub.
@@ -45,7 +45,7 @@ class Source:
 
     @cached_property
     def offsets(self):
-        """Bytes before each file, and of all."""
+        """Bytes before each file, then bytes of all files."""
         return [0, *accumulate(self.sizes)]
 
     def listing(self, count):
@@ -58,7 +58,7 @@ class Source:
         return file.download() if self.is_remote else file
 
     def delete_downloads(self, files):
-        """Delete what was downloaded of files [slice], because they are done."""
+        """Delete the downloads of files [slice], because they have been read."""
         for file in self.files[files] if self.is_remote else ():
             (data_folder("downloads") / file.name).unlink(missing_ok=True)
 

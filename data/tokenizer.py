@@ -27,7 +27,7 @@ GPT4_PATTERN = (
     r"| ?[^\s\p{L}\p{N}]++[\r\n]*|\s*[\r\n]|\s+(?!\S)|\s+"
 )
 GPT2_PATTERN = r"'(?:[sdmt]|ll|ve|re)| ?\p{L}++| ?\p{N}++| ?[^\s\p{L}\p{N}]++|\s++$|\s+(?!\S)|\s"
-LINE_PATTERN = r"[^\n]+|\n+"  # for bytes, which are never merged, any pattern would do
+LINE_PATTERN = r"[^\n]+|\n+"  # any pattern would do for bytes, which are never merged
 
 GPT2_URL = "https://openaipublic.blob.core.windows.net/encodings/r50k_base.tiktoken"
 GPT2_SHA256 = "306cd27f03c1a714eca7108e03d66b7dc042abe8c258b44c199a7ed9838dd930"
@@ -35,7 +35,7 @@ GPT2_SHA256 = "306cd27f03c1a714eca7108e03d66b7dc042abe8c258b44c199a7ed9838dd930"
 END_OF_TEXT = "<|endoftext|>"
 UNTRAINED = ("gpt2", "bytes", "bytes+eot")  # the same for any text
 CHUNK = 1 << 20  # characters that are encoded at once
-# Places where no pattern above matches across: "word| word", "word|\n" and, between lines, "\n|word".
+# Places that no pattern above matches across: "word| word", "word|\n" and, between lines, "\n|word".
 CUT = re.compile(r"(?<=[^\W\d_])(?= [^\W\d_])|(?<=[^\W_])(?=\n)|(?<=\S\n)(?=[^\W_])")
 
 
@@ -82,7 +82,7 @@ def end_of_text(tokenizer):
 
 
 def tokenizer_name(spec):
-    """The name of the tokenizer `spec`, without a file; ValueError if there is no such tokenizer."""
+    """The name of the tokenizer `spec`, without its file; ValueError if there is no such tokenizer."""
     kind, _, argument = spec.partition(":")
     if kind == "run":
         return make_tokenizer(spec).name
@@ -146,7 +146,7 @@ def chunks(pieces, size=CHUNK):
         held += piece
         while len(held) > start:
             if not (found := CUT.search(held, start)):
-                start = max(size, len(held) - 2)  # not searched again; a match looks at two characters after it
+                start = max(size, len(held) - 2)  # searched already, but a match needs two characters after it
                 break
             yield held[: found.start()]
             held, start = held[found.start() :], size
@@ -180,7 +180,7 @@ def _encoding(name, pattern, tokens, special=None):
 
 
 def _train_bpe(name, size, texts, many_documents):
-    """Train byte-pair encoding on texts; it has `size` tokens, or fewer if the texts have too few pairs."""
+    """Train byte-pair encoding on texts: `size` tokens, or fewer if the texts have too few pairs."""
     size -= many_documents
     trainer = rustbpe.Tokenizer()
     bar = tqdm(unit="B", unit_scale=True, desc="learning tokens", disable=None, leave=False)
@@ -192,7 +192,7 @@ def _train_bpe(name, size, texts, many_documents):
 
     with bar:
         trainer.train_from_iterator(report(texts), size, pattern=GPT4_PATTERN)
-    # Two merges may give the same bytes; tiktoken identifies a token by its bytes, so it is kept once.
+    # two merges may give the same bytes; tiktoken identifies tokens by their bytes, so keep one
     tokens = list(dict.fromkeys(bytes(token) for token, _ in trainer.get_mergeable_ranks()))
     if len(tokens) < size:
         print(f"{name}: the training text has pairs for only {len(tokens):,} tokens", file=sys.stderr)

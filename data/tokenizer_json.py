@@ -11,7 +11,7 @@ def tokenizer_json(tokenizer):
     """The contents of tokenizer.json, dicts and lists, for a tiktoken.Encoding or a CharTokenizer."""
     vocabulary = vocabulary_of(tokenizer)
     if isinstance(tokenizer, CharTokenizer):
-        model = {"type": "WordLevel", "vocab": vocabulary, "unk_token": ""}  # there is none: other text is an error
+        model = {"type": "WordLevel", "vocab": vocabulary, "unk_token": ""}  # no unknown token: other text is an error
         pattern, steps, decoder = EACH_CHARACTER, [], {"type": "Fuse"}
     else:
         merges = [[letters_of(part) for part in pair] for pair in merged_pairs(tokenizer._mergeable_ranks)]

@@ -18,12 +18,12 @@ class View(NamedTuple):
 
 
 class PrefillLayer(NamedTuple):
-    """For tokens that begin their rows."""
+    """Layer of the cache for the first tokens of rows."""
 
     k: torch.Tensor  # [B, S, G, D], as v
     v: torch.Tensor
     rows: torch.Tensor  # [M], rows of the cache to fill
-    sources: torch.Tensor  # [M], the row of tokens, 0 to N - 1, that fills each of them
+    sources: torch.Tensor  # [M], the row of tokens, 0 to N - 1, that fills each of these rows
     impl: str
 
     def attend(self, q, k, v, window):
@@ -35,7 +35,7 @@ class PrefillLayer(NamedTuple):
 
 
 class DecodeLayer(NamedTuple):
-    """For one more token in each row."""
+    """Layer of the cache for one more token in each row."""
 
     k: torch.Tensor  # [B, S, G, D], as v
     v: torch.Tensor
@@ -50,7 +50,7 @@ class DecodeLayer(NamedTuple):
         return self.decode(q, window)
 
     def decode(self, q, window):
-        """The attention [B, 1, H, D] of q over the keys of its row, when those of the new tokens are stored."""
+        """The attention [B, 1, H, D] of q over the keys of its row, which include those of the new tokens."""
         return decode(q, self.k, self.v, self.lengths, window=window)
 
 

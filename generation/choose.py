@@ -21,13 +21,13 @@ class Sampling:
     temperature: float = 0.8
     """Logits are divided by it; 0 always takes the most likely token."""
     top_k: int = 200
-    """Sample from the k most likely tokens, and those as likely as the last of them; 0 = all."""
+    """Sample from the k most likely tokens, and any as likely as the last of these; 0 = all."""
     top_p: float = 1.0
     """Sample from the most likely tokens that together reach this probability; 1 = all."""
     min_p: float = 0.0
-    """Sample from tokens with at least this share of the highest probability; 0 = all."""
+    """Sample from tokens whose probability is at least this share of the highest one; 0 = all."""
     repetition_penalty: float = 1.0
-    """Divide positive logits of tokens that the text already has by this number and multiply negative ones; 1 = off."""
+    """Divide positive logits of tokens in the text by this number, and multiply negative ones by it; 1 = off."""
 
     def __post_init__(self):
         require(0 <= self.temperature < math.inf, f"temperature={self.temperature} must be at least 0")
@@ -55,7 +55,7 @@ def choose(logits, sampling, keys, positions, seen=None):
     vocabulary = logits.shape[-1]
     best, least = limits(logits, sampling)
     log_min_p = math.log(sampling.min_p) if sampling.min_p else float("-inf")
-    # Gumbel-max: the token with the least quotient of an exponential variable and its probability
+    # Gumbel-max: take the token with the smallest exponential variable divided by its probability
     if has_kernels(logits):
         from kernels.gumbel import gumbel_scores
 
@@ -78,9 +78,9 @@ def has_kernels(logits):
 
 
 def limits(logits, sampling):
-    """The largest logit, and the least that top_k and top_p keep: [B, 1] each, the second None if they keep all.
+    """The largest logit, and the smallest that top_k and top_p keep: [B, 1] each, the second None if they keep all.
 
-    A token is kept for its logit alone, because which of equal ones topk() takes may depend on the batch.
+    Tokens with equal logits are kept or dropped together: which of them topk() takes may depend on the batch.
     """
     top_k = sampling.top_k if sampling.top_k < logits.shape[-1] else 0
     if top_k and sampling.top_p == 1 and has_kernels(logits):

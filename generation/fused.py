@@ -1,4 +1,4 @@
-"""What GPT.hidden() and GPT.logits() compute for one new token a row, in few kernels, for a GPU.
+"""GPT.hidden() and GPT.logits() for one new token per row, in few kernels, for a GPU.
 
 A step of few rows mostly waits for its kernels to start. A block takes seven here: four linear layers with the norm,
 activation and residual around them, one that stores keys and values, and two of decode().

@@ -24,8 +24,8 @@ from training.step import WARM_UPS, CUDAGraph
 
 DELAY = 3  # steps after which the host reads the tokens of a GPU
 PREFILL = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]  # cuDNN is slow at first calls
-LOGITS = 16  # bytes per token of the vocabulary: logits, scores and what is between them
-THREAD_WORK = 2**25  # multiplications that are worth a thread of a CPU: with less, threads mostly wait for each other
+LOGITS = 16  # bytes per token of the vocabulary: logits, scores and intermediate results
+THREAD_WORK = 2**25  # multiplications per CPU thread; with fewer, threads mostly wait for each other
 
 
 def generate(model, tokenizer, prompt, *, seed=1337, max_tokens=500, stop=(), ignore_eot=False, **sampling):
@@ -37,7 +37,7 @@ def generate(model, tokenizer, prompt, *, seed=1337, max_tokens=500, stop=(), ig
     Args:
         model, tokenizer: as load() of sample.py returns them; the model's device and dtype are used.
         prompt: str; "<|endoftext|>" in it is that token, if the tokenizer has it. max_tokens: int, the most to add.
-        stop: texts before which the sample ends. ignore_eot: go on where the model ends the text.
+        stop: texts before which the sample ends. ignore_eot: go on after an end-of-text token.
         sampling: temperature, top_k, top_p, min_p and repetition_penalty, as in Sampling.
 
     Raises:
@@ -81,8 +81,8 @@ class Generator:
 
     Args:
         model: GPT in evaluation mode. tokenizer: its tokenizer. batch: int, number of samples. sampling: Sampling.
-        seed: int, from 0 to 2^62 - 1. graph: replay each step as a CUDA graph, of fused kernels if the weights have
-            16 bits; None does so on a GPU. It is recorded when the first prompts are given, or by warm_up().
+        seed: int, from 0 to 2^62 - 1. graph: replay each step as a CUDA graph, with fused kernels if the weights have
+            16 bits; None does so on a GPU. The graph is recorded for the first prompts, or by warm_up().
 
     Attributes:
         logits: [batch, n_vocab] float32, of the newest step.
@@ -195,7 +195,7 @@ class Generator:
             if block_size in self.filled:
                 while pending:  # the tokens to fill the cache from
                     yield self._read(pending.popleft())
-                # the host did not know of new documents, whose rows the device has emptied
+                # the host did not know that the device emptied the rows of new documents
                 lengths = [len(self._context(text)) - 1 for text in self.texts]
                 self.filled = list(map(min, self.filled, lengths))
                 full_rows = [row for row in rows if self.filled[row] == block_size]
@@ -211,7 +211,7 @@ class Generator:
             yield self._read(pending.popleft())
 
     def _context(self, text, count=None):
-        """The tokens that the next one depends on, of these the newest `count` if it is given: a tuple.
+        """The tokens that the next one depends on, a tuple; at most the newest `count` if it is given.
 
         With mask_documents these are the last document, with its end-of-text token.
         """
@@ -257,7 +257,7 @@ class Generator:
 
     @contextmanager
     def _threads(self, tokens):
-        """Limit the CPU's threads to the number that is worthwhile for this number of tokens."""
+        """Limit the CPU threads to as many as pay for this number of tokens."""
         before = torch.get_num_threads()
         if self.device.type == "cpu":
             torch.set_num_threads(min(before, max(1, self.weights * tokens // THREAD_WORK)))

@@ -55,5 +55,5 @@ class TextStream:
 
 
 def overlap(text, stop):
-    """Length of the longest end of `text` that is the beginning of a longer stop text."""
+    """Length of the longest end of `text` with which a longer stop text begins."""
     return next((n for n in range(min(len(stop) - 1, len(text)), 0, -1) if text.endswith(stop[:n])), 0)

@@ -33,7 +33,7 @@ def model_card(found, config):
     }
     if stored := contents.get("config"):
         defaults = {field.name: field.default for field in fields(Config)}
-        options = {name: stored.get(name, default) for name, default in defaults.items()}  # of any version
+        options = {name: stored.get(name, default) for name, default in defaults.items()}  # older runs lack some
         changed = {name: value for name, value in options.items() if value != defaults[name] and name != "resume"}
         if options["init_from"] and options["tokenizer"].startswith("run:"):
             del changed["tokenizer"]  # that of the weights, which may name this run
@@ -57,5 +57,5 @@ def model_card(found, config):
 
 
 def without_folders(value):
-    """An option without the folders of this machine."""
+    """An option's value without the folders of this machine."""
     return re.sub(r"(^|:)/.*/", r"\1", str(value))

@@ -54,7 +54,7 @@ class Run:
                 self.lock.acquire()
             except filelock.Timeout:
                 raise ValueError(f"another process is training {self.folder}; stop it first") from None
-            for leftover in self.folder.glob(".*.tmp"):  # of a process that was killed while it wrote
+            for leftover in self.folder.glob(".*.tmp"):  # of a process that was killed while writing
                 leftover.unlink()
             for path in checkpoints(self.folder):
                 if saved and path == saved["path"]:
@@ -92,10 +92,10 @@ class Run:
             }
             optimizer.load_state_dict(saved["optimizer"] | {"state": state})
             for group, option in zip(optimizer.param_groups, options, strict=True):
-                group.update(option)  # those of this process's flags, not the checkpoint's
+                group.update(option)  # this process's flags count, not the checkpoint's
             take_step.load_state_dict(saved["take_step"])
             if saved["threads"] and not self.ranks.on_gpu and self.ranks.world == 1:
-                torch.set_num_threads(saved["threads"])  # the order of a CPU's sums depends on it
+                torch.set_num_threads(saved["threads"])  # on a CPU the order of sums depends on it
         if self.ranks.rank == 0:  # only now, because a run that is refused must stay as it was
             with atomic_file(self.folder / "config.json") as file:
                 file.write((json.dumps(asdict(self.config), indent=2) + "\n").encode())
@@ -105,7 +105,7 @@ class Run:
         """Copy a checkpoint to the host of rank 0 and start to write it. All ranks call this.
 
         newest: write checkpoint.pt; is_best: write best.pt. If writing fails, a warning is printed and training goes
-        on; close() then raises for the last one.
+        on; close() raises if the last one failed.
         """
         here = self.ranks.rank == 0
         if not (here or self.ranks.sharded):
@@ -139,7 +139,7 @@ class Run:
                 self.step, self.error = weights["step"], None
                 for path in checkpoints(self.folder)[self.config.keep :]:
                     path.unlink()
-        except Exception as error:  # this is a thread: nobody else would report it. torch.save raises many types
+        except Exception as error:  # only this thread can report it. torch.save raises many types
             reason = (str(error.__context__ or error) or type(error).__name__).splitlines()[0]
             self.error = f"no checkpoint of step {weights['step']} could be written ({reason}); make room on the disk"
             print(f"warning: {self.error}", file=sys.stderr)
@@ -169,7 +169,7 @@ def make_folder(name):
 
 
 def newest_run(*also):
-    """The run folder with the newest checkpoint, or file that matches one of the patterns `also`."""
+    """The run folder with the newest checkpoint, or newest file that matches one of the patterns `also`."""
     found = [path for pattern in ("checkpoint*.pt", *also) for path in RUNS.glob(f"*/{pattern}")]
     if not found:
         raise ValueError(f"no run in {RUNS}/; train one first: python train.py configs/shakespeare.py")
@@ -212,7 +212,7 @@ def save_checkpoint(path, contents):
 def load_checkpoint(path, weights=True):
     """The contents of a checkpoint, mapped into memory, and its "path". Nothing in it is executed (weights_only).
 
-    Without `weights` its tensors are not read, and damage to them is not noticed.
+    Without `weights` the tensors are not read, so damage to them is not noticed.
 
     Raises:
         ValueError: it is damaged, or not a checkpoint of this project. OSError: it cannot be read.
@@ -260,7 +260,7 @@ def load_weights(model, contents, ranks):
 
 @torch.no_grad()
 def copy_weights(model, weights, ranks):
-    """Copy a state_dict that rank 0 has (the other ranks need none) into a GPT on all ranks, one tensor at a time."""
+    """Copy rank 0's state_dict into a GPT on all ranks, one tensor at a time; the other ranks need none."""
     for name, parameter in model.state_dict().items():
         here = ranks.rank == 0
         whole = weights[name] if here else torch.empty(parameter.shape, dtype=parameter.dtype, device="meta")
@@ -282,7 +282,7 @@ def to_host(value, keep=True):
 
     Tensors that FSDP spreads are gathered one by one; a rank that does not `keep` them gets None in their place.
     Other tensors on a GPU are copied to pinned memory, after the work that is queued there and without waiting for it.
-    Gathered ones are not, because PyTorch rounds the size of pinned memory up to a power of two.
+    Gathered tensors are not: PyTorch rounds the size of pinned memory up to a power of two.
     """
     copies = {}
 

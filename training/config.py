@@ -14,7 +14,7 @@ from data import end_of_text
 from model import GPTConfig, require
 from training.checkpoint import checkpoints, newest_run
 
-# Options that may change when a run is resumed. For `data` and `input` the run's tokens are compared instead.
+# Options that may change when a run is resumed. For `data` and `input`, the tokens are compared instead.
 FREE_ON_RESUME = {
     "resume", "allow_changes", "data", "input", "verify", "keep", "max_bad_steps", "log_every", "sample_every", "wandb",
     "save_every", "parallel", "cpu_offload", "checkpoint_activations",
@@ -38,7 +38,7 @@ class Config(GPTConfig):
 
     init_from: str = ""
     """Weights to begin with: gpt2, gpt2-medium, gpt2-large, gpt2-xl, a Hugging Face folder or its .safetensors file, a
-    run folder or a checkpoint file. The network and the tokenizer are theirs; block_size may be smaller."""
+    run folder or a checkpoint file. They determine the network and the tokenizer; block_size may be smaller."""
 
     # batches
     batch_size: int = 64
@@ -47,8 +47,8 @@ class Config(GPTConfig):
     """Sequences per forward pass of one GPU: 0 takes the GPU's whole share of a batch, auto as many as fit into memory.
     """
     small_batches: float = 0.0
-    """Share of the steps, from the first one, in which each micro-batch makes an update of its own: at first, small
-    batches learn more from as many tokens."""
+    """Share of the steps, from the first one, in which each micro-batch makes its own update: at first, small batches
+    learn more from the same number of tokens."""
 
     # optimizer
     steps: int = 5000
@@ -58,9 +58,9 @@ class Config(GPTConfig):
     min_learning_rate: float = 1e-4
     """Learning rate at the end."""
     warmup_steps: int = 100
-    """Steps in which the learning rate rises from 0."""
+    """Steps over which the learning rate rises from 0."""
     cooldown: float = 0.0
-    """0: cosine decay after the warm-up. Above 0: constant rate, then linear decay over this share of the steps."""
+    """0: cosine decay after the warm-up. Above 0: constant, then linear decay over this last share of the steps."""
     optimizer: Literal["adamw", "muon"] = "adamw"
     """muon: orthogonalised steps for the matrices of the blocks, AdamW for the rest."""
     muon_scale: float = 1.0
@@ -76,7 +76,7 @@ class Config(GPTConfig):
     head_scale: float = 1.0
     """Learning rate of an untied head, as a multiple of learning_rate."""
     weight_decay: float = 0.1
-    """Of matrices and embeddings; norms and biases have none."""
+    """Weight decay of matrices and embeddings; norms and biases have none."""
     beta2: float = 0.99
     """AdamW's decay of the squared gradients' average; beta1 is 0.9."""
     grad_clip: float = 1.0
@@ -103,7 +103,7 @@ class Config(GPTConfig):
     other devices."""
     fp8: bool = False
     """Multiply in FP8 in the forward pass of training: the head, the MLPs, and q, k and v. It needs a GPU of compute
-    capability 8.9 or higher, and pays for networks of GPT-2's size or larger. Evaluation stays as it is."""
+    capability 8.9 or higher, and pays for networks of GPT-2's size or larger. Evaluation does not use it."""
     compile: Literal["auto", "model", "blocks", "off"] = "auto"
     """torch.compile the whole model, or only its blocks, which share one compilation: this starts sooner and runs a few
     percent slower. auto: model on CUDA, off elsewhere."""
@@ -117,8 +117,8 @@ class Config(GPTConfig):
     cpu_offload: bool = False
     """With --parallel fsdp: keep weights, gradients and moments in host memory."""
     checkpoint_activations: Literal["off", "selective", "blocks"] = "off"
-    """Compute activations again in the backward pass instead of keeping them. blocks: all but the inputs of the blocks.
-    selective: all but these and the results of matmuls and attention."""
+    """Recompute activations in the backward pass. blocks: keep only the inputs of the blocks. selective: keep also the
+    results of matmuls and attention."""
 
     # reports
     eval_every: int = 250
@@ -190,9 +190,9 @@ class Config(GPTConfig):
 def load_config(argv):
     """Config from the command line `[configs/NAME.py] [--flag value ...]`.
 
-    A config file holds assignments only, and counts as flags that come first. Its dictionary `cpu`, if any, replaces
-    values on a machine without a GPU. With --resume [FOLDER] the run's config.json takes the file's place; a flag that
-    would change the result then needs --allow_changes.
+    A config file holds only assignments, which flags override. Its dictionary `cpu`, if any, replaces values on a
+    machine without a GPU. With --resume [FOLDER] the run's config.json takes the file's place, and a flag that would
+    change the result needs --allow_changes.
 
     Raises:
         ValueError: one sentence that says what to do.
@@ -223,12 +223,12 @@ def load_config(argv):
 
 
 def resumed_config(folder, flags):
-    """Config of the run in a folder, changed by flags; ValueError if that needs --allow_changes."""
+    """Config of the run in a folder, changed by flags; ValueError if the changes need --allow_changes."""
     require(folder.is_dir(), f"{folder} does not exist; --resume needs a run's folder")
     record = json.loads((folder / "config.json").read_text())
-    record |= {"resume": str(folder), "allow_changes": False}  # changes are allowed for one resumption only
+    record |= {"resume": str(folder), "allow_changes": False}  # changes are allowed only once
     if record.get("tokenizer", "").startswith("run:") and checkpoints(folder):
-        record["tokenizer"] = f"run:{folder}"  # has the same one; the other run may be gone
+        record["tokenizer"] = f"run:{folder}"  # the same tokenizer; its own run may be gone
     before, config = parse_flags(Config, to_flags(record)), parse_flags(Config, [*to_flags(record), *flags])
     for name, value in asdict(config).items():
         require(

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
-import torch.distributed.nn  # before there is a group: imported later, it would keep the group in default arguments
+import torch.distributed.nn  # before any group exists: imported later, it would keep the group in default arguments
 
 from data import open_corpus
 from model import require
@@ -22,7 +22,7 @@ HANDLED = [getattr(signal, name) for name in ("SIGTERM", "SIGINT", "SIGHUP", "SI
 
 
 class Ranks(NamedTuple):
-    """This process among those of the run; without torchrun it is the only one."""
+    """This process among those of the run; without torchrun there is only this one."""
 
     rank: int
     world: int
@@ -58,7 +58,7 @@ def start_distributed(config):
     if world == 1 and not fsdp:
         return Ranks(0, 1, device)
     dist.init_process_group("cpu:gloo,cuda:nccl" if device.startswith("cuda") else "gloo")
-    # A long timeout, because rank 0 may prepare a corpus for hours; a rank that dies is noticed at once all the same.
+    # A long timeout, because rank 0 may prepare a corpus for hours. A rank that dies is noticed at once anyway.
     control = dist.new_group(backend="gloo", timeout=timedelta(days=1))
     return Ranks(dist.get_rank(), world, device, control)
 
@@ -95,7 +95,7 @@ def open_on_all_ranks(config, ranks, sha256):
 def fail(error):
     """End the program with one sentence on standard error and exit code 1.
 
-    Before the ranks have joined, all of a host fail alike, and only its first one prints.
+    Before the ranks have joined, all ranks of a host fail alike, and only the first one prints.
     """
     if dist.is_initialized() and dist.get_rank() > 0:
         print(f"error on rank {dist.get_rank()}: {error}", file=sys.stderr)
@@ -144,7 +144,7 @@ class Signals:
     def agreed(self):
         """What the signals of all ranks ask for: 0, SAVE or STOP, the same on all ranks. Call it once per step.
 
-        The ranks vote on the CPU while their devices compute, and read the result one call later, so nobody waits.
+        The ranks vote on the CPU while their devices compute, and read the result one call later, so no device waits.
         """
         asked, self.asked = self.asked, 0
         if self.ranks.world == 1:

@@ -1,7 +1,7 @@
-"""FSDP: parameters, gradients and moments that are spread over the ranks, and whole tensors in and out of them.
+"""FSDP: parameters, gradients and moments spread over the ranks, and whole tensors copied to and from them.
 
-A spread tensor is a DTensor: each rank has some of its rows. Importing that class takes a second, so an attribute tells
-it apart.
+A spread tensor is a DTensor: each rank has some of its rows. Importing that class takes a second, so it is recognised
+by an attribute.
 """
 
 import math
@@ -46,7 +46,7 @@ def put(parameter, whole):
 
 
 def from_rank_0(whole, parameter, ranks):
-    """A whole tensor of rank 0 (on other ranks it is on "meta"), on all ranks: spread like a parameter of its shape."""
+    """Rank 0's tensor (on "meta" elsewhere), on all ranks; spread like `parameter` if that is and has its shape."""
     value = torch.empty_like(whole, device=ranks.device)
     if ranks.rank == 0:
         value.copy_(whole)

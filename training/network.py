@@ -1,4 +1,4 @@
-"""The network of a run: whole or spread over the ranks, its first weights, checkpointed activations, compilation."""
+"""The network of a run: its initial weights, FSDP, checkpointed activations and compilation."""
 
 import math
 import re
@@ -32,7 +32,7 @@ EXPENSIVE = (
 
 @torch.no_grad()
 def make_model(config, tokenizer, ranks):
-    """(GPT with its first weights, Ranks with `sharded` set to whether FSDP spreads it over them).
+    """(GPT with its initial weights, Ranks whose `sharded` says whether FSDP spreads the network over them).
 
     Each parameter is drawn on this rank's device, which with FSDP keeps its shard of it.
 
@@ -72,17 +72,17 @@ def make_model(config, tokenizer, ranks):
 def materialise(model, device, parameter_device=None):
     """Move a GPT from the device "meta" to another, with arbitrary weights.
 
-    parameter_device: of the parameters, if they stay on another device than the one that computes.
+    parameter_device: where the parameters stay, if not on `device`, which computes.
     """
     model.to_empty(device=parameter_device or device)
     if model.config.tie_head:
-        model.head.weight = model.embed.weight  # to_empty() has made two of them
+        model.head.weight = model.embed.weight  # to_empty() has separated them
     if model.config.position == "rope":
         model.rotary_cos, model.rotary_sin = (x.to(device) for x in rotary_angles(model.config))
 
 
 def use_fsdp(need, config, ranks):
-    """Whether a network is spread over the ranks; says so if --parallel leaves it open.
+    """Whether FSDP spreads a network over the ranks; prints this if --parallel is auto and it does.
 
     need: bytes of its weights, gradients and moments.
     """
@@ -100,10 +100,10 @@ def use_fsdp(need, config, ranks):
 
 
 def free_host_memory(root="/"):
-    """Bytes of host memory that this process may still take: what Linux says is available, or what a limit leaves.
+    """Bytes of host memory that this process may still take: what is available in Linux, or less under a limit.
 
-    Limits are those of a container or a batch system: of the process's control group and the groups around it, in
-    version 2 or 1. Cached files that Linux can drop count as free. Infinity where nothing is known.
+    Limits are those of a container or a batch system: of the process's control group (version 1 or 2) and of the groups
+    around it. Cached files that Linux can drop count as free. Infinity if nothing is known.
     """
     root, free = Path(root), [math.inf]
     with suppress(OSError, TypeError):
@@ -134,7 +134,7 @@ def require_host_memory(need):
 
 
 def checkpoint_activations(model, config):
-    """Let the blocks of a GPT compute activations again in the backward pass, as config.checkpoint_activations says."""
+    """Let the blocks of a GPT recompute activations in the backward pass, as config.checkpoint_activations says."""
     options = dict(use_reentrant=False, preserve_rng_state=config.dropout > 0)
     if config.checkpoint_activations == "selective":
         options["context_fn"] = partial(create_selective_checkpoint_contexts, keep_expensive)

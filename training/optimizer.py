@@ -10,7 +10,7 @@ from training.fsdp import is_spread, on_whole
 
 MOMENTUM = 0.95  # of Muon
 SQUARES = 0.95  # NorMuon's decay of the average of squares
-TINY = 1e-7  # beside a divisor that may be 0
+TINY = 1e-7  # added to divisors that may be 0
 # coefficients a, b, c of the polynomials a x + b x^3 + c x^5 that move singular values in (0, 1] close to 1, in turn
 QUINTIC = [(3.4445, -4.7750, 2.0315)] * 5
 POLAR_EXPRESS = [  # 1.01 leaves room for rounding errors
@@ -18,7 +18,7 @@ POLAR_EXPRESS = [  # 1.01 leaves room for rounding errors
     for a, b, c in [(8.2872, -23.5959, 17.3004), (4.1071, -2.9478, 0.5448), (3.9487, -2.9089, 0.5518),
                     (3.3184, -2.4885, 0.5100), (2.3007, -1.6689, 0.4188)]
 ]  # fmt: skip
-BATCH_ELEMENTS = 1 << 26  # elements of matrices that take a step together; the step needs about ten times as many
+BATCH_ELEMENTS = 1 << 26  # elements of matrices that take a step together; temporaries take about ten times as many
 
 
 def make_optimizer(model, config, ranks):
@@ -27,7 +27,7 @@ def make_optimizer(model, config, ranks):
     require(whole, "normuon=True needs whole matrices, not FSDP; leave it out, or take --parallel ddp")
     on_gpu = ranks.on_gpu and not config.cpu_offload
 
-    def rate(value):  # on the GPU, where a CUDA graph sees it change
+    def rate(value):  # a tensor on the GPU, so that a CUDA graph reads the current value
         return torch.tensor(value, dtype=torch.float32, device=ranks.device) if on_gpu else value
 
     groups = parameter_groups(model, config)
@@ -42,7 +42,7 @@ def make_optimizer(model, config, ranks):
 def parameter_groups(model, config):
     """Groups of a GPT's parameters: matrices with weight decay, norms and other vectors without.
 
-    Embeddings, the head and Muon's matrices have a group of their own if their rate is `relative` to the others'.
+    Muon's matrices have their own group. So do embeddings and an untied head if their rate differs (`relative`).
     """
     special = []
     if config.embed_scale != 1:
@@ -67,9 +67,9 @@ def parameter_groups(model, config):
 
 
 def moment_bytes(model, config):
-    """Bytes that the optimizer keeps for a whole GPT: a float32 moment for each number in Muon's matrices, else two.
+    """Bytes that the optimizer keeps for a whole GPT: one float32 moment per element of Muon's matrices, else two.
 
-    NorMuon's average, one number for each row, is left out.
+    NorMuon's average, one number per row, is not counted.
     """
     groups = parameter_groups(model, config)
     return sum(4 * p.numel() * (1 if "momentum" in group else 2) for group in groups for p in group["params"])
@@ -98,12 +98,12 @@ def set_learning_rate(optimizer, rate):
 
 
 def without_dynamo(name):
-    """A method of torch's AdamW without its decorators, which import torch._dynamo so that it will not trace them."""
+    """A method of torch's AdamW without its decorators, which would import torch._dynamo."""
     return inspect.unwrap(getattr(torch.optim.AdamW, name))
 
 
 class AdamW(torch.optim.AdamW):
-    """torch's AdamW, not to be traced. The import of torch._dynamo takes seconds, and a run may do without it."""
+    """torch's AdamW, not traced by Dynamo. Importing torch._dynamo takes seconds, and not every run needs it."""
 
     step = torch.no_grad()(without_dynamo("step"))
     add_param_group, zero_grad = without_dynamo("add_param_group"), without_dynamo("zero_grad")

@@ -23,7 +23,7 @@ PEAK_TFLOPS = {
     "RTX 3080": 60,
 }  # fmt: skip
 
-PLOT_SECONDS = 30  # between two drawings of loss.png, each of which takes as long as a hundred steps of a small network
+PLOT_SECONDS = 30  # between two drawings of loss.png; one takes as long as a hundred steps of a small network
 
 
 class Report:
@@ -45,7 +45,7 @@ class Report:
         self.first_step = self.last_step = start
         self.paused, self.seconds_before, self.wandb = 0.0, 0.0, None
         if self.enabled:
-            # Steps after `start` happen again; so does the evaluation of step 0 if that is the start.
+            # Steps after `start` are repeated, and so is the evaluation of step 0 if that is the start.
             kept = [record for record in read_metrics(folder) if 0 < start >= record["step"]]
             self.seconds_before = kept[-1].get("seconds", 0.0) if kept else 0.0
             with atomic_file(folder / "metrics.jsonl") as file:
@@ -79,7 +79,7 @@ class Report:
     def start(self, parts):
         """Print where the time until the end of the first step went: {part: seconds}, in this order.
 
-        The first step is left out of the tokens per second, because it may compile; not if it has a line of its own.
+        The first step does not count in tokens per second, because it may compile, unless it has a line of its own.
         """
         if (self.first_step + 1) % self.config.log_every:
             self.last_time, self.last_step, self.paused = time.perf_counter(), self.first_step + 1, 0.0
@@ -119,7 +119,7 @@ class Report:
         if not self.enabled:
             return
         bits, now = loss * self.bits_per_nat, time.perf_counter()
-        seconds = self.seconds_before + now - self.began  # since training began, without the time between two processes
+        seconds = self.seconds_before + now - self.began  # since training began, without pauses between processes
         self._write({"step": step, "seconds": seconds, "val_loss": loss, "val_bpb": bits})
         mark = "  (best)" if is_best else ""
         show(f"step {step}/{self.config.steps}  val loss {loss:.4f} nats/token  {bits:.4f} bits/byte{mark}")
@@ -147,7 +147,7 @@ class Report:
         self.paused += time.perf_counter() - since
 
     def close(self, step, best):
-        """Print how the run ended (first, because torchrun kills a stopping rank after 30 s), draw loss.png."""
+        """Print how the run ended, then draw loss.png; in this order, as torchrun kills a stopping rank after 30 s."""
         if not self.enabled:
             return
         if step < self.config.steps:
@@ -178,8 +178,8 @@ class Report:
 
 
 def start_wandb(folder, mode):
-    """A wandb run with the id that this run of ours had before, if it is resumed."""
-    import wandb  # takes a second, which only its users should wait for
+    """A wandb run, with the previous id if this run is resumed."""
+    import wandb  # takes a second, and few runs use it
 
     id_file = folder / "wandb_id"
     run = wandb.init(
@@ -192,7 +192,7 @@ def start_wandb(folder, mode):
 
 @contextmanager
 def only_warn(action):
-    """Print a warning if this block fails: no report is worth the run."""
+    """Print a warning if this block fails, so that a report cannot end the run."""
     try:
         yield
     except Exception as error:  # a full disk, or wandb, whose errors have no common base class
@@ -232,7 +232,7 @@ def read_metrics(folder):
 
 
 def is_record(value):
-    """Whether this is a dict with a step, of numbers and None only."""
+    """Whether this is a dict with a step whose values are numbers or None."""
     if not isinstance(value, dict) or not isinstance(value.get("step"), int):
         return False
     return all(number is None or isinstance(number, int | float) for number in value.values())
@@ -266,7 +266,7 @@ def draw_losses(axis, records, colors, labels, x="step", per_x=1, per_nat=1):
 
     Args:
         records: of metrics.jsonl. colors, labels: of the two lines; a label of None is not in the legend.
-        x: field on the x axis, of which one counts as per_x. per_nat: what a nat per token of loss counts as.
+        x: field on the x axis. per_x, per_nat: factors of x and of the loss in nats per token.
     """
     styles = dict(linewidth=1), dict(linewidth=1.8, marker="o", markersize=3)
     for field, color, label, style in zip(("loss", "val_loss"), colors, labels, styles, strict=True):

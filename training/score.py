@@ -9,15 +9,15 @@ import torch.nn.functional as F
 
 from training.step import autocast
 
-CPU_LOGITS, GPU_LOGITS = 2**22, 2**26  # that are computed at once; a CPU is faster if they fit into its cache
+CPU_LOGITS, GPU_LOGITS = 2**22, 2**26  # computed at once; a CPU is faster if they fit into its cache
 
 
 @torch.inference_mode()
 def score(model, requests, batch_size):
-    """Yield (log-likelihood in nats, whether each token is the most likely one, count) of each request.
+    """Yield (log-likelihood in nats, whether every scored token is the most likely one, count) for each request.
 
-    requests: iterable of (ids [up to block_size + 1], count): score the last count < len(ids) of them, each given all
-        those before it.
+    requests: iterable of (ids [up to block_size + 1], count): score the last count < len(ids) ids, each given all ids
+        before it.
     """
     device, requests = model.embed.weight.device, iter(requests)
     precision = autocast("auto", device.type)
@@ -49,7 +49,7 @@ def windows(pieces, block_size, stride):
 
     pieces: iterable of [count] arrays, the token ids of the text.
     """
-    held, context = np.empty(0, np.uint16), 1  # the first `context` of the tokens held are not scored
+    held, context = np.empty(0, np.uint16), 1  # the first `context` tokens of `held` are not scored
     for piece in pieces:
         held = np.concatenate([held, piece])
         while len(held) > block_size:

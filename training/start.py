@@ -1,4 +1,4 @@
-"""The start of a run: kernels and the network are compiled side by side, and a clock says where the seconds went."""
+"""The start of a run: kernels and the network are compiled in parallel, and a clock measures each part."""
 
 import os
 import time
@@ -15,13 +15,13 @@ from training.step import autocast
 
 
 class StartClock:
-    """The parts of a start and the seconds each took: `parts`, a dict in their order. Imports end now."""
+    """Seconds that each part of a start took, in order: the dict `parts`. Creating it ends the part "imports"."""
 
     def __init__(self):
         self.parts, self.since = {"imports": process_age()}, time.perf_counter()
 
     def end(self, part):
-        """The time since the part before ended was that of `part`."""
+        """Record the time since the previous part ended as that of `part`."""
         now = time.perf_counter()
         self.parts[part], self.since = now - self.since, now
 
@@ -44,9 +44,9 @@ KERNELS = (
 class KernelsAhead:
     """Compiles the kernels of a run in two threads, while the body of a `with` compiles the network.
 
-    One thread runs an evaluation of a network with few layers, in which attention checks itself. The other runs a
-    training step of one, with the kernels that attention will probably choose. The step draws random numbers, and CUDA
-    graphs cannot be recorded beside them. Without a GPU there is nothing to compile.
+    One thread evaluates a network with few layers, in which attention checks itself. The other runs a training step of
+    such a network, with the kernels that attention will probably choose. The step draws random numbers, so no CUDA
+    graph can be recorded meanwhile. Without a GPU there is nothing to compile.
 
     Args:
         model_config: GPTConfig. config: Config. ranks: Ranks. micro_batch: sequences per forward pass.
@@ -80,7 +80,7 @@ class KernelsAhead:
             torch.cuda.empty_cache()
 
     def quietly(self, job, model_config):
-        """An error is not reported here: the main thread will have the same."""
+        """Errors are not reported here: the main thread will get the same ones."""
         with suppress(Exception):
             if self.device.startswith("cuda:"):
                 torch.cuda.set_device(self.device)  # of this thread, which otherwise has the first GPU
@@ -115,8 +115,8 @@ def compile_mode(config, ranks):
 def compile_network(network, config, ranks, micro_batch):
     """Compile the network now, forward and backward, by a pass over zeros; weights and their .grad stay as they are.
 
-    Not with DDP or FSDP, which compile in the first step, in which they must see the gradients. Nor if memory is short:
-    KernelsAhead takes some meanwhile, which the first step has for itself.
+    DDP and FSDP compile in the first step instead, where they must see the gradients. So does a network if memory is
+    short: KernelsAhead uses some meanwhile, which the first step has for itself.
     """
     if ranks.world > 1 or ranks.sharded or compile_mode(config, ranks) == "off":
         return
@@ -127,7 +127,7 @@ def compile_network(network, config, ranks, micro_batch):
 
 
 def pass_over_zeros(network, config, ranks, micro_batch):
-    # two tensors: given one twice, it would be compiled for that
+    # two tensors: the same one twice would be compiled as a special case
     tokens, targets = (
         torch.zeros(micro_batch, config.block_size, dtype=torch.int64, device=ranks.device) for _ in range(2)
     )

@@ -30,9 +30,9 @@ def autocast(dtype, device):
 
 
 def eagerly():
-    """The context in which compiled modules run as they are written.
+    """The context in which compiled modules run eagerly.
 
-    Without torch._dynamo, which takes seconds to import, none is compiled.
+    Without torch._dynamo, which takes seconds to import, nothing has been compiled.
     """
     return torch.compiler.set_stance("force_eager") if "torch._dynamo" in sys.modules else nullcontext()
 
@@ -114,9 +114,9 @@ class TrainStep:
         place = "cpu" if self.config.cpu_offload else self.ranks.device  # of the optimizer's state
         grad_norm = get_total_norm([p.grad for p in self.network.parameters() if p.grad is not None])
         grad_norm = gather(grad_norm).to(self.ranks.device)
-        # the optimizer divides by this while it reads the gradients anyway, in place of one more pass over them
+        # the optimizer divides the gradients by this as it reads them, which saves a pass over them
         self.optimizer.grad_scale = ((grad_norm + 1e-6) / (self.config.grad_clip or math.inf)).clamp(min=1.0).to(place)
-        # After max_bad_steps in a row all further steps are skipped too, so that check_bad_steps() cannot miss them.
+        # After max_bad_steps in a row, all further steps are skipped too, so that check_bad_steps() cannot miss them.
         bad = ~(loss.isfinite() & grad_norm.isfinite()) | (self.bad_in_row >= self.config.max_bad_steps)
         self.bad_in_row.add_(1).mul_(bad)
         self.skipped.add_(bad)
@@ -225,8 +225,8 @@ def prefetch(batches, steps, ranks):
 def choose_micro_batch(model, config, ranks, saved):
     """Sequences per forward pass of one rank: a divisor of the rank's share of the batch.
 
-    saved: the micro-batch of the run that is resumed, or None. It is kept where the option leaves a choice, because
-    dropout draws its mask for a whole micro-batch.
+    saved: the micro-batch of the run that is resumed, or None. It is kept if the option leaves a choice, because
+    dropout draws one mask per micro-batch.
 
     Raises:
         ValueError: the batch cannot be divided, or not even one sequence fits into the GPU's memory.
@@ -271,4 +271,4 @@ def fits(model, rows, config, ranks):
         return False
     finally:
         model.zero_grad(set_to_none=True)
-        torch.cuda.empty_cache()  # blocks of these sizes may be of no use to the next trial
+        torch.cuda.empty_cache()  # the next trial may not be able to use blocks of these sizes

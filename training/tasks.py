@@ -8,7 +8,7 @@ The fields of the first line, or row, tell which kind of task a file has:
     {"context" or "query": text, "choices": [text, ...], "label" or "gold": index}      multiple choice
     {"activity_label", "ctx_a", "ctx_b": text, "endings": [text, ...], "label": index}  HellaSwag, multiple choice too
     {"question": text, "choices": {"text", "label": [text, ...]}, "answerKey": label}   ARC, multiple choice too
-    {"text": text}                                                        LAMBADA: the last word is to be predicted
+    {"text": text}                                                        LAMBADA: predict the last word
 """
 
 import json
@@ -35,16 +35,16 @@ ON_THE_HUB = {  # OWNER/NAME:PATH, a file of a data set, by the name of the task
 
 
 class Item(NamedTuple):
-    """A question: which of the choices follows the context, after a space?"""
+    """A question: which choice follows the context (and a space)?"""
 
     context: str
     choices: list[str]
     gold: int  # index of the right choice
-    place: str  # where it stands, for errors
+    place: str  # its file and line, for errors
 
 
 def evaluate_task(model, tokenizer, name, kind, items, batch_size):
-    """acc and its standard error; acc_norm too of multiple choice, the last words' perplexity of LAMBADA.
+    """acc and its standard error; also acc_norm for multiple choice, or the last words' perplexity for LAMBADA.
 
     name: of the task, for the progress bar. kind, items: of read_task().
     """
@@ -101,8 +101,7 @@ def read_task(name, limit=0):
     """(kind, list of Items) of a task; the kind is "choice" or "last word".
 
     Args:
-        name: hellaswag, lambada, a file, or OWNER/NAME:PATH of one on the hub. limit: read only so many items; 0 reads
-            all.
+        name: hellaswag, lambada, a file, or OWNER/NAME:PATH of a file on the hub. limit: items to read; 0 = all.
 
     Raises:
         ValueError: there is no such file, it has no items, or a line is wrong. OSError: the hub cannot be reached.
@@ -187,7 +186,7 @@ def _hellaswag(record):
 
 
 def _clean(text):
-    """A text of HellaSwag without the marks that the web pages left in it."""
+    """A HellaSwag text without the markup left over from web pages."""
     text = re.sub(r"\[.*?\]", "", text.strip().replace(" [title]", ". "))
     return text.replace("  ", " ")
 
@@ -203,4 +202,4 @@ def _last_word(record):
     return context, [word], 0
 
 
-READERS = {"answerKey": _arc, "choices": _choices, "endings": _hellaswag, "text": _last_word}  # by a field
+READERS = {"answerKey": _arc, "choices": _choices, "endings": _hellaswag, "text": _last_word}  # by field

@@ -2,8 +2,8 @@
 
     python -m training.weights RUN FOLDER     write a run's best model as a Hugging Face folder
 
-A Hugging Face folder has config.json, model.safetensors and the tokenizer's files. GPT-2's can be read, and those that
-this module wrote: their kestrel.json has the network and the tokenizer in this repository's own terms.
+A Hugging Face folder has config.json, model.safetensors and the tokenizer's files. This module reads GPT-2's and its
+own, whose kestrel.json has the network and the tokenizer in this repository's own terms.
 
 The classic network is written as GPT-2. The modern one (RMSNorm, rotary positions, SwiGLU or squared ReLU) is written
 as Qwen3 if it has QK-norm, else as Llama.
@@ -61,7 +61,7 @@ LLAMA_NAMES = {
     "norm": "model.norm",
     "head": "lm_head",
 }
-# What a network must have to be written, by its kind of positions.
+# Options that a network must have to be exported, by its kind of positions.
 WRITABLE = {
     "learned": dict(norm=["layernorm"], mlp=["gelu", "gelu_tanh"], qk_norm=[False]),
     "rope": dict(norm=["rmsnorm"], mlp=["swiglu", "relu2"], bias=[False]),
@@ -79,7 +79,7 @@ class Pretrained(NamedTuple):
 
 
 def read(name, weights=True):
-    """Read a Pretrained; without `weights` these are left out.
+    """Read a Pretrained; without `weights` they are left out.
 
     Args:
         name: gpt2, gpt2-medium, gpt2-large or gpt2-xl; a Hugging Face folder or its .safetensors file; a run folder,
@@ -150,7 +150,7 @@ def _require_tokenizer(found):
 
 
 def network_options(name):
-    """The options that --init_from sets, unless a config file or flags do: the network's and the tokenizer."""
+    """The options (network and tokenizer) that --init_from sets, unless a config file or flags do."""
     found = read(name, weights=False)
     tokenizer = _require_tokenizer(found).name
     options = {option: value for option, value in asdict(found.config).items() if option not in HERE_ONLY}
@@ -163,10 +163,10 @@ def load_pretrained(model, name, tokenizer, ranks):
     Rank 0 reads them and sends them to the other ranks.
 
     Raises:
-        ValueError: the network or the tokenizer is another; and as of read().
+        ValueError: the network or the tokenizer differs; and as for read().
     """
     weights = _weights_for(model.config, name, tokenizer) if ranks.rank == 0 else None
-    ranks.share(None)  # the other ranks wait here, where a download may take long and an error of rank 0 is noticed
+    ranks.share(None)  # the others wait here: a download may take long, and an error of rank 0 is noticed
     copy_weights(model, weights, ranks)
 
 
@@ -197,7 +197,7 @@ def _read_hugging_face(path, weights):
 
 
 def _tokenizer_of_gpt2(folder, count):
-    """GPT-2's tokenizer; None if the vocabulary in the folder is another, or none is there and count is another."""
+    """GPT-2's tokenizer; None if the folder's vocabulary differs from it or, without one, if the count does."""
     if count < GPT2_VOCABULARY:
         return None
     if (path := folder / "vocab.json").exists():
@@ -212,7 +212,7 @@ def _tokenizer_of_gpt2(folder, count):
 
 
 def _config_of_gpt2(theirs, folder):
-    """GPTConfig for GPT-2's config.json; ValueError if it is another network."""
+    """GPTConfig for GPT-2's config.json; ValueError if the network differs from GPT-2."""
     kind = theirs.get("model_type", "unknown")
     require(kind == "gpt2", f"{folder} holds a {kind} model; only gpt2 and folders of training.weights can be read")
     defaults = dict(vocab_size=GPT2_VOCABULARY, n_positions=1024, n_layer=12, n_head=12, n_embd=768, n_inner=None,
@@ -273,7 +273,7 @@ def _read_weights(file, config):
 
 
 def _parts_of(file):
-    """Paths of a .safetensors file, or of the parts of it that its index lists."""
+    """Path of a .safetensors file, or paths of its parts, which its index lists."""
     if file.exists():
         return [file]
     index = Path(f"{file}.index.json")
@@ -288,11 +288,11 @@ def _is_transposed(key):
 
 
 def _their_weights(weights, config):
-    """The tensors of a Hugging Face file, for the state_dict of a GPT. Biases that it lacks are zeros, weights ones."""
+    """The tensors of a Hugging Face file, for the state_dict of a GPT. Missing biases are 0, missing weights 1."""
     theirs = {}
     for name, shape, key in _parameters(replace(config, bias=config.position == "learned", norm_weight=True)):
         absent = torch.full(shape, float(name.endswith("weight")))
-        value = weights.get(name, absent)[: shape[0]]  # cuts a padded vocabulary
+        value = weights.get(name, absent)[: shape[0]]  # without the padding of the vocabulary
         if "[qkv]" in key:
             heads = (config.n_head, config.kv_heads, config.kv_heads)
             for part, rows in zip("qkv", value.split([count * config.head_dim for count in heads]), strict=True):
@@ -379,7 +379,7 @@ def export(name, folder):
 
 @dataclass(frozen=True)
 class Command:
-    """Write a model as a Hugging Face folder, for Transformers and what reads its files."""
+    """Write a model as a Hugging Face folder, for Transformers and other tools that read its files."""
 
     run: tyro.conf.Positional[str]
     """Run folder, whose best.pt is preferred, or checkpoint file."""
