@@ -36,6 +36,8 @@ HOPPER = [
     ("bfloat16", None, "alibi", "causal", (64, 128), (UNEVEN,)),
     ("bfloat16", None, "", "causal", (64, 256), (EVEN,)),
     ("float16", None, "", "full", (64, 128), (UNEVEN,)),
+    ("bfloat16", None, "", "causal", (192,), (UNEVEN,)),
+    ("bfloat16", "packed", ALL, "full", (192,), (EVEN,)),
 ]
 if COMPILE_ALL:
     values = (
@@ -43,7 +45,7 @@ if COMPILE_ALL:
         (None, "lengths", "packed"),
         ("", "dropout", "alibi", MANY, ALL),
         ("causal full",),
-        [(64, 128, 256)],
+        [(64, 128, 192, 256)],
     )
     HOPPER = [(*case, (EVEN,) if case[1] else (EVEN, UNEVEN)) for case in itertools.product(*values)]
 # Portable kernels that spill under Triton 3.6 but not under 3.9: (chip, dtype, head dim, kernel) -> bytes per thread,
@@ -58,7 +60,12 @@ SPILLED_BEFORE_3_9 = {
 }
 # Hopper kernels that spill: features -> (kernel, head dim) -> bytes per thread, the most of Triton 3.9 and 3.6.
 SPILLED = {
-    "": {("backward_kernel", 64): 28, ("backward_kernel", 128): 64, ("backward_kernel", 256): 72},
+    "": {
+        ("backward_kernel", 64): 28,
+        ("backward_kernel", 128): 64,
+        ("backward_kernel", 192): 16,
+        ("backward_kernel", 256): 72,
+    },
     MANY: {
         ("hopper_forward_kernel", 64): 152,
         ("hopper_forward_kernel", 256): 220,
@@ -70,23 +77,27 @@ SPILLED = {
         ("hopper_forward_kernel", 256): 372,
         ("backward_kernel", 64): 28,
         ("backward_kernel", 128): 352,
+        ("backward_kernel", 192): 16,
         ("backward_kernel", 256): 260,
     },
     "alibi": {
         ("hopper_forward_kernel", 64): 176,
         ("backward_kernel", 128): 168,
+        ("backward_kernel", 192): 16,
         ("backward_kernel", 256): 156,
     },
     ALL: {
         ("hopper_forward_kernel", 128): 120,
+        ("hopper_forward_kernel", 192): 172,
         ("hopper_forward_kernel", 256): 484,
         ("backward_kernel", 64): 28,
         ("backward_kernel", 128): 524,
+        ("backward_kernel", 192): 16,
         ("backward_kernel", 256): 244,
     },
 }
 # head dim -> barrier of the warps of backward_kernel that multiply (its number, threads), and their mbarrier.arrives
-ARRIVALS = {64: ("0, 128", 2), 128: ("0, 256", 2), 256: ("0, 256", 1)}
+ARRIVALS = {64: ("0, 128", 2), 128: ("0, 256", 2), 192: ("0, 256", 2), 256: ("0, 256", 1)}
 
 
 def misfits(chip, kernels):
@@ -161,7 +172,7 @@ def test_hopper_kernels_fit_their_chip(dtype, bounds, features, masks, dims, len
 
     Left out: groups of one (their backward is the one that loops over a group, their forward lacks a division), other
     features one by one, negative scales, a gradient of the LSE, and head dims in between, which use the tiles of the
-    next power of two.
+    next power of two. 192 stands for keys of 192 with values of 128.
     """
     options = ["--hopper", "--dtypes", dtype, "--masks", *masks.split(), "--groups", "2"]
     options += ["--dims", *map(str, dims), "--lengths", *map(str, lengths)]

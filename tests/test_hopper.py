@@ -116,19 +116,24 @@ def hopper(**arguments):
     return attention(**arguments, impl="hopper")
 
 
+# head dims of keys and values
+DIMS = [(64, 64), (96, 96), (128, 128), (256, 256), (192, 128)]
+
+
 @on_hopper
-@pytest.mark.parametrize("dim", [40, 64, 96, 128, 256])
+@pytest.mark.parametrize("dim, value_dim", [(40, 40), (136, 72), *DIMS])
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES)
-def test_output_and_gradients(case, dim, poisoned):
+def test_output_and_gradients(case, dim, value_dim, poisoned):
     for dtype in (torch.bfloat16, torch.float16):
-        check(partial(make_problem, "cuda", dtype, dim=dim, **case), dtype, impls=["hopper"])
+        make = partial(make_problem, "cuda", dtype, dim=dim, value_dim=value_dim, **case)
+        check(make, dtype, impls=["hopper"])
 
 
 @on_hopper
-@pytest.mark.parametrize("dim", [64, 96, 128, 256])
+@pytest.mark.parametrize("dim, value_dim", DIMS)
 @pytest.mark.parametrize("bounds", ["packed", "packed_pair", "lengths"])
 @pytest.mark.parametrize("options", [{}, dict(causal=False), dict(window=70), dict(softcap=5.0)], ids=str)
-def test_nan_stays_in_its_sequence(options, bounds, dim, poisoned):
+def test_nan_stays_in_its_sequence(options, bounds, dim, value_dim, poisoned):
     """A tile may reach past its sequence: into a neighbour, rows of no sequence, or keys before every window."""
 
     def mask(count, *ranges):
@@ -154,7 +159,8 @@ def test_nan_stays_in_its_sequence(options, bounds, dim, poisoned):
 
     def run(dirty):
         torch.manual_seed(0)
-        shapes = [(batch, n, 2, dim) for n in (q_len, k_len, k_len, q_len)]
+        sizes = (q_len, dim), (k_len, dim), (k_len, value_dim), (q_len, value_dim)
+        shapes = [(batch, n, 2, width) for n, width in sizes]
         inputs = [torch.randn(*shape, device="cuda", dtype=torch.bfloat16) for shape in shapes]
         if dirty:
             for x, alive in zip(inputs, (queries, seen, seen, queries), strict=True):
@@ -365,6 +371,8 @@ def test_explain_names_the_implementation(device):
         ("torch.float32", dict(dtype=torch.float32)),
         ("head dim 32", dict(dim=32)),
         ("head dim 32", dict(value_dim=32)),
+        ("head dim 128", dict(dim=192, value_dim=128)),  # unless impl="hopper"
+        ("head dim 64", dict(dim=192, value_dim=64, impl="hopper")),
         ("empty", dict(batch=0)),
         ("decay", dict(decay=True)),
         ("bias", dict(bias=(8, 8))),
@@ -390,10 +398,11 @@ def test_unsupported_sizes():
 @pytest.mark.parametrize("case", (CASES | REPEATED).values(), ids=CASES | REPEATED)
 def test_supported_calls(case):
     assert lacks(**case) is None
+    assert lacks(dim=192, value_dim=128, impl="hopper", **case) is None
 
 
-def lacks(dtype=torch.bfloat16, dim=64, **problem):
+def lacks(dtype=torch.bfloat16, dim=64, impl="auto", **problem):
     """hopper_lacks() of a problem: why the Hopper kernels do not support it, or None."""
     arguments, _, _ = make_problem("cpu", dtype, dim=dim, **problem)
     q, k, v = map(arguments.pop, "qkv")
-    return hopper_lacks(call_of(q, k, v, **arguments))
+    return hopper_lacks(call_of(q, k, v, **arguments, impl=impl))

@@ -80,9 +80,9 @@ def scores_layout(plan):
 
 
 @gluon.constexpr_function
-def keys_layout(plan):
-    """Of dK and dV [keys, dim]."""
-    return mma_layout(plan.warps, plan.block_k, plan.dim)
+def operand_layout(plan, dim):
+    """Of P^T and dS^T, the left operands of dV and dK [keys, dim]."""
+    return gl.DotOperandLayout(0, mma_layout(plan.warps, plan.block_k, dim), 2)
 
 
 @gluon.jit
@@ -212,7 +212,6 @@ def multiply_tile(
 ):  # fmt: skip
     """One step: what a tile of queries adds to dK and dV, and its dQ."""
     dtype: gl.constexpr = shared.q.tiles.dtype
-    operand: gl.constexpr = gl.DotOperandLayout(0, keys_layout(PLAN), 2)
     columns: gl.constexpr = gl.SliceLayout(0, scores_layout(PLAN))
     slot, _ = slot_and_phase(step.number, PLAN.stages)
     none = accumulator(PLAN.block_k, PLAN.block_q, PLAN)
@@ -240,12 +239,12 @@ def multiply_tile(
         partition_barrier()
         left = shared.dscores
     else:
-        left = gl.convert_layout(weights.to(dtype), operand)
+        left = gl.convert_layout(weights.to(dtype), operand_layout(PLAN, PLAN.value_dim))
         dweights = warpgroup_mma_wait(0, deps=(dweights,))
         dv = warpgroup_mma(left, dout, dv, is_async=True)
         delta = shared.delta.index(slot).load(columns)[None, :]
         dscores = score_gradient(sloped, dweights, delta, dropout, RULE).to(dtype)
-        left = gl.convert_layout(dscores, operand)
+        left = gl.convert_layout(dscores, operand_layout(PLAN, PLAN.dim))
         if PLAN.early:
             dk = warpgroup_mma(left, q, dk, is_async=True)
             dv = warpgroup_mma_wait(1, deps=(dv,))
@@ -269,6 +268,17 @@ def multiply_tile(
 
 
 @gluon.jit
+def store_part(part, x, work, PLAN: gl.constexpr):
+    """dK or dV [keys, dim] of one query head to part, float32 [B, Tk, H, dim]."""
+    DIM: gl.constexpr = x.shape[1]
+    key = work.k_start + gl.arange(0, PLAN.block_k, gl.SliceLayout(1, x.type.layout))[:, None]
+    column = gl.arange(0, DIM, gl.SliceLayout(0, x.type.layout))[None, :]
+    first = tl.cast(work.keys.end - work.keys.length, tl.int64)  # key of the sequence
+    at = ((first + key) * work.heads + work.head) * DIM + column
+    gl.store(part + at, x, key < work.keys.length)
+
+
+@gluon.jit
 def multiply(
     dk_out, dv_out, dk_part, dv_part, dq_sum, shared, work, scale, probability, seed, slopes,
     RULE: gl.constexpr, PLAN: gl.constexpr, TAIL: gl.constexpr,
@@ -281,7 +291,7 @@ def multiply(
         left: gl.constexpr = gl.DotOperandLayout(0, scores_layout(PLAN), 2)
         k, v = k.load(left), v.load(left)
     dk = accumulator(PLAN.block_k, PLAN.dim, PLAN)
-    dv = accumulator(PLAN.block_k, PLAN.dim, PLAN)
+    dv = accumulator(PLAN.block_k, PLAN.value_dim, PLAN)
     tile = work.start
     member = 0
     key = dropout_key(work.index, work.head, seed, RULE)
@@ -299,12 +309,8 @@ def multiply(
     if RULE.dropout:
         dv = dv * (1 / (1 - probability))
     if dk_part is not None:
-        key = work.k_start + gl.arange(0, PLAN.block_k, gl.SliceLayout(1, keys_layout(PLAN)))[:, None]
-        column = gl.arange(0, PLAN.dim, gl.SliceLayout(0, keys_layout(PLAN)))[None, :]
-        first = tl.cast(work.keys.end - work.keys.length, tl.int64)  # key of the sequence
-        at = ((first + key) * work.heads + work.head) * PLAN.dim + column
-        gl.store(dk_part + at, dk, key < work.keys.length)
-        gl.store(dv_part + at, dv, key < work.keys.length)
+        store_part(dk_part, dk, work, PLAN)
+        store_part(dv_part, dv, work, PLAN)
     else:
         partition_barrier()  # all warps are through with k and v
         shared.k.store(dk.to(dtype))
@@ -327,7 +333,9 @@ def shared_layout(shape, dtype):
 def allocate(DTYPE: gl.constexpr, rows, dq_sum, PLAN: gl.constexpr):
     """The SharedMemory of a program; rows and dq_sum as in backward_kernel()."""
     keys: gl.constexpr = [PLAN.block_k, PLAN.dim]
-    queries: gl.constexpr = [PLAN.block_q, PLAN.dim]
+    values: gl.constexpr = [PLAN.block_k, PLAN.value_dim]
+    queries: gl.constexpr = [PLAN.stages, PLAN.block_q, PLAN.dim]
+    douts: gl.constexpr = [PLAN.stages, PLAN.block_q, PLAN.value_dim]
     scores: gl.constexpr = [PLAN.block_k, PLAN.block_q]
     weights = 0
     dq = 0
@@ -337,9 +345,9 @@ def allocate(DTYPE: gl.constexpr, rows, dq_sum, PLAN: gl.constexpr):
         dq_shape: gl.constexpr = [PLAN.dq_stages, PLAN.block_q * PLAN.dim // WIDTH, WIDTH]
         dq = gl.allocate_shared_memory(gl.float32, dq_shape, dq_sum.layout)
     k = gl.allocate_shared_memory(DTYPE, keys, shared_layout(keys, DTYPE))
-    v = gl.allocate_shared_memory(DTYPE, keys, shared_layout(keys, DTYPE))
-    q = gl.allocate_shared_memory(DTYPE, [PLAN.stages, PLAN.block_q, PLAN.dim], shared_layout(queries, DTYPE))
-    dout = gl.allocate_shared_memory(DTYPE, [PLAN.stages, PLAN.block_q, PLAN.dim], shared_layout(queries, DTYPE))
+    v = gl.allocate_shared_memory(DTYPE, values, shared_layout(values, DTYPE))
+    q = gl.allocate_shared_memory(DTYPE, queries, shared_layout(queries, DTYPE))
+    dout = gl.allocate_shared_memory(DTYPE, douts, shared_layout(douts, DTYPE))
     lse2 = gl.allocate_shared_memory(gl.float32, [PLAN.stages, PLAN.block_q], rows.layout)
     delta = gl.allocate_shared_memory(gl.float32, [PLAN.stages, PLAN.block_q], rows.layout)
     dscores = gl.allocate_shared_memory(DTYPE, scores, shared_layout(scores, DTYPE))

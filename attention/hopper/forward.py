@@ -42,7 +42,7 @@ from .tiles import end_softmax, keep_columns, kept, ramp, tanh
 class State(NamedTuple):
     """Online softmax of the queries of a consumer."""
 
-    acc: gl.tensor  # [queries, D] sum of exp2(score - top) * v, without the last block
+    acc: gl.tensor  # [queries, Dv] sum of exp2(score - top) * v, without the last block
     weights: gl.tensor  # [queries, keys / 2] exp2(score - top) of the last block, packed
     top: gl.tensor  # [queries] largest score
     total: gl.tensor  # [queries] sum of exp2(score - top)
@@ -163,7 +163,7 @@ def consumer(
     """Attention of ROWS queries of each tile."""
     dtype: gl.constexpr = shared.q.tiles.dtype
     qk_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, TILE.block_k, 16])
-    out_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, TILE.dim, 16])
+    out_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, TILE.value_dim, 16])
     row_layout: gl.constexpr = gl.SliceLayout(1, qk_layout)
     q = shared.q.tiles.index(INDEX)
     count = 0  # of blocks
@@ -189,7 +189,7 @@ def consumer(
         count = skip(shared, count, tile_end - end, INDEX, PIPE)
         start = (end - 1) * TILE.block_k
         state = State(
-            gl.full([ROWS, TILE.dim], 0.0, gl.float32, out_layout),
+            gl.full([ROWS, TILE.value_dim], 0.0, gl.float32, out_layout),
             pack(gl.full([ROWS, TILE.block_k], 0.0, gl.float32, qk_layout), dtype),
             gl.full([ROWS], float("-inf"), gl.float32, row_layout),
             gl.full([ROWS], 0.0, gl.float32, row_layout),
@@ -266,9 +266,9 @@ def hopper_forward_kernel(
     shared = SharedMemory(
         q_channel,
         make_channel(PIPE.stages, TILE.block_k, TILE.dim, q.dtype, PIPE.consumers),
-        make_channel(PIPE.stages, TILE.block_k, TILE.dim, q.dtype, PIPE.consumers),
+        make_channel(PIPE.stages, TILE.block_k, TILE.value_dim, q.dtype, PIPE.consumers),
         q_channel.tiles if PIPE.reuse else gl.allocate_shared_memory(
-            q.dtype, [PIPE.consumers, ROWS, TILE.dim], q_channel.tiles.layout
+            q.dtype, [PIPE.consumers, ROWS, TILE.value_dim], q_channel.tiles.layout
         ),
         barriers(PIPE.consumers, 1),
         Channel(

@@ -40,20 +40,29 @@ class BackwardSettings(NamedTuple):
     registers: int
 
 
-# Head dim as tiles hold it -> settings, tuned on an H200 (benchmarks/LOG.md).
+# Head dims of keys and values, as tiles hold them -> settings, tuned on an H200 (benchmarks/LOG.md). Those of 256 and
+# 128 are not tuned, and only impl="hopper" takes them.
 FORWARD = {
-    64: ForwardSettings(128, Pipeline(consumers=3, stages=3, turns=True, reuse=False, flip=False), 128),
-    128: ForwardSettings(128, Pipeline(consumers=2, stages=2, turns=True, reuse=False, flip=False), 168),
-    256: ForwardSettings(64, Pipeline(consumers=2, stages=2, turns=False, reuse=True, flip=False), 168),
+    (64, 64): ForwardSettings(128, Pipeline(consumers=3, stages=3, turns=True, reuse=False, flip=False), 128),
+    (128, 128): ForwardSettings(128, Pipeline(consumers=2, stages=2, turns=True, reuse=False, flip=False), 168),
+    (256, 256): ForwardSettings(64, Pipeline(consumers=2, stages=2, turns=False, reuse=True, flip=False), 168),
+    (256, 128): ForwardSettings(64, Pipeline(consumers=2, stages=2, turns=False, reuse=False, flip=False), 168),
 }
 FORWARD_WITH_DROPOUT = FORWARD | {  # with 128 keys the registers for three consumers would not do
-    64: ForwardSettings(64, Pipeline(consumers=3, stages=4, turns=True, reuse=False, flip=False), 128),
+    (64, 64): ForwardSettings(64, Pipeline(consumers=3, stages=4, turns=True, reuse=False, flip=False), 128),
 }
 BACKWARD = {
-    64: BackwardSettings(Plan(64, 64, 64, warps=4, stages=2, dq_stages=1, branch=True, hold=True, early=False), 128),
-    128: BackwardSettings(Plan(64, 128, 128, warps=8, stages=2, dq_stages=2, branch=True, hold=False, early=True), 168),
-    256: BackwardSettings(
-        Plan(64, 64, 256, warps=8, stages=2, dq_stages=0, branch=False, hold=False, early=False), 168
+    (64, 64): BackwardSettings(
+        Plan(64, 64, 64, 64, warps=4, stages=2, dq_stages=1, branch=True, hold=True, early=False), 128
+    ),
+    (128, 128): BackwardSettings(
+        Plan(64, 128, 128, 128, warps=8, stages=2, dq_stages=2, branch=True, hold=False, early=True), 168
+    ),
+    (256, 256): BackwardSettings(
+        Plan(64, 64, 256, 256, warps=8, stages=2, dq_stages=0, branch=False, hold=False, early=False), 168
+    ),
+    (256, 128): BackwardSettings(
+        Plan(64, 64, 256, 128, warps=8, stages=2, dq_stages=1, branch=False, hold=False, early=False), 168
     ),
 }
 
@@ -61,6 +70,11 @@ BACKWARD = {
 def tile_dim(dim):
     """Head dim as tiles hold it."""
     return max(64, triton.next_power_of_2(dim))
+
+
+def tile_dims(problem):
+    """Head dims of keys and values as tiles hold them."""
+    return tile_dim(problem.tile.dim), tile_dim(problem.tile.value_dim)
 
 
 def reachable(x, ragged):
@@ -142,7 +156,7 @@ def forward(q, k, v, options):
     problem = describe(q, k, v, of_whole_rows(options, q, k))
     _, tile, _ = problem.once(forward_launcher).constants
     rows, block_k, n_tiles = ROWS.value, tile.block_k, -(-problem.q_len // tile.block_q)
-    out = empty(q)
+    out = empty(q, None if q.shape[3] == v.shape[3] else (*q.shape[:3], v.shape[3]))
     lse2 = output(problem, q, (problem.batch, tile.heads, problem.q_len), fill=float("-inf"), dtype=torch.float32)
     max_logit2 = q.new_full((tile.heads,), float("-inf"), dtype=torch.float32) if options.max_logit else None
     with torch.cuda.device_of(q):
@@ -163,11 +177,11 @@ def forward(q, k, v, options):
 
 
 def forward_launcher(problem):
-    dim = tile_dim(problem.tile.dim)
-    block_k, pipe, registers = (FORWARD_WITH_DROPOUT if problem.rule.dropout else FORWARD)[dim]
+    dim, value_dim = tile_dims(problem)
+    block_k, pipe, registers = (FORWARD_WITH_DROPOUT if problem.rule.dropout else FORWARD)[dim, value_dim]
     pipe = pipe._replace(flip=problem.terms.scale < 0, ragged=problem.bounded)
     block_q = ROWS.value * pipe.consumers
-    tile = problem.tile._replace(block_q=block_q, block_k=block_k, dim=dim, value_dim=dim)
+    tile = problem.tile._replace(block_q=block_q, block_k=block_k, dim=dim, value_dim=value_dim)
     programs = min(slots(problem, problem.q_len, block_q) * tile.heads, processors(problem.device))
     constants = (problem.rule, tile, pipe)
     return Launcher(hopper_forward_kernel, programs, Launch(block_q, block_k, 4, 1), constants, registers)
@@ -185,7 +199,7 @@ class Share(NamedTuple):
 
 def share(problem):
     """The Share of a problem."""
-    plan, registers = BACKWARD[tile_dim(problem.tile.dim)]
+    plan, registers = BACKWARD[tile_dims(problem)]
     heads, group = problem.tile.heads, problem.tile.group
     k_tiles = -(-problem.k_len // plan.block_k) * problem.batch
     # the group in one program if that leaves two programs per multiprocessor, else each query head in its own
@@ -207,7 +221,7 @@ def backward(q, k, v, out, lse2, dout, dlse, bias_grad, options, deterministic=N
     q, k, v, out, dout = (reachable(x, options.bounded) for x in (*options.split(q, k, v), out, dout))
     problem = describe(q, k, v, of_whole_rows(options, q, k), out, lse2, dout, dlse)
     view, batch, q_len, k_len = problem.view, problem.batch, problem.q_len, problem.k_len
-    heads, group, dim = problem.tile.heads, problem.tile.group, problem.tile.dim
+    heads, group = problem.tile.heads, problem.tile.group
     plan, _, q_slots, _, span = problem.once(share)
     block_q, block_k = plan.block_q, plan.block_k
     q_tiles = k_tiles = None
@@ -218,7 +232,8 @@ def backward(q, k, v, out, lse2, dout, dlse, bias_grad, options, deterministic=N
     delta = None if options.sink is None else output(problem, lse2)
     parts = [None, None]
     if span < group:
-        parts = [new(k, (batch, k_len, heads, plan.dim), dtype=torch.float32) for _ in parts]
+        widths = plan.dim, plan.value_dim
+        parts = [new(k, (batch, k_len, heads, width), dtype=torch.float32) for width in widths]
     with torch.cuda.device_of(q):
         if problem.bounded:
             q_tiles, k_tiles = list_tiles(problem, q, block_q, block_k)
@@ -241,7 +256,7 @@ def backward(q, k, v, out, lse2, dout, dlse, bias_grad, options, deterministic=N
         problem.once(finish_launcher).start(dq_sum, view("dq", dq), *where, options.scale)
         if span < group:
             for part, total in zip(parts, (dk, dv), strict=True):
-                portable.launch_group_sum(problem, part[..., :dim], total)
+                portable.launch_group_sum(problem, part[..., : total.shape[3]], total)
         if problem.bounded:
             blank(problem, dq)
         if problem.bounded and not problem.rule.window:

@@ -53,8 +53,9 @@ def prepare_kernel(
     if q_tiles is not None and count <= 0:
         return
     first = seq.q_start
-    out_tile = load_tile(tile_lane(out, seq.row, head, first), start, 0, seq.q_len, TILE.block_q, TILE.dim, True)
-    dout_tile = load_tile(tile_lane(dout, seq.row, head, first), start, 0, seq.q_len, TILE.block_q, TILE.dim, True)
+    dim: tl.constexpr = TILE.value_dim
+    out_tile = load_tile(tile_lane(out, seq.row, head, first), start, 0, seq.q_len, TILE.block_q, dim, True)
+    dout_tile = load_tile(tile_lane(dout, seq.row, head, first), start, 0, seq.q_len, TILE.block_q, dim, True)
     lse = load_rows(row_lane(lse2, seq.row, head, first), start, seq.q_len, float("inf"), TILE.block_q, True)
     lse = tl.where(lse == float("-inf"), float("inf"), lse)
     sums = tl.sum(out_tile.to(tl.float32) * dout_tile.to(tl.float32), 1) * dp_factor(seq.k_len, RULE)

@@ -25,7 +25,8 @@ class Plan(NamedTuple):
 
     block_q: int  # queries per step
     block_k: int  # keys per program
-    dim: int  # head dim, padded to a power of two
+    dim: int  # head dim of q and k, padded to a power of two
+    value_dim: int  # of v, likewise
     warps: int  # that multiply: 4 or 8
     stages: int  # tiles of queries, and of dO, in shared memory
     dq_stages: int  # tiles of dQ on their way to the sum; 0 = added from registers
@@ -83,7 +84,7 @@ def locate_keys(q_len, k_len, batches, slots, RULE: gl.constexpr, PLAN: gl.const
     tile = program % tiles_k
     slot = program // tiles_k
     if RULE.causal and RULE.window == 0:
-        fit = gl.maximum(TURN_BYTES // (gl.maximum(q_len, 1024) * (PLAN.dim * 8)), 2)
+        fit = gl.maximum(TURN_BYTES // (gl.maximum(q_len, 1024) * (PLAN.dim * 6 + PLAN.value_dim * 2)), 2)
         turn = program // (fit * tiles_k)
         size = gl.minimum(fit, slots * batches - turn * fit)
         rest = program - turn * fit * tiles_k
