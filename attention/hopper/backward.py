@@ -14,7 +14,7 @@ import triton.language as tl
 
 from ..score import LOG2E, ahead, behind, dp_factor
 from ..tiles import FAR
-from .channel import Channel, barriers, emptied, filled, put, release, slot_and_phase
+from .channel import Channel, acquire, barriers, commit, load, release, shared_layout, slot_and_phase, wait_full
 from .gluon import (
     fence_async_shared,
     gl,
@@ -35,26 +35,24 @@ from .work import advance, hides, plan_work
 
 
 class SharedMemory(NamedTuple):
-    """Shared memory of a program; stages of a channel are its slots."""
+    """Shared memory of a program."""
 
-    k: gl.shared_memory_descriptor
+    k: gl.shared_memory_descriptor  # [keys, D]
     v: gl.shared_memory_descriptor
     keys_full: gl.shared_memory_descriptor  # barrier of both
-    q: Channel
-    lse2: gl.shared_memory_descriptor  # of each tile of q, which arrives with it
-    dout: Channel  # emptied together with q: they share the barriers
-    delta: gl.shared_memory_descriptor  # of each tile of dout, which arrives with it
-    dscores: gl.shared_memory_descriptor
-    weights: gl.shared_memory_descriptor  # if staged()
-    dq: Channel  # if there are stages for it
+    q: Channel  # with lse2
+    dout: Channel  # with delta; its slots are released with those of q
+    dscores: gl.shared_memory_descriptor  # [keys, queries]
+    weights: gl.shared_memory_descriptor  # the same, if staged()
+    dq: Channel  # if it has slots
 
 
 class Step(NamedTuple):
-    """A tile of queries that meets the program's keys."""
+    """A step of a program: one tile of queries."""
 
-    number: gl.tensor
+    count: gl.tensor  # of steps before it
     tile: gl.tensor  # of queries, of its head
-    slot: gl.tensor  # of that tile in dq_sum, which has those of all heads
+    number: gl.tensor  # of that tile, counted over all heads
     edge: gl.tensor  # whether some pair of the tiles may be hidden
     slope2: gl.tensor  # of ALiBi and the head, in base 2; 0 if there is none
 
@@ -102,16 +100,7 @@ def flat(dq, PLAN: gl.constexpr):
 
 
 @gluon.jit
-def load_with_row(channel, slot, desc, at, row_tiles, rows, row):
-    """Load a tile, and what each of its queries has in `rows`, into a slot that is empty."""
-    full = channel.full.index(slot)
-    mbarrier.expect(full, desc.block_type.nbytes + rows.block_type.nbytes)
-    tma_load(desc, at, full, channel.tiles.index(slot).reshape(desc.block_shape))
-    tma_load(rows, [row], full, row_tiles.index(slot))
-
-
-@gluon.jit
-def load(q, k, v, dout, rows, shared, work, RULE: gl.constexpr, PLAN: gl.constexpr):
+def loader(q, k, v, dout, rows, shared, work, RULE: gl.constexpr, PLAN: gl.constexpr):
     """The loading warp: keys and values once, then queries with their lse2, and dO with delta."""
     mbarrier.expect(shared.keys_full, k.block_type.nbytes + v.block_type.nbytes)
     at = corner(work.keys, work.k_start, work.kv_head, PLAN.ragged)
@@ -122,41 +111,46 @@ def load(q, k, v, dout, rows, shared, work, RULE: gl.constexpr, PLAN: gl.constex
     tma_load(v, at, shared.keys_full, shared.v.reshape(v.block_shape))
     tile = work.start
     member = 0
-    for step in range(work.steps):
+    for count in range(work.steps):
         at = corner(work.queries, tile * PLAN.block_q, work.head + member, PLAN.ragged)
         row = (work.first_tile + member * work.q_tiles + tile) * (2 * PLAN.block_q)
-        slot = emptied(shared.q, step)
-        load_with_row(shared.q, slot, q, at, shared.lse2, rows, row)
-        load_with_row(shared.dout, slot, dout, at, shared.delta, rows, row + PLAN.block_q)
+        slot, phase = slot_and_phase(shared.q, count)
+        full = shared.q.full.index(slot)
+        mbarrier.wait(shared.q.empty.index(slot), phase ^ 1)  # dout of this slot was released with q
+        load(shared.q, slot, full, q, at, rows, row)
+        load(shared.dout, slot, shared.dout.full.index(slot), dout, at, rows, row, OFFSET=PLAN.block_q)
         tile, member = advance(tile, member, work)
 
 
 @gluon.jit
-def add(dq_sum, shared, work, PLAN: gl.constexpr):
+def adder(dq_sum, shared, work, PLAN: gl.constexpr):
     """The adding warp: dQ of each step to the sum, which lies tile by tile of a head."""
     if PLAN.dq_stages > 0:
         tile = work.start
         member = 0
-        for step in range(work.steps):
-            slot = work.first_tile + member * work.q_tiles + tile
-            tma_add(dq_sum, [slot * (PLAN.block_q * PLAN.dim // WIDTH), 0], filled(shared.dq, step))
+        for count in range(work.steps):
+            number = work.first_tile + member * work.q_tiles + tile
+            slot = wait_full(shared.dq, count)
+            tma_add(dq_sum, [number * (PLAN.block_q * PLAN.dim // WIDTH), 0], shared.dq.tiles.index(slot))
             tma_wait(0)
-            release(shared.dq, step)
+            release(shared.dq, count)
             tile, member = advance(tile, member, work)
 
 
 @gluon.jit
-def give_dq(dq, dq_sum, shared, step, PLAN: gl.constexpr):
+def add_dq(dq, dq_sum, shared, step, PLAN: gl.constexpr):
     """Hand dQ of a step to the adding warp, or add it from registers."""
     dq = flat(dq, PLAN)
     if PLAN.dq_stages > 0:
-        put(shared.dq, step.number, dq)
+        shared.dq.tiles.index(acquire(shared.dq, step.count)).store(dq)
+        fence_async_shared()
+        commit(shared.dq, step.count)
     else:
         layout: gl.constexpr = dq.type.layout
         SIZE: gl.constexpr = PLAN.block_q * PLAN.dim
         row = gl.arange(0, SIZE // WIDTH, gl.SliceLayout(1, layout))[:, None]
         column = gl.arange(0, WIDTH, gl.SliceLayout(0, layout))[None, :]
-        gl.atomic_add(dq_sum + tl.cast(step.slot, tl.int64) * SIZE + (row * WIDTH + column), dq, sem="relaxed")
+        gl.atomic_add(dq_sum + tl.cast(step.number, tl.int64) * SIZE + (row * WIDTH + column), dq, sem="relaxed")
 
 
 @gluon.jit
@@ -206,20 +200,22 @@ def score_gradient(sloped, dweights, delta, dropout, RULE: gl.constexpr):
 
 
 @gluon.jit
-def multiply_tile(
+def backward_step(
     dk, dv, k, v, step, dropout, dq_sum, shared, work, scale,
     RULE: gl.constexpr, PLAN: gl.constexpr, TAIL: gl.constexpr,
 ):  # fmt: skip
     """One step: what a tile of queries adds to dK and dV, and its dQ."""
-    dtype: gl.constexpr = shared.q.tiles.dtype
-    columns: gl.constexpr = gl.SliceLayout(0, scores_layout(PLAN))
-    slot, _ = slot_and_phase(step.number, PLAN.stages)
-    none = accumulator(PLAN.block_k, PLAN.block_q, PLAN)
-    q = filled(shared.q, step.number)
-    scores = warpgroup_mma(k, q.permute((1, 0)), none, use_acc=False, is_async=True)
-    dout = filled(shared.dout, step.number)
-    dweights = warpgroup_mma(v, dout.permute((1, 0)), none, use_acc=False, is_async=True)
-    lse2 = shared.lse2.index(slot).load(columns)
+    dtype: gl.constexpr = k.dtype
+    queries: gl.constexpr = gl.SliceLayout(0, scores_layout(PLAN))
+    slot, phase = slot_and_phase(shared.q, step.count)
+    q, dout = shared.q.tiles.index(slot), shared.dout.tiles.index(slot)
+
+    mbarrier.wait(shared.q.full.index(slot), phase)
+    empty = accumulator(PLAN.block_k, PLAN.block_q, PLAN)
+    scores = warpgroup_mma(k, q.permute((1, 0)), empty, use_acc=False, is_async=True)
+    mbarrier.wait(shared.dout.full.index(slot), phase)
+    dweights = warpgroup_mma(v, dout.permute((1, 0)), empty, use_acc=False, is_async=True)
+    lse2 = shared.q.rows.index(slot).load(queries)
     scores = warpgroup_mma_wait(1, deps=(scores,))
     weights, sloped = weigh(scores, lse2, step, dropout, work, scale, RULE, PLAN, TAIL)
     if RULE.dropout:
@@ -233,7 +229,7 @@ def multiply_tile(
         partition_barrier()
         dweights = warpgroup_mma_wait(0, deps=(dweights,))
         dv = warpgroup_mma(shared.weights, dout, dv, is_async=True)
-        delta = shared.delta.index(slot).load(columns)[None, :]
+        delta = shared.dout.rows.index(slot).load(queries)[None, :]
         shared.dscores.store(score_gradient(sloped, dweights, delta, dropout, RULE).to(dtype))
         fence_async_shared()
         partition_barrier()
@@ -242,7 +238,7 @@ def multiply_tile(
         left = gl.convert_layout(weights.to(dtype), operand_layout(PLAN, PLAN.value_dim))
         dweights = warpgroup_mma_wait(0, deps=(dweights,))
         dv = warpgroup_mma(left, dout, dv, is_async=True)
-        delta = shared.delta.index(slot).load(columns)[None, :]
+        delta = shared.dout.rows.index(slot).load(queries)[None, :]
         dscores = score_gradient(sloped, dweights, delta, dropout, RULE).to(dtype)
         left = gl.convert_layout(dscores, operand_layout(PLAN, PLAN.dim))
         if PLAN.early:
@@ -254,16 +250,16 @@ def multiply_tile(
     dq = warpgroup_mma(shared.dscores.permute((1, 0)), shared.k, no_dq, use_acc=False, is_async=True)
     if PLAN.early:
         dk = warpgroup_mma_wait(1, deps=(dk,))
-        release(shared.q, step.number)
+        release(shared.q, step.count)
         dq = warpgroup_mma_wait(0, deps=(dq,))
-        give_dq(dq, dq_sum, shared, step, PLAN)
+        add_dq(dq, dq_sum, shared, step, PLAN)
     else:
         dk = warpgroup_mma(left, q, dk, is_async=True)
         dv = warpgroup_mma_wait(2, deps=(dv,))
         dq = warpgroup_mma_wait(1, deps=(dq,))
-        give_dq(dq, dq_sum, shared, step, PLAN)
+        add_dq(dq, dq_sum, shared, step, PLAN)
         dk = warpgroup_mma_wait(0, deps=(dk,))
-        release(shared.q, step.number)
+        release(shared.q, step.count)
     return dk, dv
 
 
@@ -279,12 +275,12 @@ def store_part(part, x, work, PLAN: gl.constexpr):
 
 
 @gluon.jit
-def multiply(
+def consumer(
     dk_out, dv_out, dk_part, dv_part, dq_sum, shared, work, scale, probability, seed, slopes,
     RULE: gl.constexpr, PLAN: gl.constexpr, TAIL: gl.constexpr,
 ):  # fmt: skip
     """The multiplying warps: all steps of a program, then dK and dV."""
-    dtype: gl.constexpr = shared.q.tiles.dtype
+    dtype: gl.constexpr = shared.k.dtype
     mbarrier.wait(shared.keys_full, 0)
     k, v = shared.k, shared.v
     if PLAN.hold:
@@ -295,12 +291,12 @@ def multiply(
     tile = work.start
     member = 0
     key = dropout_key(work.index, work.head, seed, RULE)
-    for number in range(work.steps):  # one loop over all heads and tiles: nested ones cost registers
+    for count in range(work.steps):  # one loop over all heads and tiles: nested ones cost registers
         edge = (tile < work.full_lo) | (tile >= work.full_hi)
-        slot = work.first_tile + member * work.q_tiles + tile
-        step = Step(number, tile, slot, edge, slope2(slopes, work.head + member, work))
+        number = work.first_tile + member * work.q_tiles + tile
+        step = Step(count, tile, number, edge, slope2(slopes, work.head + member, work))
         dropout = Dropout(key, probability)
-        dk, dv = multiply_tile(dk, dv, k, v, step, dropout, dq_sum, shared, work, scale, RULE, PLAN, TAIL)
+        dk, dv = backward_step(dk, dv, k, v, step, dropout, dq_sum, shared, work, scale, RULE, PLAN, TAIL)
         tile, member = advance(tile, member, work)
         if RULE.dropout and tile == work.start:  # of the next head
             key = dropout_key(work.index, work.head + member, seed, RULE)
@@ -323,66 +319,54 @@ def multiply(
         tma_wait(0)
 
 
-@gluon.constexpr_function
-def shared_layout(shape, dtype):
-    """Of the last two dimensions of an allocation."""
-    return gl.NVMMASharedLayout.get_default_for([int(x) for x in shape[-2:]], dtype)
-
-
-@gluon.jit
-def allocate(DTYPE: gl.constexpr, rows, dq_sum, PLAN: gl.constexpr):
-    """The SharedMemory of a program; rows and dq_sum as in backward_kernel()."""
-    keys: gl.constexpr = [PLAN.block_k, PLAN.dim]
-    values: gl.constexpr = [PLAN.block_k, PLAN.value_dim]
-    queries: gl.constexpr = [PLAN.stages, PLAN.block_q, PLAN.dim]
-    douts: gl.constexpr = [PLAN.stages, PLAN.block_q, PLAN.value_dim]
-    scores: gl.constexpr = [PLAN.block_k, PLAN.block_q]
-    weights = 0
-    dq = 0
-    if staged(PLAN):
-        weights = gl.allocate_shared_memory(DTYPE, scores, shared_layout(scores, DTYPE))
-    if PLAN.dq_stages > 0:
-        dq_shape: gl.constexpr = [PLAN.dq_stages, PLAN.block_q * PLAN.dim // WIDTH, WIDTH]
-        dq = gl.allocate_shared_memory(gl.float32, dq_shape, dq_sum.layout)
-    k = gl.allocate_shared_memory(DTYPE, keys, shared_layout(keys, DTYPE))
-    v = gl.allocate_shared_memory(DTYPE, values, shared_layout(values, DTYPE))
-    q = gl.allocate_shared_memory(DTYPE, queries, shared_layout(queries, DTYPE))
-    dout = gl.allocate_shared_memory(DTYPE, douts, shared_layout(douts, DTYPE))
-    lse2 = gl.allocate_shared_memory(gl.float32, [PLAN.stages, PLAN.block_q], rows.layout)
-    delta = gl.allocate_shared_memory(gl.float32, [PLAN.stages, PLAN.block_q], rows.layout)
-    dscores = gl.allocate_shared_memory(DTYPE, scores, shared_layout(scores, DTYPE))
-    # in this order: with others Triton 3.6 lets all warps meet once more in each step
-    keys_full, q_full, dout_full = barriers(1, 1).index(0), barriers(PLAN.stages, 1), barriers(PLAN.stages, 1)
-    empty = barriers(PLAN.stages, 1)
-    dq_full, dq_empty = barriers(max(PLAN.dq_stages, 1), 1), barriers(max(PLAN.dq_stages, 1), 1)
-    return SharedMemory(
-        k, v, keys_full, Channel(q, q_full, empty), lse2, Channel(dout, dout_full, empty), delta, dscores, weights,
-        Channel(dq, dq_full, dq_empty),
-    )  # fmt: skip
-
-
 @gluon.jit(do_not_specialize=["q_len", "k_len", "batches", "heads", "group", "span", "q_slots"])
 def backward_kernel(
     q, k, v, dout, rows, dq_sum, dk, dv, dk_part, dv_part, q_len, k_len, batches, heads, group, span, scale,
-    dropout, seed, slopes, k_tiles, ragged, q_slots,
+    dropout, seed, slopes, k_list, ragged, q_slots,
     RULE: gl.constexpr, PLAN: gl.constexpr, TAIL: gl.constexpr,
 ):  # fmt: skip
     """dK and dV of one tile of keys, and what it adds to dQ, for `span` query heads of one key head.
 
     Tensors are descriptors, but for the parts, and for dq_sum if it is added to from registers; rows and dq_sum are as
     prepare_kernel leaves them. With dk_part and dv_part [B, Tk, H, D], float32 and D padded, span is 1 and each query
-    head writes its own. TAIL: a tile of keys may reach past the last one. k_tiles, of ragged sequences: as list_kernel
+    head writes its own. TAIL: a tile of keys may reach past the last one. k_list, of ragged sequences: as list_kernel
     lists them; q_slots: tiles of queries of a head in rows and dq_sum.
     """
-    work = plan_work(q_len, k_len, batches, heads, group, span, k_tiles, ragged, q_slots, RULE, PLAN)
-    shared = allocate(q.dtype, rows, dq_sum, PLAN)
+    work = plan_work(q_len, k_len, batches, heads, group, span, k_list, ragged, q_slots, RULE, PLAN)
+    dtype: gl.constexpr = q.dtype
+    keys: gl.constexpr = [PLAN.block_k, PLAN.dim]
+    queries: gl.constexpr = [PLAN.stages, PLAN.block_q, PLAN.dim]
+    values: gl.constexpr = [PLAN.block_k, PLAN.value_dim]
+    douts: gl.constexpr = [PLAN.stages, PLAN.block_q, PLAN.value_dim]
+    scores: gl.constexpr = [PLAN.block_k, PLAN.block_q]
+    weights = 0
+    dq = 0
+    if staged(PLAN):
+        weights = gl.allocate_shared_memory(dtype, scores, shared_layout(scores, dtype))
+    if PLAN.dq_stages > 0:
+        dq = gl.allocate_shared_memory(
+            gl.float32, [PLAN.dq_stages, PLAN.block_q * PLAN.dim // WIDTH, WIDTH], dq_sum.layout
+        )
+    k_tile = gl.allocate_shared_memory(dtype, keys, shared_layout(keys, dtype))
+    v_tile = gl.allocate_shared_memory(dtype, values, shared_layout(values, dtype))
+    q_tiles = gl.allocate_shared_memory(dtype, queries, shared_layout(queries, dtype))
+    dout_tiles = gl.allocate_shared_memory(dtype, douts, shared_layout(douts, dtype))
+    lse2 = gl.allocate_shared_memory(gl.float32, [PLAN.stages, PLAN.block_q], rows.layout)
+    delta = gl.allocate_shared_memory(gl.float32, [PLAN.stages, PLAN.block_q], rows.layout)
+    dscores = gl.allocate_shared_memory(dtype, scores, shared_layout(scores, dtype))
+    keys_full = barriers(1, 1).index(0)
+    q_full, dout_full, q_empty = barriers(PLAN.stages, 1), barriers(PLAN.stages, 1), barriers(PLAN.stages, 1)
+    dq_full, dq_empty = barriers(max(PLAN.dq_stages, 1), 1), barriers(max(PLAN.dq_stages, 1), 1)
+    q_channel, dout_channel = Channel(q_tiles, q_full, q_empty, lse2), Channel(dout_tiles, dout_full, q_empty, delta)
+    dq_channel = Channel(dq, dq_full, dq_empty)
+    shared = SharedMemory(k_tile, v_tile, keys_full, q_channel, dout_channel, dscores, weights, dq_channel)
     gl.warp_specialize(
         [
-            (multiply, (
+            (consumer, (
                 dk, dv, dk_part, dv_part, dq_sum, shared, work, scale, dropout, seed, slopes, RULE, PLAN, TAIL,
             )),
-            (load, (q, k, v, dout, rows, shared, work, RULE, PLAN)),
-            (add, (dq_sum, shared, work, PLAN)),
+            (loader, (q, k, v, dout, rows, shared, work, RULE, PLAN)),
+            (adder, (dq_sum, shared, work, PLAN)),
         ],
         [1, 1],
         [24, 24],

@@ -1,79 +1,88 @@
-"""Channels: slots of shared memory that some warps fill in turn and others empty, with barriers that say which may."""
+"""Tiles on their way from the warps that fill slots of shared memory to those that read them."""
 
 from typing import NamedTuple
 
-from .gluon import fence_async_shared, gl, gluon, mbarrier, tma_load
+from .gluon import gl, gluon, mbarrier, tma_load
 
 
 class Channel(NamedTuple):
-    """The user of step n takes slot n % slots. A full barrier says that its tile may be read, an empty one written."""
+    """Slots in shared memory, each with two barriers: full, it may be read; empty, it may be written."""
 
     tiles: gl.shared_memory_descriptor  # [slots, rows, D]
     full: gl.shared_memory_descriptor  # barriers [slots, 1]
     empty: gl.shared_memory_descriptor
+    rows: gl.shared_memory_descriptor = 0  # [slots, rows] float32 that comes with each tile, if any
 
 
 @gluon.jit
 def barriers(COUNT: gl.constexpr, ARRIVALS: gl.constexpr):
-    """Barriers [COUNT, 1], each of which completes a phase after ARRIVALS arrivals."""
+    """Barriers [COUNT, 1] that complete a phase after so many arrivals."""
     bars = gl.allocate_shared_memory(gl.int64, [COUNT, 1], mbarrier.MBarrierLayout())
     for slot in gl.static_range(COUNT):
         mbarrier.init(bars.index(slot), count=ARRIVALS)
     return bars
 
 
-@gluon.jit
-def make_channel(
-    SLOTS: gl.constexpr, ROWS: gl.constexpr, DIM: gl.constexpr, DTYPE: gl.constexpr, READERS: gl.constexpr
-):
-    """An empty Channel."""
-    layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ROWS, DIM], DTYPE)
-    tiles = gl.allocate_shared_memory(DTYPE, [SLOTS, ROWS, DIM], layout)
-    return Channel(tiles, barriers(SLOTS, 1), barriers(SLOTS, READERS))
+@gluon.constexpr_function
+def shared_layout(shape, dtype):
+    """Of tiles in shared memory: the last two dimensions of an allocation."""
+    return gl.NVMMASharedLayout.get_default_for([int(x) for x in shape[-2:]], dtype)
 
 
 @gluon.jit
-def slot_and_phase(step, SLOTS: gl.constexpr):
-    """Slot of a step, and the phase in which its full barrier completes; the empty one completes in the other."""
-    return step % SLOTS, step // SLOTS & 1
+def slot_and_phase(channel, count):
+    """Slot of tile number `count`, and the phase in which its full barrier ends; the empty one ends in the other."""
+    SLOTS: gl.constexpr = channel.full.shape[0]
+    return count % SLOTS, count // SLOTS & 1
 
 
 @gluon.jit
-def emptied(channel, step):
-    """The slot of a step, once it may be written."""
-    slot, phase = slot_and_phase(step, channel.full.shape[0])
+def acquire(channel, count):
+    """The slot for a tile, once it is empty."""
+    slot, phase = slot_and_phase(channel, count)
     mbarrier.wait(channel.empty.index(slot), phase ^ 1)
     return slot
 
 
 @gluon.jit
-def fill(channel, step, desc, at):
-    """Load the tile at coordinates `at` by TMA, once its slot is empty."""
-    slot = emptied(channel, step)
-    mbarrier.expect(channel.full.index(slot), desc.block_type.nbytes)
-    tile = channel.tiles.index(slot).reshape(desc.block_shape)
-    tma_load(desc, at, channel.full.index(slot), tile)
+def load(channel, slot, full, desc, at, rows=None, row=0, OFFSET: gl.constexpr = 0):
+    """Load the tile at coordinates `at`, and its float32 rows from row + OFFSET on, into an empty slot."""
+    mbarrier.expect(full, desc.block_type.nbytes + (0 if rows is None else rows.block_type.nbytes))
+    tma_load(desc, at, full, channel.tiles.index(slot).reshape(desc.block_shape))
+    if rows is not None:
+        tma_load(rows, [row + OFFSET], full, channel.rows.index(slot))
 
 
 @gluon.jit
-def put(channel, step, tile):
-    """Store a tile from registers, once its slot is empty."""
-    slot = emptied(channel, step)
-    channel.tiles.index(slot).store(tile)
-    fence_async_shared()
+def fill(channel, count, desc, at):
+    """Load the tile at coordinates `at` once its slot is empty."""
+    slot = acquire(channel, count)
+    load(channel, slot, channel.full.index(slot), desc, at)
+
+
+@gluon.jit
+def commit(channel, count):
+    """Let a tile be read that was stored by threads; TMA signals by itself."""
+    slot, _ = slot_and_phase(channel, count)
     mbarrier.arrive(channel.full.index(slot))
 
 
 @gluon.jit
-def filled(channel, step):
-    """The tile of a step, once it may be read."""
-    slot, phase = slot_and_phase(step, channel.full.shape[0])
+def wait_full(channel, count):
+    """The slot of a tile, once it is full."""
+    slot, phase = slot_and_phase(channel, count)
     mbarrier.wait(channel.full.index(slot), phase)
-    return channel.tiles.index(slot)
+    return slot
 
 
 @gluon.jit
-def release(channel, step):
-    """Let the slot of a step be written again."""
-    slot, _ = slot_and_phase(step, channel.full.shape[0])
+def filled(channel, count):
+    """A tile, once its slot is full."""
+    return channel.tiles.index(wait_full(channel, count))
+
+
+@gluon.jit
+def release(channel, count):
+    """Let the slot of a tile be written again."""
+    slot, _ = slot_and_phase(channel, count)
     mbarrier.arrive(channel.empty.index(slot))

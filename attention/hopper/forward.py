@@ -9,7 +9,7 @@ Source: Shah et al., FlashAttention-3; scores in base 2.
 from typing import NamedTuple
 
 from ..score import LOG2E
-from .channel import Channel, barriers, filled, make_channel, release
+from .channel import Channel, barriers, filled, release
 from .gluon import (
     fence_async_shared,
     gl,
@@ -27,12 +27,13 @@ from .pipeline import (
     SharedMemory,
     Sizes,
     blocks,
+    channel,
+    decode,
     loader,
     pass_turn,
     receive,
     skip,
     take_turn,
-    tile_of,
     words,
 )
 from .ragged import Rows, corner
@@ -170,7 +171,8 @@ def consumer(
     visit = 0
     message = receive(shared.mail, visit)
     while message[0] >= 0:
-        tile_start, lane, first, own, dropout = tile_of(message, problem, RULE, PIPE)
+        tile_start, lane = message[0], message[1]
+        first, own, dropout = decode(message, problem, RULE, PIPE)
         # which blocks are this consumer's; where it has no queries one, so that the code below holds
         q_start = tile_start + INDEX * ROWS
         tile_begin, _, _, tile_end = blocks(tile_start, TILE.block_q, own, RULE, TILE)
@@ -251,28 +253,27 @@ def consumer(
 
 @gluon.jit(do_not_specialize=["q_len", "k_len", "n_tiles", "lanes"])
 def hopper_forward_kernel(
-    q, k, v, out, lse2, max_logit2, sink, tiles, ragged, q_len, k_len, n_tiles, lanes, scale, dropout, seed, slopes,
+    q, k, v, out, lse2, max_logit2, sink, tile_list, ragged, q_len, k_len, n_tiles, lanes, scale, dropout, seed, slopes,
     RULE: gl.constexpr, TILE: gl.constexpr, PIPE: gl.constexpr,
 ):  # fmt: skip
     """out = softmax(rule(q k^T)) v and lse2 = log2 sum 2^score, for tiles of queries as long as there are any.
 
     max_logit2 [H], if not None, is raised to the largest score of each head.
-    tiles: those of ragged sequences as list_kernel lists them; else n_tiles of each lane, and a 0 to count them.
+    tile_list: those of ragged sequences as list_kernel lists them; else n_tiles of each lane, and a 0 to count them.
     """
     problem = Sizes(q_len, k_len, scale, dropout)
-    q_channel = make_channel(PIPE.consumers, ROWS, TILE.dim, q.dtype, 1)
+    q_channel = channel(PIPE.consumers, ROWS, TILE.dim, q.dtype, 1)
     mail_layout: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
-    WORDS: gl.constexpr = words(RULE, PIPE)
     shared = SharedMemory(
         q_channel,
-        make_channel(PIPE.stages, TILE.block_k, TILE.dim, q.dtype, PIPE.consumers),
-        make_channel(PIPE.stages, TILE.block_k, TILE.value_dim, q.dtype, PIPE.consumers),
+        channel(PIPE.stages, TILE.block_k, TILE.dim, q.dtype, PIPE.consumers),
+        channel(PIPE.stages, TILE.block_k, TILE.value_dim, q.dtype, PIPE.consumers),
         q_channel.tiles if PIPE.reuse else gl.allocate_shared_memory(
             q.dtype, [PIPE.consumers, ROWS, TILE.value_dim], q_channel.tiles.layout
         ),
         barriers(PIPE.consumers, 1),
         Channel(
-            gl.allocate_shared_memory(gl.int32, [WORDS * MAILBOX, 1], mail_layout),
+            gl.allocate_shared_memory(gl.int32, [words(RULE, PIPE) * MAILBOX, 1], mail_layout),
             barriers(MAILBOX, 1),
             barriers(MAILBOX, PIPE.consumers),
         ),
@@ -284,7 +285,7 @@ def hopper_forward_kernel(
             [
                 (consumer, (0, shared, out, lse2, max_logit2, sink, problem, RULE, TILE, PIPE)),
                 (consumer, (1, shared, out, lse2, max_logit2, sink, problem, RULE, TILE, PIPE)),
-                (loader, (shared, q, k, v, seed, slopes, problem, n_tiles, lanes, tiles, ragged, RULE, TILE, PIPE)),
+                (loader, (shared, q, k, v, seed, slopes, problem, n_tiles, lanes, tile_list, ragged, RULE, TILE, PIPE)),
             ],
             [4, 1],
             [240, 24],
@@ -295,7 +296,7 @@ def hopper_forward_kernel(
                 (consumer, (0, shared, out, lse2, max_logit2, sink, problem, RULE, TILE, PIPE)),
                 (consumer, (1, shared, out, lse2, max_logit2, sink, problem, RULE, TILE, PIPE)),
                 (consumer, (2, shared, out, lse2, max_logit2, sink, problem, RULE, TILE, PIPE)),
-                (loader, (shared, q, k, v, seed, slopes, problem, n_tiles, lanes, tiles, ragged, RULE, TILE, PIPE)),
+                (loader, (shared, q, k, v, seed, slopes, problem, n_tiles, lanes, tile_list, ragged, RULE, TILE, PIPE)),
             ],
             [4, 4, 1],
             [160, 160, 32],

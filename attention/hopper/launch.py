@@ -161,14 +161,14 @@ def forward(q, k, v, options):
     max_logit2 = q.new_full((tile.heads,), float("-inf"), dtype=torch.float32) if options.max_logit else None
     with torch.cuda.device_of(q):
         if problem.bounded:
-            (tiles,) = list_tiles(problem, q, tile.block_q)
+            (tile_list,) = list_tiles(problem, q, tile.block_q)
             blank(problem, out)
         else:
-            tiles = q.new_zeros(1, dtype=torch.int32)
+            tile_list = q.new_zeros(1, dtype=torch.int32)
         problem.once(forward_launcher).start(
             tiles_of(problem, "q", q, rows), tiles_of(problem, "k", k, block_k), tiles_of(problem, "v", v, block_k),
             tiles_of(problem, "out", out, rows), lse2, max_logit2,
-            None if options.sink is None else options.sink.contiguous(), tiles, problem.ragged, problem.q_len,
+            None if options.sink is None else options.sink.contiguous(), tile_list, problem.ragged, problem.q_len,
             problem.k_len, n_tiles, tile.heads * problem.batch,
             max(abs(options.scale), 1e-30),  # 0 would turn the -inf of a hidden key into NaN
             problem.terms.dropout, options.seed, problem.terms.slopes,
@@ -224,7 +224,7 @@ def backward(q, k, v, out, lse2, dout, dlse, bias_grad, options, deterministic=N
     heads, group = problem.tile.heads, problem.tile.group
     plan, _, q_slots, _, span = problem.once(share)
     block_q, block_k = plan.block_q, plan.block_k
-    q_tiles = k_tiles = None
+    q_list = k_list = None
 
     # keys before every window are left out too (bounds() in ragged.py): only then is all filled with zeros
     new = partial(output, problem) if problem.rule.window else empty
@@ -236,12 +236,12 @@ def backward(q, k, v, out, lse2, dout, dlse, bias_grad, options, deterministic=N
         parts = [new(k, (batch, k_len, heads, width), dtype=torch.float32) for width in widths]
     with torch.cuda.device_of(q):
         if problem.bounded:
-            q_tiles, k_tiles = list_tiles(problem, q, block_q, block_k)
+            q_list, k_list = list_tiles(problem, q, block_q, block_k)
         size = block_q * plan.dim // WIDTH.value  # rows of the sum that a tile of dQ takes
         rows = empty(q, (q_slots * heads * 2 * block_q,), dtype=torch.float32)
         dq_sum = empty(q, (q_slots * heads * size, WIDTH.value), dtype=torch.float32)
         sums = descriptor(problem, "dq_sum", dq_sum, described, (size, WIDTH.value)) if plan.dq_stages > 0 else dq_sum
-        where = (q_tiles, problem.ragged, q_slots, q_len, k_len)
+        where = (q_list, problem.ragged, q_slots, q_len, k_len)
         problem.once(prepare_launcher).start(
             view("out", out), view("dout", dout), view("lse2", lse2), view("dlse", dlse), rows, dq_sum,
             view("delta", delta), *where,
@@ -251,7 +251,7 @@ def backward(q, k, v, out, lse2, dout, dlse, bias_grad, options, deterministic=N
             tiles_of(problem, "dout", dout, block_q), descriptor(problem, "rows", rows, described, (block_q,)), sums,
             tiles_of(problem, "dk", dk, block_k), tiles_of(problem, "dv", dv, block_k), *parts,
             q_len, k_len, batch, heads, group, span, options.scale, problem.terms.dropout, options.seed,
-            problem.terms.slopes, k_tiles, problem.ragged, q_slots,
+            problem.terms.slopes, k_list, problem.ragged, q_slots,
         )  # fmt: skip
         problem.once(finish_launcher).start(dq_sum, view("dq", dq), *where, options.scale)
         if span < group:

@@ -4,7 +4,7 @@ from typing import NamedTuple
 
 from ..score import ahead, behind
 from ..tiles import Sequence
-from .channel import Channel, emptied, fill, filled, release, slot_and_phase
+from .channel import Channel, acquire, barriers, commit, fill, filled, release, shared_layout, wait_full
 from .gluon import gl, gluon, mbarrier
 from .ragged import Rows, corner
 from .tiles import Dropout, bounds, dropout_key, listed, meeting_range, query_tile, slope2
@@ -57,14 +57,62 @@ def blocks(start, rows, problem, RULE: gl.constexpr, TILE: gl.constexpr):
 
 
 @gluon.jit
+def channel(SLOTS: gl.constexpr, ROWS: gl.constexpr, DIM: gl.constexpr, DTYPE: gl.constexpr, READERS: gl.constexpr):
+    """An empty Channel."""
+    tiles = gl.allocate_shared_memory(DTYPE, [SLOTS, ROWS, DIM], shared_layout([ROWS, DIM], DTYPE))
+    return Channel(tiles, barriers(SLOTS, 1), barriers(SLOTS, READERS))
+
+
+@gluon.constexpr_function
+def words(rule, pipe):
+    """How many words a message has: see encode()."""
+    return 2 + 3 * pipe.ragged + rule.dropout + rule.alibi
+
+
+@gluon.jit
+def encode(q_start, head, seq, seed, slopes, RULE: gl.constexpr, TILE: gl.constexpr, PIPE: gl.constexpr):
+    """The message about a tile: its first query, or -1 when there are no more, and its head of all sequences.
+
+    If sequences are ragged also where its own begins in its row, and how many queries and keys that has; with dropout
+    also its key; with ALiBi also its slope.
+    """
+    message = q_start, seq.row * TILE.heads + head
+    if PIPE.ragged:
+        message += seq.q_start, seq.q_len, seq.k_len
+    if RULE.dropout:
+        message += (gl.cast(dropout_key(seq.index, head, seed, RULE), gl.int32),)
+    if RULE.alibi:
+        message += (slope2(slopes, head, seq).to(gl.int32, bitcast=True),)
+    return message
+
+
+@gluon.jit
+def decode(message, problem, RULE: gl.constexpr, PIPE: gl.constexpr):
+    """What encode() put into a message -> (where the sequence begins in its row, its Sizes, its Dropout)."""
+    WORDS: gl.constexpr = words(RULE, PIPE)
+    first = 0
+    q_len, k_len = problem.q_len, problem.k_len
+    if PIPE.ragged:
+        first, q_len, k_len = message[2], message[3], message[4]
+    key = 0
+    if RULE.dropout:
+        key = message[WORDS - 1 - RULE.alibi].to(gl.uint32, bitcast=True)
+    slope = 0.0
+    if RULE.alibi:
+        slope = message[WORDS - 1].to(gl.float32, bitcast=True)
+    own = Sizes(q_len, k_len, problem.scale, problem.dropout, slope)
+    return first, own, Dropout(key, problem.dropout)
+
+
+@gluon.jit
 def send(mail, visit, message):
-    """Tell the consumers which tile comes next, by a tuple of int32; tile_of() reads it."""
+    """Tell the consumers about a tile."""
     layout: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
     WORDS: gl.constexpr = mail.tiles.shape[0] // MAILBOX
-    slot = emptied(mail, visit)
+    slot = acquire(mail, visit)
     for word in gl.static_range(WORDS):
         mail.tiles.index(WORDS * slot + word).store(gl.full([1], message[word], gl.int32, layout))
-    mbarrier.arrive(mail.full.index(slot))
+    commit(mail, visit)
 
 
 @gluon.jit
@@ -78,9 +126,7 @@ def read(mail, number):
 def receive(mail, visit):
     """What was sent."""
     WORDS: gl.constexpr = mail.tiles.shape[0] // MAILBOX
-    slot, phase = slot_and_phase(visit, mail.full.shape[0])
-    mbarrier.wait(mail.full.index(slot), phase)
-    first = WORDS * slot
+    first = WORDS * wait_full(mail, visit)
     message = read(mail, first), read(mail, first + 1)
     for word in gl.static_range(2, WORDS):
         message += (read(mail, first + word),)
@@ -88,40 +134,13 @@ def receive(mail, visit):
     return message
 
 
-@gluon.constexpr_function
-def words(rule, pipe):
-    """Number of words in a message."""
-    return 2 + 3 * pipe.ragged + rule.dropout + rule.alibi
-
-
 @gluon.jit
-def tile_of(message, problem, RULE: gl.constexpr, PIPE: gl.constexpr):
-    """Message -> (its first query, its head, where its sequence begins in its row, Sizes, Dropout).
-
-    The first query is -1 if there are no more tiles. Heads are counted over all sequences. If sequences are ragged,
-    three words more say where this one begins and how many queries and keys it has; then come dropout's key and the
-    slope of ALiBi, if there are any.
-    """
-    first = 0
-    q_len, k_len = problem.q_len, problem.k_len
-    KEY: gl.constexpr = 5 if PIPE.ragged else 2
-    if PIPE.ragged:
-        first, q_len, k_len = message[2], message[3], message[4]
-    key = 0
-    if RULE.dropout:
-        key = message[KEY].to(gl.uint32, bitcast=True)
-    slope = 0.0
-    if RULE.alibi:
-        slope = message[len(message) - 1].to(gl.float32, bitcast=True)
-    sizes = Sizes(q_len, k_len, problem.scale, problem.dropout, slope)
-    return message[0], message[1], first, sizes, Dropout(key, problem.dropout)
-
-
-@gluon.jit
-def tile_at(number, total, n_tiles, tiles, ragged, problem, RULE: gl.constexpr, TILE: gl.constexpr, PIPE: gl.constexpr):
+def tile_at(
+    number, total, n_tiles, tile_list, ragged, problem, RULE: gl.constexpr, TILE: gl.constexpr, PIPE: gl.constexpr
+):
     """Number of `total` tiles -> (tile, head, Sequence), in the order in which they should start."""
     if PIPE.ragged:  # all heads of a tile, then the next one: the keys of neighbours are in the cache
-        tile, index, _ = listed(tiles, number // TILE.heads)
+        tile, index, _ = listed(tile_list, number // TILE.heads)
         return tile, number % TILE.heads, bounds(index, problem.q_len, problem.k_len, ragged, RULE)
     else:
         tile, head, row = query_tile(number, total, n_tiles, problem.k_len, RULE, TILE)
@@ -130,7 +149,7 @@ def tile_at(number, total, n_tiles, tiles, ragged, problem, RULE: gl.constexpr, 
 
 @gluon.jit
 def loader(
-    shared, q, k, v, seed, slopes, problem, n_tiles, lanes, tiles, ragged,
+    shared, q, k, v, seed, slopes, problem, n_tiles, lanes, tile_list, ragged,
     RULE: gl.constexpr, TILE: gl.constexpr, PIPE: gl.constexpr,
 ):  # fmt: skip
     """Choose tiles, and load what the consumers will need in the order in which they will."""
@@ -140,18 +159,11 @@ def loader(
     number = gl.program_id(0)
     total = n_tiles * lanes
     if PIPE.ragged:
-        total = gl.load(tiles + 1) * TILE.heads
+        total = gl.load(tile_list + 1) * TILE.heads
     while number < total:
-        tile, head, seq = tile_at(number, total, n_tiles, tiles, ragged, problem, RULE, TILE, PIPE)
+        tile, head, seq = tile_at(number, total, n_tiles, tile_list, ragged, problem, RULE, TILE, PIPE)
         q_start = tile * TILE.block_q
-        message = q_start, seq.row * TILE.heads + head
-        if PIPE.ragged:
-            message += seq.q_start, seq.q_len, seq.k_len
-        if RULE.dropout:
-            message += (gl.cast(dropout_key(seq.index, head, seed, RULE), gl.int32),)
-        if RULE.alibi:
-            message += (slope2(slopes, head, seq).to(gl.int32, bitcast=True),)
-        send(shared.mail, visit, message)
+        send(shared.mail, visit, encode(q_start, head, seq, seed, slopes, RULE, TILE, PIPE))
         queries = Rows(seq.row, seq.row * problem.q_len + seq.q_start + seq.q_len, seq.q_len)
         for index in gl.static_range(CONSUMERS):
             at = corner(queries, q_start + index * ROWS, head, PIPE.ragged)
@@ -170,7 +182,7 @@ def loader(
         fill(shared.v, count, v, corner(keys, start, kv_head, PIPE.ragged))
         count += 1
         visit += 1
-        number = gl.atomic_add(tiles, 1, sem="relaxed") + gl.num_programs(0)  # whoever is free takes the next
+        number = gl.atomic_add(tile_list, 1, sem="relaxed") + gl.num_programs(0)  # whoever is free takes the next
     send(shared.mail, visit, (-1, 0, 0, 0, 0, 0, 0))
 
 

@@ -75,14 +75,14 @@ def bounds(index, q_len, k_len, ragged, RULE: tl.constexpr):
 
 
 @triton.jit
-def listed(tiles, entry):
+def listed(tile_list, entry):
     """Entry of a list -> (tile, sequence index, whether there is such an entry)."""
-    exists = entry < tl.load(tiles + 1)
-    return tl.load(tiles + 3 + 2 * entry, exists, 0), tl.load(tiles + 2 + 2 * entry, exists, 0), exists
+    exists = entry < tl.load(tile_list + 1)
+    return tl.load(tile_list + 3 + 2 * entry, exists, 0), tl.load(tile_list + 2 + 2 * entry, exists, 0), exists
 
 
 @triton.jit
-def enlist(tiles, sequences, q_len, k_len, ragged, RULE: tl.constexpr, BLOCK: tl.constexpr, KEYS: tl.constexpr):
+def enlist(tile_list, sequences, q_len, k_len, ragged, RULE: tl.constexpr, BLOCK: tl.constexpr, KEYS: tl.constexpr):
     """Write a list: see list_kernel."""
     total = 0
     for first in range(0, sequences, CHUNK):
@@ -92,31 +92,31 @@ def enlist(tiles, sequences, q_len, k_len, ragged, RULE: tl.constexpr, BLOCK: tl
         if KEYS:
             length = seq.k_len
         count = tl.where(index < sequences, tl.cdiv(length, BLOCK), 0)
-        place = tiles + 2 + 2 * (total + tl.cumsum(count, 0) - count)
+        entry = tile_list + 2 + 2 * (total + tl.cumsum(count, 0) - count)
         for step in range(tl.max(count, 0)):
             tile = step
             if not KEYS:
                 tile = count - 1 - step
-            tl.store(place + 2 * step, index, step < count)
-            tl.store(place + 2 * step + 1, tile, step < count)
+            tl.store(entry + 2 * step, index, step < count)
+            tl.store(entry + 2 * step + 1, tile, step < count)
         total += tl.sum(count, 0)
-    tl.store(tiles, 0)
-    tl.store(tiles + 1, total)
+    tl.store(tile_list, 0)
+    tl.store(tile_list + 1, total)
 
 
 @triton.jit(do_not_specialize=["sequences", "q_len", "k_len"])
 def list_kernel(
-    q_tiles, k_tiles, sequences, q_len, k_len, ragged, RULE: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr
+    q_list, k_list, sequences, q_len, k_len, ragged, RULE: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr
 ):
-    """q_tiles = [0, n, and of each of n tiles of queries the sequence and the tile], k_tiles likewise; either in int32.
+    """q_list = [0, n, and of each of n tiles of queries the sequence and the tile], k_list likewise; either in int32.
 
     The 0 is for programs to count what they have taken. A sequence's tiles stand together, those first that take
     longest under a causal mask. The first program lists the queries, the second, if there is one, the keys.
     """
     if tl.program_id(0) == 0:
-        enlist(q_tiles, sequences, q_len, k_len, ragged, RULE, BLOCK_Q, KEYS=False)
-    elif k_tiles is not None:
-        enlist(k_tiles, sequences, q_len, k_len, ragged, RULE, BLOCK_K, KEYS=True)
+        enlist(q_list, sequences, q_len, k_len, ragged, RULE, BLOCK_Q, KEYS=False)
+    elif k_list is not None:
+        enlist(k_list, sequences, q_len, k_len, ragged, RULE, BLOCK_K, KEYS=True)
 
 
 @triton.jit(do_not_specialize=["offset", "q_len", "k_len"])

@@ -23,15 +23,15 @@ WIDTH = tl.constexpr(32)
 
 
 @triton.jit
-def locate_queries(q_tiles, ragged, q_slots, q_len, k_len, TILE: tl.constexpr):
+def locate_queries(q_list, ragged, q_slots, q_len, k_len, TILE: tl.constexpr):
     """Program id -> (first query, how many from there on, head, Sequence, number of the tile in rows and dq_sum)."""
     program = tl.program_id(0)
-    if q_tiles is None:
+    if q_list is None:
         tile, head, batch = locate(tl.cdiv(q_len, TILE.block_q), TILE.heads)
         start = tile * TILE.block_q
         return start, q_len - start, head, Sequence(batch, batch, 0, q_len, 0, k_len), program
     else:
-        tile, index, exists = listed(q_tiles, program // TILE.heads)
+        tile, index, exists = listed(q_list, program // TILE.heads)
         head = program % TILE.heads
         start = tile * TILE.block_q
         seq = sequence(index, q_len, k_len, ragged)
@@ -41,7 +41,7 @@ def locate_queries(q_tiles, ragged, q_slots, q_len, k_len, TILE: tl.constexpr):
 
 @triton.jit(do_not_specialize=["q_slots", "q_len", "k_len"])
 def prepare_kernel(
-    out, dout, lse2, dlse, rows, dq_sum, delta, q_tiles, ragged, q_slots, q_len, k_len,
+    out, dout, lse2, dlse, rows, dq_sum, delta, q_list, ragged, q_slots, q_len, k_len,
     RULE: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
     """Before backward_kernel, for one tile of queries of one head: rows = [lse2, delta], and a dQ sum of zeros.
@@ -49,8 +49,8 @@ def prepare_kernel(
     delta_i = dp_factor() sum_d dO_id O_id - dlse_i; dlse may be None. lse2 is +inf, which makes all weights 0, for rows
     that see no key or do not exist; delta of these is 0. With delta [B, H, Tq] not None that is filled too.
     """
-    start, count, head, seq, number = locate_queries(q_tiles, ragged, q_slots, q_len, k_len, TILE)
-    if q_tiles is not None and count <= 0:
+    start, count, head, seq, number = locate_queries(q_list, ragged, q_slots, q_len, k_len, TILE)
+    if q_list is not None and count <= 0:
         return
     first = seq.q_start
     dim: tl.constexpr = TILE.value_dim
@@ -68,15 +68,15 @@ def prepare_kernel(
     tl.store(rows + row, lse)
     tl.store(rows + TILE.block_q + row, tl.where(lse == float("inf"), 0.0, sums))
     SIZE: tl.constexpr = TILE.block_q * padded(TILE.dim)
-    place = tl.arange(0, SIZE)
-    tl.store(dq_sum + tl.cast(number, tl.int64) * SIZE + place, place.to(tl.float32) * 0.0)
+    index = tl.arange(0, SIZE)
+    tl.store(dq_sum + tl.cast(number, tl.int64) * SIZE + index, index.to(tl.float32) * 0.0)
 
 
 @triton.jit(do_not_specialize=["q_slots", "q_len", "k_len"])
-def finish_kernel(dq_sum, dq, q_tiles, ragged, q_slots, q_len, k_len, scale, TILE: tl.constexpr):
+def finish_kernel(dq_sum, dq, q_list, ragged, q_slots, q_len, k_len, scale, TILE: tl.constexpr):
     """After backward_kernel: dq = scale times the sum for one tile of queries of one head, in the order of dq again."""
-    start, count, head, seq, number = locate_queries(q_tiles, ragged, q_slots, q_len, k_len, TILE)
-    if q_tiles is not None and count <= 0:
+    start, count, head, seq, number = locate_queries(q_list, ragged, q_slots, q_len, k_len, TILE)
+    if q_list is not None and count <= 0:
         return
     SIZE: tl.constexpr = TILE.block_q * padded(TILE.dim)
     total = tl.load(dq_sum + tl.cast(number, tl.int64) * SIZE + tl.arange(0, SIZE))

@@ -28,7 +28,7 @@ tanh = gluon.jit(score.tanh.fn)
 
 @gluon.jit
 def split_columns(x):
-    """A matmul's result [rows, columns] -> (as [rows, n, t, 2], 8 n + (0, 1), 2 t [1, t]); columns are their sums.
+    """A matmul's result [rows, columns] -> (parts [rows, n, t, 2], 8 n + (0, 1), 2 t [1, t]); their sum is the column.
 
     A thread holds columns 8 n + 2 t + (0, 1) of a row, where t is its place in the group of four that shares the row.
     With 2 t on the side of the rows, the rest are constants; else there were not registers enough.
@@ -44,14 +44,14 @@ def split_columns(x):
 
 
 @gluon.jit
-def per_row(rows, thread):
+def expand_rows(rows, thread):
     """[rows] -> [rows, 1], in the layout of [rows, t]."""
     return gl.convert_layout(rows, gl.SliceLayout(1, thread.type.layout), assert_trivial=True)[:, None]
 
 
 @gluon.jit
-def merge_columns(parts, x):
-    """The parts of split_columns(x) in the shape and layout of x."""
+def join_columns(parts, x):
+    """The parts of split_columns(x) as x was."""
     return gl.convert_layout(parts.reshape(x.shape), x.type.layout, assert_trivial=True)
 
 
@@ -60,18 +60,18 @@ def keep_columns(x, begin, end, other):
     """A matmul's result [rows, columns] where begin <= column < end, else `other`; both int32 [rows], or None."""
     parts, column, thread = split_columns(x)
     if end is not None:
-        parts = gl.where(column < (per_row(end, thread) - thread)[:, None, :, None], parts, other)
+        parts = gl.where(column < (expand_rows(end, thread) - thread)[:, None, :, None], parts, other)
     if begin is not None:
-        parts = gl.where(column >= (per_row(begin, thread) - thread)[:, None, :, None], parts, other)
-    return merge_columns(parts, x)
+        parts = gl.where(column >= (expand_rows(begin, thread) - thread)[:, None, :, None], parts, other)
+    return join_columns(parts, x)
 
 
 @gluon.jit
 def ramp(x, first):
     """first + column in float32, for a matmul's result [rows, columns]; first int32 [rows]."""
     _, column, thread = split_columns(x)
-    found = (per_row(first, thread) + thread).to(gl.float32)[:, None, :, None] + column.to(gl.float32)
-    return merge_columns(found, x)
+    found = (expand_rows(first, thread) + thread).to(gl.float32)[:, None, :, None] + column.to(gl.float32)
+    return join_columns(found, x)
 
 
 @gluon.constexpr_function

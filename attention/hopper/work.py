@@ -95,12 +95,12 @@ def locate_keys(q_len, k_len, batches, slots, RULE: gl.constexpr, PLAN: gl.const
 
 @gluon.jit
 def plan_work(
-    q_rows, k_rows, batches, heads, group, span, k_tiles, ragged, q_slots, RULE: gl.constexpr, PLAN: gl.constexpr
+    q_rows, k_rows, batches, heads, group, span, k_list, ragged, q_slots, RULE: gl.constexpr, PLAN: gl.constexpr
 ):
     """The Work of this program, of tensors with so many rows of queries and of keys."""
     slots = heads // span
     if PLAN.ragged:  # all heads of a tile, then the next one
-        tile, index, exists = listed(k_tiles, gl.program_id(0) // slots)
+        tile, index, exists = listed(k_list, gl.program_id(0) // slots)
         seq = bounds(index, q_rows, k_rows, ragged, RULE)
         q_len = gl.where(exists, seq.q_len, 0)
         k_len = gl.where(exists, seq.k_len, 0)
