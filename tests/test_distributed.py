@@ -146,6 +146,23 @@ def test_a_rank_that_dies_takes_the_job_down_and_the_run_resumes(folder, on, par
 
 
 @slow
+def test_a_rank_that_waits_for_a_dead_one_says_so_and_ends(folder):
+    """SIGSTOP here does what a killed rank does to NCCL: the other waits in C++, where Python handles no signal."""
+    process = start(folder, ranks=2, **FAST | dict(steps=100_000, eval_every=100_000))
+    wait_for(lambda: reached(folder, 3))
+    waits, stopped = rank_processes(process)
+    os.kill(stopped, signal.SIGSTOP)
+    time.sleep(1)  # until the other waits for it
+    os.kill(waits, signal.SIGTERM)
+    try:
+        wait_for(lambda: waits not in children(process.pid), seconds=60)
+    finally:
+        os.kill(stopped, signal.SIGKILL)
+    _, err = finish(process, code=1)
+    assert re.search(r"^error: rank 0 was asked to stop, but has waited \d+ s for another rank", err, re.M), err[-3000:]
+
+
+@slow
 def test_an_error_of_rank_0_ends_all(folder):
     result = launch(folder, ranks=2, input="none.txt")
     assert result.returncode != 0 and "none.txt" in result.stderr

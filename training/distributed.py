@@ -4,9 +4,11 @@ import gc
 import os
 import signal
 import sys
+import time
 from contextlib import suppress
 from datetime import timedelta
 from functools import partial
+from threading import Thread
 from typing import Any, NamedTuple
 
 import torch
@@ -19,6 +21,7 @@ from training.config import resolve_device
 
 SAVE, STOP = 1, 2  # what a signal asks for; STOP saves too
 HANDLED = [getattr(signal, name) for name in ("SIGTERM", "SIGINT", "SIGHUP", "SIGUSR1") if hasattr(signal, name)]
+PATIENCE = 20  # seconds; torchrun kills ranks 30 s after it has asked them to stop
 
 
 class Ranks(NamedTuple):
@@ -113,7 +116,8 @@ def lost_a_rank(error):
 class Signals:
     """Within this context SIGTERM, SIGINT and SIGHUP ask for STOP and SIGUSR1 for SAVE; a second Ctrl-C exits at once.
 
-    A signal that is ignored, as SIGHUP is under nohup, stays ignored.
+    A signal that is ignored, as SIGHUP is under nohup, stays ignored. A rank that waits for a GPU cannot handle
+    signals. If it still waits PATIENCE seconds after SIGTERM, another rank has probably ended; it says so and ends.
     """
 
     def __init__(self, ranks):
@@ -123,13 +127,36 @@ class Signals:
     def __enter__(self):
         handled = [n for n in HANDLED if n == signal.SIGINT or signal.getsignal(n) != signal.SIG_IGN]
         self.before = {number: signal.signal(number, self._handle) for number in handled}
+        if self.ranks.world > 1:
+            reader, self.writer = os.pipe()
+            os.set_blocking(self.writer, False)
+            signal.set_wakeup_fd(self.writer)  # each signal writes its number, whatever the main thread waits for
+            Thread(target=self._watch, args=[reader], daemon=True).start()
         return self
 
     def __exit__(self, kind, *_):
         for number, handler in self.before.items():
             signal.signal(number, handler)
+        if self.ranks.world > 1:
+            signal.set_wakeup_fd(-1)
+            os.close(self.writer)
         if self.vote is not None and kind is None:
             self.vote[1].wait()
+
+    def _watch(self, reader):
+        """End this rank if SIGTERM has come and the main thread never handles it."""
+        with open(reader, "rb", buffering=0) as numbers:
+            while number := numbers.read(1):
+                if number[0] == signal.SIGTERM:
+                    time.sleep(PATIENCE)
+                    if not self.stopping:
+                        print(
+                            f"error: rank {self.ranks.rank} was asked to stop, but has waited {PATIENCE} s for another "
+                            "rank, which has probably ended; start the run again with --resume",
+                            file=sys.stderr,
+                            flush=True,
+                        )
+                        os._exit(1)
 
     def _handle(self, number, _):
         if signal.Signals(number).name == "SIGUSR1":
