@@ -227,8 +227,7 @@ def hopper_lacks(call):
         return "prefix_lengths"
     if not 40 <= q.shape[-1] <= 256:
         return f"head dim {q.shape[-1]} (40 to 256)"
-    narrow = call.impl == "hopper" and q.shape[-1] > 128 >= v.shape[-1] > 64  # not timed yet, so only if asked for
-    if v.shape[-1] != q.shape[-1] and not narrow:
+    if v.shape[-1] != q.shape[-1] and not q.shape[-1] > 128 >= v.shape[-1] > 64:
         return f"values of head dim {v.shape[-1]} beside keys of {q.shape[-1]}"
     if 0 in q.shape or 0 in k.shape:
         return "an empty tensor"

@@ -371,8 +371,7 @@ def test_explain_names_the_implementation(device):
         ("torch.float32", dict(dtype=torch.float32)),
         ("head dim 32", dict(dim=32)),
         ("head dim 32", dict(value_dim=32)),
-        ("head dim 128", dict(dim=192, value_dim=128)),  # unless impl="hopper"
-        ("head dim 64", dict(dim=192, value_dim=64, impl="hopper")),
+        ("head dim 64", dict(dim=192, value_dim=64)),
         ("empty", dict(batch=0)),
         ("decay", dict(decay=True)),
         ("bias", dict(bias=(8, 8))),
@@ -398,11 +397,11 @@ def test_unsupported_sizes():
 @pytest.mark.parametrize("case", (CASES | REPEATED).values(), ids=CASES | REPEATED)
 def test_supported_calls(case):
     assert lacks(**case) is None
-    assert lacks(dim=192, value_dim=128, impl="hopper", **case) is None
+    assert lacks(dim=192, value_dim=128, **case) is None
 
 
-def lacks(dtype=torch.bfloat16, dim=64, impl="auto", **problem):
+def lacks(dtype=torch.bfloat16, dim=64, **problem):
     """hopper_lacks() of a problem: why the Hopper kernels do not support it, or None."""
     arguments, _, _ = make_problem("cpu", dtype, dim=dim, **problem)
     q, k, v = map(arguments.pop, "qkv")
-    return hopper_lacks(call_of(q, k, v, **arguments, impl=impl))
+    return hopper_lacks(call_of(q, k, v, **arguments))
