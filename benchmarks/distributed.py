@@ -177,7 +177,8 @@ def xl(part, all_gpus, big, **_):
     first = {}
     for parallel in ("fsdp", "ddp"):
         for gpus in all_gpus:
-            part.scaling(gpus, f"1.5B, {parallel}", first, **big | dict(batch_size=16 * gpus, parallel=parallel))
+            options = dict(batch_size=16 * gpus, micro_batch=16, parallel=parallel)
+            part.scaling(gpus, f"1.5B, {parallel}", first, **big | options)
 
 
 def muon(part, all_gpus, big, **_):
@@ -216,8 +217,8 @@ def largest(part, deep, small, **_):
 
 def gpu_memory():
     """Bytes of memory of the first GPU, without using any of it."""
-    query = ["nvidia-smi", "--query-gpu=memory.total", "--format=csv,noheader,nounits", "--id=0"]
-    return int(subprocess.run(query, capture_output=True, text=True, check=True).stdout) << 20
+    query = ["nvidia-smi", "--query-gpu=memory.total", "--format=csv,noheader,nounits"]
+    return int(subprocess.run(query, capture_output=True, text=True, check=True).stdout.split()[0]) << 20
 
 
 def losses(part, all_gpus, plain, small, **_):

@@ -9,6 +9,7 @@ import re
 import sys
 import time
 from bisect import bisect
+from collections import defaultdict
 from pathlib import Path
 
 import torch
@@ -27,6 +28,7 @@ from training.start import compile_network
 from training.step import TrainStep, choose_micro_batch, prefetch
 
 WARM_UPS, STEPS = 10, 20  # steps before the measurement, and in each of its two halves
+LONGEST = 12  # kernels that are named below the table
 HEAD, MATMULS = "head and cross-entropy", "matmuls"
 PARTS = {  # part of a step -> pattern of its kernels' names; the first one found counts
     "attention": r"^((hopper_)?forward|backward|prepare|finish|dq|dkdv|dbias|group_sum|list|blank)_kernel$|flash|fmha",
@@ -112,7 +114,7 @@ def seconds_of(function, repeats):
 
 
 def step_table(config):
-    """Markdown table of a Config's training step: parts, their milliseconds and floors, and the peak memory.
+    """Markdown table of a Config's training step: parts, their milliseconds and floors, the peak memory, long kernels.
 
     The whole step is timed without the profiler. "gaps" is what its kernels leave of that time.
     """
@@ -147,9 +149,11 @@ def step_table(config):
         (event for event in recorded.events() if event.device_type == DeviceType.CUDA and not event.is_user_annotation),
         key=lambda event: event.time_range.start,
     )
-    spent = dict.fromkeys(PARTS, 0.0)
+    spent, times = dict.fromkeys(PARTS, 0.0), defaultdict(list)
     for part, kernel in zip(parts_of([kernel.name for kernel in kernels]), kernels, strict=True):
-        spent[part] += kernel.time_range.elapsed_us() / 1000 / STEPS
+        times[part, kernel.name].append(kernel.time_range.elapsed_us() / 1000 / STEPS)
+        spent[part] += times[part, kernel.name][-1]
+    longest = sorted(times.items(), key=lambda item: -sum(item[1]))[:LONGEST]
     spent |= {"gaps": whole - sum(spent.values()), "whole step": whole}
     least = floors(model, config.batch_size * config.block_size, copy_rate, matmul_rate)
     least["whole step"] = sum(least.values())
@@ -162,6 +166,8 @@ def step_table(config):
         "| part | ms | floor |",
         "|---|---|---|",
         *(f"| {part} | {ms:.2f} | {least.get(part, 0):.2f} |" for part, ms in spent.items()),
+        "",
+        *(f"{sum(ms):6.2f} ms {len(ms) / STEPS:5.0f} x {name[:90]} ({part})" for (part, name), ms in longest),
     ]
     return "\n".join(lines)
 

@@ -24,7 +24,7 @@ def draw_seeds(x, dropout, count):
 
 def add_norm(x, y, norm, drop, seed):
     """(x + drop(y), its norm). x: [..., C]. y: as x, or None for 0. seed: of draw_seeds()."""
-    if seed is not None and y is not None:
+    if seed is not None and y is not None and drop.training:
         from kernels import add_norm_kernel  # imports Triton, which not every machine has
 
         return add_norm_kernel.fused_add_norm(x, y, norm, drop.p, seed)
@@ -33,4 +33,5 @@ def add_norm(x, y, norm, drop, seed):
 
 
 def add(x, y, drop):
+    """x + drop(y), or x if y is None; x and y: [..., C]."""
     return x if y is None else x + drop(y)

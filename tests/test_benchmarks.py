@@ -130,6 +130,7 @@ def test_a_series_of_recipes(books, folder, capsys):
 
 KERNELS = """
 norms and elementwise: add_norm_kernel
+norms and elementwise: add_norm_backward_kernel
 matmuls: nvjet_sm90_tst_192x128_64x5_1x2_h_bz_coopB_TNT
 attention: hopper_forward_kernel
 casts and copies: triton_poi_fused__to_copy_t_1
