@@ -17,8 +17,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
-
-from kernels.mlp import _dh, activate, find_dh
+from torch.autograd.function import once_differentiable
 
 LARGEST = 448.0  # of e4m3
 HISTORY = 16  # steps
@@ -62,29 +61,24 @@ def multiply(x, weight, scale, weight_scale, dtype, bias=None, out=None):
 
 
 class Product(torch.autograd.Function):
-    """(W a + b, largest |a|) where a = x, or a = activation(x). Gradients are those without quantisation."""
+    """(W x + b, largest |x|). Gradients are those without quantisation."""
 
     @staticmethod
-    def forward(ctx, x, weight, bias, weight_fp8, scale, weight_scale, kind):
-        active = x if kind is None else activate(x, kind)
-        ctx.save_for_backward(x, active, weight)
-        ctx.kind, ctx.has_bias = kind, bias is not None
+    def forward(ctx, x, weight, bias, weight_fp8, scale, weight_scale):
+        ctx.save_for_backward(x, weight)
+        ctx.has_bias = bias is not None
         columns = len(weight)
         shift = None if bias is None else F.pad(bias, (0, len(weight_fp8) - columns))
-        y = multiply(quantise(active, scale), weight_fp8, scale, weight_scale, x.dtype, shift)
-        largest = find_largest(active)
+        y = multiply(quantise(x, scale), weight_fp8, scale, weight_scale, x.dtype, shift)
+        largest = find_largest(x)
         ctx.mark_non_differentiable(largest)
         return y[:, :columns], largest
 
     @staticmethod
+    @once_differentiable
     def backward(ctx, dy, _):
-        x, active, weight = ctx.saved_tensors
-        if ctx.kind is None:
-            dx = dy @ weight
-        else:
-            run = _dh if torch.compiler.is_compiling() else find_dh
-            dx = run(dy, weight.T.contiguous(), x, ctx.kind)
-        return dx, dy.T @ active, dy.sum(0) if ctx.has_bias else None, None, None, None, None
+        x, weight = ctx.saved_tensors
+        return dy @ weight, dy.T @ x, dy.sum(0) if ctx.has_bias else None, None, None, None
 
 
 class Float8Linear(nn.Linear):
@@ -106,17 +100,19 @@ class Float8Linear(nn.Linear):
         # not buffers: DDP would copy those of rank 0 to the other ranks in each forward pass
         self.scale, self.weight_scale, self.largest = (torch.ones((), device=layer.weight.device) for _ in range(3))
 
-    def forward(self, x, kind=None):
-        """W x + b, or W activation(x) + b for an activation of kernels/mlp.py; x: [..., K]."""
+    def forward(self, x):
+        """W x + b; x: [..., K]."""
         if not self.training:
-            return super().forward(x if kind is None else activate(x, kind))
-        device = x.device.type
-        dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x.dtype
-        rows, bias = x.to(dtype).flatten(0, -2), None if self.bias is None else self.bias.to(dtype)
-        weight_fp8 = self.quantised_weight(MULTIPLE)
-        y, largest = Product.apply(rows, self.weight.to(dtype), bias, weight_fp8, self.scale, self.weight_scale, kind)
+            return super().forward(x)
+        y, largest = Product.apply(*self.cast(x), self.quantised_weight(MULTIPLE), self.scale, self.weight_scale)
         self.record(largest)
         return y.unflatten(0, x.shape[:-1])
+
+    def cast(self, x):
+        """x as rows, W and b (or None), in the dtype in which autocast multiplies."""
+        device = x.device.type
+        dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x.dtype
+        return x.to(dtype).flatten(0, -2), self.weight.to(dtype), None if self.bias is None else self.bias.to(dtype)
 
     def quantised_weight(self, multiple):
         """W with rows of zeros added, up to a multiple."""

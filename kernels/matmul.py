@@ -1,7 +1,9 @@
-"""Matmuls of bfloat16 whose epilogue overlaps with the next tile, for Hopper GPUs (sm_90), in Gluon.
+"""Matmuls of bfloat16 or FP8 whose epilogue overlaps with the next tile, for Hopper GPUs (sm_90), in Gluon.
 
     "activate":  h = a b^T + bias, and activation(h)
     "slope":     (a b^T) * activation'(h)
+
+Operands in FP8 (e4m3) have "activate" only. h gets their scales, and its activation is also written in FP8.
 
 cuBLAS and a kernel after it would write a b^T to memory and read it again. Programs are persistent: one warp loads
 operands by TMA, and two warpgroups multiply, each the 64 x 256 sums of its half of a tile. A finished tile stays in
@@ -25,7 +27,7 @@ from kernels.shared import processors
 
 ROWS = gl.constexpr(64)  # of a warpgroup; a tile has twice as many
 COLUMNS = gl.constexpr(256)  # of a tile
-DEPTH = gl.constexpr(64)  # columns of a and b in a step
+BYTES = gl.constexpr(128)  # of each row of a and b in a step
 PIECES = gl.constexpr(16)  # of a finished tile
 # A piece is 32 rows, r or r + 8 of each 16, by 32 columns, as pairs [32, 16]; a thread has 4 neighbours of one row.
 PIECE = gl.constexpr(
@@ -33,9 +35,6 @@ PIECE = gl.constexpr(
         [[0, 1], [0, 2]], [[0, 4], [0, 8], [1, 0], [2, 0], [4, 0]], [[8, 0], [16, 0]], [], [32, 16]
     )
 )
-A_LAYOUT = gl.NVMMASharedLayout.get_default_for([ROWS.value, DEPTH.value], gl.bfloat16)
-B_LAYOUT = gl.constexpr(gl.NVMMASharedLayout.get_default_for([COLUMNS.value, DEPTH.value], gl.bfloat16))
-B_BLOCK = [COLUMNS.value // 32, 4, 4, 2, DEPTH.value]
 REGISTERS = 168  # of a thread, as launched; the loading warp then gives most of its own to the others
 activate = gluon.jit(activation.activate.fn)
 slope = gluon.jit(activation.slope.fn)
@@ -48,6 +47,7 @@ class Plan(NamedTuple):
     kind: str  # of the activation
     stages: int  # steps of operands in shared memory
     ahead: int  # pieces of `other` loaded before they are needed
+    fp8: bool  # operands are in FP8
 
 
 AHEAD = {"activate": 0, "slope": 2}  # of a Plan, for each epilogue
@@ -61,6 +61,23 @@ class Ring(NamedTuple):
     b: gl.shared_memory_descriptor  # [stages, COLUMNS, DEPTH]
     full: gl.shared_memory_descriptor  # barriers [stages, 1]
     empty: gl.shared_memory_descriptor
+
+
+class Scales(NamedTuple):
+    """Pointers to a float32 each, with operands in FP8."""
+
+    a: gl.tensor
+    b: gl.tensor
+    active: gl.tensor
+
+
+class Outputs(NamedTuple):
+    """Pointers; None is not written."""
+
+    out: gl.tensor  # pairs of bfloat16, as is `active`
+    active: gl.tensor
+    active_fp8: gl.tensor  # pairs of e4m3
+    largest: gl.tensor  # float32 as int32: the largest absolute value of `active`
 
 
 class Place(NamedTuple):
@@ -87,6 +104,21 @@ def high(pair):
 
 
 @gluon.jit
+def pack_fp8(low, high):
+    """Two float32 -> a pair of e4m3 in an int16; values beyond its range become its largest."""
+    return gl.inline_asm_elementwise(
+        "cvt.rn.satfinite.e4m3x2.f32 $0, $2, $1;", "=h,f,f", [low, high], gl.int16, True, 1
+    )
+
+
+@gluon.jit
+def larger(largest, pair, exists):
+    """The larger absolute values of pairs of bfloat16, whose bits are ordered like integers; a NaN is the largest."""
+    pair = gl.where(exists, pair & 0x7FFF7FFF, 0)
+    return gl.inline_asm_elementwise("max.u16x2 $0, $1, $2;", "=r,r,r", [largest, pair], gl.int32, True, 1)
+
+
+@gluon.jit
 def split_pieces(x):
     """[4, 8, 4, 4, 2, 2, ...] -> the tuple of its pieces; the last dimension is the highest bit of their number."""
     if len(x.shape) > 4:
@@ -97,8 +129,10 @@ def split_pieces(x):
 
 
 @gluon.jit
-def pieces_of(sums):
-    """Sums [ROWS, COLUMNS] in float32 -> PIECES tensors of pairs; piece 2 n + h has columns 32 n on."""
+def pieces_of(sums, scale):
+    """scale * sums [ROWS, COLUMNS] in float32 -> PIECES tensors of pairs; piece 2 n + h has columns 32 n on."""
+    if scale is not None:
+        sums *= scale
     even, odd = gl.split(sums.reshape([ROWS, COLUMNS // 2, 2]))
     # rows 16 r16 + 8 h + r8, pairs 16 n + 4 i + j of permuted columns, and n as three bits
     pairs = pack(even, odd).reshape([4, 2, 8, 2, 2, 2, 4, 4])
@@ -122,17 +156,26 @@ def load_piece(other, place, NUMBER: gl.constexpr, PAIRS: gl.constexpr):
 
 
 @gluon.jit
-def finish_piece(pair, held, out, active, place, NUMBER: gl.constexpr, PAIRS: gl.constexpr, PLAN: gl.constexpr):
-    """Write a piece of a tile. held: with "slope", the pieces of h loaded so far."""
+def finish_piece(
+    pair, held, outputs, factor, largest, place, NUMBER: gl.constexpr, PAIRS: gl.constexpr, PLAN: gl.constexpr
+):
+    """Write a piece of a tile. held: with "slope", the pieces of h loaded so far. Returns the new `largest`.
+
+    With FP8, factor: 1 / scale of the activation; largest: pairs of its largest absolute values so far.
+    """
     KIND: gl.constexpr = PLAN.kind
     offsets, exists = piece_offsets(place, NUMBER, PAIRS)
     if PLAN.epilogue == "activate":
         result = pack(activate(low(pair), KIND), activate(high(pair), KIND))
-        gl.store(active + offsets, result, exists)
+        gl.store(outputs.active + offsets, result, exists)
+        if PLAN.fp8:
+            gl.store(outputs.active_fp8 + offsets, pack_fp8(low(result) * factor, high(result) * factor), exists)
+            largest = larger(largest, result, exists)
     else:
         other = held[NUMBER + 1]
         pair = pack(low(pair) * slope(low(other), KIND), high(pair) * slope(high(other), KIND))
-    gl.store(out + offsets, pair, exists)
+    gl.store(outputs.out + offsets, pair, exists)
+    return largest
 
 
 @gluon.jit
@@ -158,6 +201,7 @@ def loader(a, b, ring, tiles, PAIRS: gl.constexpr, STEPS: gl.constexpr):
     """Load the operands of all steps of this program's tiles; columns of the result come first, then its rows."""
     STAGES: gl.constexpr = ring.full.shape[0]
     ACROSS: gl.constexpr = 2 * PAIRS // COLUMNS
+    DEPTH: gl.constexpr = a.block_shape[1]
     count = 0
     for tile in range(gl.program_id(0), tiles, gl.num_programs(0)):
         row = tile // ACROSS * (2 * ROWS)
@@ -192,39 +236,46 @@ def release(sums, ring, STEP: gl.constexpr, PENDING: gl.constexpr):
 
 
 @gluon.jit
-def first_sums(bias, column, LAYOUT: gl.constexpr):
-    """The bias of the permuted columns in each row; zeros without one."""
+def first_sums(bias, column, scale, LAYOUT: gl.constexpr):
+    """The bias of the permuted columns in each row, divided by the scale of sums; zeros without one."""
     if bias is None:
         return gl.zeros([ROWS, COLUMNS], gl.float32, LAYOUT)
     else:
         c = gl.arange(0, COLUMNS, gl.SliceLayout(0, LAYOUT))
         column += c // 32 * 32 + c // 2 % 4 * 8 + c // 8 % 4 * 2 + c % 2
-        return gl.load(bias + column).to(gl.float32)[None, :].broadcast_to([ROWS, COLUMNS])
+        bias = gl.load(bias + column).to(gl.float32)
+        if scale is not None:
+            bias /= scale
+        return bias[None, :].broadcast_to([ROWS, COLUMNS])
 
 
 @gluon.jit
 def consumer(
-    HALF: gl.constexpr, ring, bias, other, out, active, rows, tiles,
+    HALF: gl.constexpr, ring, bias, other, scales, outputs, rows, tiles,
     PAIRS: gl.constexpr, STEPS: gl.constexpr, PLAN: gl.constexpr,
 ):  # fmt: skip
     """Multiply one half of each tile, and write the tile before it."""
-    LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 256, 16])
+    LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 256, 32 if PLAN.fp8 else 16])
     ACROSS: gl.constexpr = 2 * PAIRS // COLUMNS
     STAGES: gl.constexpr = PLAN.stages
     BUSY: gl.constexpr = min(STEPS, PIECES // STAGES * STAGES)  # steps in which pieces are written
-    pieces = pieces_of(gl.zeros([ROWS, COLUMNS], gl.float32, LAYOUT))
+    scale, factor, largest = None, None, 0
+    if PLAN.fp8:
+        scale, factor = gl.load(scales.a) * gl.load(scales.b), 1 / gl.load(scales.active)
+        largest = gl.zeros([32, 16], gl.int32, PIECE)
+    pieces = pieces_of(gl.zeros([ROWS, COLUMNS], gl.float32, LAYOUT), None)
     before = Place(0, 0)  # before the first tile there is nothing to write
     turn = 0
     for tile in range(gl.program_id(0), tiles, gl.num_programs(0)):
         row = tile // ACROSS * (2 * ROWS) + HALF * ROWS
         column = tile % ACROSS * COLUMNS
         held = load_first(other, before, PAIRS, PLAN)
-        sums = first_sums(bias, column, LAYOUT)
+        sums = first_sums(bias, column, scale, LAYOUT)
         for step in gl.static_range(BUSY):
             sums = multiply(sums, ring, turn, step, step == 0 and bias is None, HALF)
             for number in gl.static_range(step * PIECES // BUSY, (step + 1) * PIECES // BUSY):
                 held = load_ahead(held, other, before, number + PLAN.ahead, PAIRS, PLAN)
-                finish_piece(pieces[number], held, out, active, before, number, PAIRS, PLAN)
+                largest = finish_piece(pieces[number], held, outputs, factor, largest, before, number, PAIRS, PLAN)
             if step > 0:
                 sums = release(sums, ring, step - 1, 1)
         turn += BUSY // STAGES
@@ -234,23 +285,26 @@ def consumer(
                 sums = release(sums, ring, step + STAGES - 1, 1)
             turn += 1
         sums = release(sums, ring, STAGES - 1, 0)
-        pieces = pieces_of(sums)
+        pieces = pieces_of(sums, scale)
         before = Place(row * PAIRS + column // 2, rows - row)
     held = load_first(other, before, PAIRS, PLAN)
     for number in gl.static_range(PIECES):
         held = load_ahead(held, other, before, number + PLAN.ahead, PAIRS, PLAN)
-        finish_piece(pieces[number], held, out, active, before, number, PAIRS, PLAN)
+        largest = finish_piece(pieces[number], held, outputs, factor, largest, before, number, PAIRS, PLAN)
+    if PLAN.fp8:
+        found = gl.max(gl.max(gl.maximum(largest & 0xFFFF, largest >> 16), axis=1), axis=0)
+        gl.atomic_max(outputs.largest, found << 16)  # as float32
 
 
 @gluon.jit(do_not_specialize=["rows", "tiles"])
 def matmul_kernel(
-    a, b, bias, other, out, active, rows, tiles, PAIRS: gl.constexpr, STEPS: gl.constexpr, PLAN: gl.constexpr
+    a, b, bias, other, scales, outputs, rows, tiles, PAIRS: gl.constexpr, STEPS: gl.constexpr, PLAN: gl.constexpr
 ):
-    """Tiles of a b^T, each with its epilogue. a and b are descriptors; other, out and active are pairs of bfloat16."""
+    """Tiles of a b^T, each with its epilogue. a and b are descriptors; other: pairs of bfloat16."""
     STAGES: gl.constexpr = PLAN.stages
     ring = Ring(
-        gl.allocate_shared_memory(gl.bfloat16, [2 * STAGES, ROWS, DEPTH], a.layout),
-        gl.allocate_shared_memory(gl.bfloat16, [STAGES, COLUMNS, DEPTH], B_LAYOUT),
+        gl.allocate_shared_memory(a.dtype, [2 * STAGES, ROWS, a.block_shape[1]], a.layout),
+        gl.allocate_shared_memory(a.dtype, [STAGES, COLUMNS, a.block_shape[1]], a.layout),
         gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout()),
         gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout()),
     )
@@ -259,8 +313,8 @@ def matmul_kernel(
         mbarrier.init(ring.empty.index(slot), count=2)
     gl.warp_specialize(
         [
-            (consumer, (0, ring, bias, other, out, active, rows, tiles, PAIRS, STEPS, PLAN)),
-            (consumer, (1, ring, bias, other, out, active, rows, tiles, PAIRS, STEPS, PLAN)),
+            (consumer, (0, ring, bias, other, scales, outputs, rows, tiles, PAIRS, STEPS, PLAN)),
+            (consumer, (1, ring, bias, other, scales, outputs, rows, tiles, PAIRS, STEPS, PLAN)),
             (loader, (a, b, ring, tiles, PAIRS, STEPS)),
         ],
         [4, 1],
@@ -268,53 +322,65 @@ def matmul_kernel(
     )
 
 
-def stages_of(depth):
-    """Stages for K; None if there are none."""
-    steps, rest = divmod(depth, DEPTH.value)
-    for stages in STAGES:
-        if steps > 0 and rest == steps % stages == 0:
-            return stages
-    return None
+def stages_of(steps):
+    """Stages for a number of steps; None if there are none."""
+    return next((stages for stages in STAGES if steps % stages == 0), None)
 
 
-def supports(rows, depth, columns):
+def steps_of(depth, dtype):
+    """How many steps K columns of a dtype are; 0 if they are not whole steps."""
+    steps, rest = divmod(depth * dtype.itemsize, BYTES.value)
+    return 0 if rest else steps
+
+
+def supports(rows, depth, columns, dtype=torch.bfloat16):
     """Whether the kernel can multiply [rows, depth] by [columns, depth]^T; its offsets have 32 bits."""
-    return columns % COLUMNS.value == 0 and stages_of(depth) is not None and 0 < rows * columns < 2**32
+    steps = steps_of(depth, dtype)
+    return columns % COLUMNS.value == 0 and steps > 0 and stages_of(steps) is not None and 0 < rows * columns < 2**32
 
 
-def matmul(a, b, epilogue, *, kind, bias=None, other=None):
+def matmul(a, b, epilogue, *, kind, bias=None, other=None, scales=None):
     """a b^T in bfloat16 with sums in float32, and an epilogue.
 
     Args:
-        a: [M, K]. b: [N, K] with N a multiple of 256, and K of 256 or 192: see supports(). bias: [N] or None.
+        a: [M, K]. b: [N, K] with N a multiple of 256, and rows of whole multiples of 512 or 384 bytes: see supports().
+            Both bfloat16, or float8_e4m3fn with "activate" only.
         epilogue: "activate", for (h, activation(h)) of the result h; "slope", for its product with activation'(other).
             The result with its bias is rounded before the epilogue.
-        kind: of the activation: "gelu", "gelu_tanh" or "relu2". other: [M, N], or None.
+        kind: of the activation: "gelu", "gelu_tanh" or "relu2". bias: [N] or None. other: [M, N], or None.
+        scales: with FP8, those of a, b and activation(h): three [] float32 on the device.
 
     Returns:
-        [M, N]; two of them with "activate".
+        [M, N]; two of them with "activate". With FP8 also activation(h) / its scale in float8_e4m3fn [M, N], and the
+        largest |activation(h)|, [] float32.
     """
-    a, b = a.contiguous(), b.contiguous()
+    a, b, fp8 = a.contiguous(), b.contiguous(), a.dtype == torch.float8_e4m3fn
     (rows, depth), columns = a.shape, b.shape[0]
-    if not supports(rows, depth, columns) or a.dtype != torch.bfloat16:
+    if not supports(rows, depth, columns, a.dtype) or a.dtype not in (torch.bfloat16, torch.float8_e4m3fn):
         sizes = f"{a.dtype} [{rows}, {depth}] by [{columns}, {depth}]"
         raise ValueError(f"the matmul kernel does not serve {sizes}; ask supports(), and use torch.mm")
-    out = a.new_empty(rows, columns)
-    active = a.new_empty(rows, columns) if epilogue == "activate" else None
+    out = a.new_empty(rows, columns, dtype=torch.bfloat16)
+    active, active_fp8, largest = torch.empty_like(out) if epilogue == "activate" else None, None, None
+    if fp8:
+        active_fp8, largest = torch.empty_like(out, dtype=a.dtype), out.new_zeros((), dtype=torch.float32)
+        scales = Scales(*scales)
+    steps, step = steps_of(depth, a.dtype), BYTES.value // a.itemsize
+    plan = Plan(epilogue, kind, stages_of(steps), AHEAD[epilogue], fp8)
+    layout = gl.NVMMASharedLayout(BYTES.value, 8 * a.itemsize, 2)
     permuted = [columns // 32, 4, 4, 2, depth], [32 * depth, 2 * depth, 8 * depth, depth, 1]
-    plan = Plan(epilogue, kind, stages_of(depth), AHEAD[epilogue])
+    block = [COLUMNS.value // 32, 4, 4, 2, step]
+    outputs = Outputs(pairs(out), pairs(active), pairs(active_fp8, torch.int16), pairs(largest))
     tiles = triton.cdiv(rows, 2 * ROWS.value) * (columns // COLUMNS.value)
     with torch.cuda.device_of(a):
         matmul_kernel[(min(tiles, processors(a.device)),)](
-            TensorDescriptor(a, [rows, depth], [depth, 1], [ROWS.value, DEPTH.value], A_LAYOUT),
-            TensorDescriptor(b, *permuted, B_BLOCK, gl.NVMMASharedLayout(128, 16, 5)),
-            bias, None if other is None else pairs(other.contiguous()), pairs(out), pairs(active),
-            rows, tiles, columns // 2, depth // DEPTH.value, plan,
-            num_warps=4, maxnreg=REGISTERS, enable_fp_fusion=True,
+            TensorDescriptor(a, [rows, depth], [depth, 1], [ROWS.value, step], layout),
+            TensorDescriptor(b, *permuted, block, gl.NVMMASharedLayout(BYTES.value, 8 * a.itemsize, 5)),
+            bias, None if other is None else pairs(other.contiguous()), scales, outputs,
+            rows, tiles, columns // 2, steps, plan, num_warps=4, maxnreg=REGISTERS, enable_fp_fusion=True,
         )  # fmt: skip
-    return out if active is None else (out, active)
+    return tuple(x for x in (out, active, active_fp8, largest) if x is not None) if active is not None else out
 
 
-def pairs(x):
-    """Bfloat16 [M, N] as int32 [M, N / 2]; None stays."""
-    return None if x is None else x.view(torch.int32)
+def pairs(x, dtype=torch.int32):
+    """x with its numbers taken by pairs, or a float32 as it is, for kernels; None stays."""
+    return None if x is None else x.view(dtype)

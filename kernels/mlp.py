@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from kernels.fp8 import Float8Linear
 from kernels.hopper import on_hopper
 
 
@@ -37,10 +38,10 @@ def mlp(x, expand, project, kind):
     Args:
         x: [..., C]. expand: nn.Linear from C to N. project: nn.Linear from N to C. kind: of activation, as activate().
     """
-    from kernels.fp8 import Float8Linear  # not at the top, because it imports this module
-
     if isinstance(project, Float8Linear):
-        return project(expand(x), kind)
+        from kernels.fp8_mlp import mlp_fp8  # not at the top, because it imports this module
+
+        return mlp_fp8(x, expand, project, kind)
     device = x.device.type
     dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x.dtype
     weights = (expand.weight, expand.bias, project.weight, project.bias)
@@ -54,12 +55,12 @@ def mlp(x, expand, project, kind):
 
 def fused(x, dtype, weight):
     """Whether kernels/matmul.py computes with x, as cast to a dtype, and the weight [N, C]."""
-    if dtype != torch.bfloat16 or not on_hopper(x.device):
+    if dtype not in (torch.bfloat16, torch.float8_e4m3fn) or not on_hopper(x.device):
         return False
     from kernels.matmul import supports  # imports Gluon, which not every machine has
 
     columns, depth = weight.shape
-    return supports(x.numel() // max(depth, 1), depth, columns)
+    return supports(x.numel() // max(depth, 1), depth, columns, dtype)
 
 
 def forward(
@@ -109,7 +110,7 @@ def _save(ctx, inputs, output):
     ctx.set_materialize_grads(False)  # h and active have no gradients of their own: do not fill zeros for them
 
 
-def _backward(find_dh, ctx, dy, *_):
+def backward(find_dh, ctx, dy, *_):
     if dy is None:
         return (None,) * 6
     x, w1, w2, h, active = ctx.saved_tensors
@@ -118,11 +119,11 @@ def _backward(find_dh, ctx, dy, *_):
     return dh @ w1, dh.T @ x, db1, dy.T @ active, db2, None
 
 
-_mlp.register_autograd(partial(_backward, _dh), setup_context=_save)
+_mlp.register_autograd(partial(backward, _dh), setup_context=_save)
 
 
 class EagerMLP(torch.autograd.Function):
     """The op for eager mode: the first call of a torch.library.custom_op imports torch._dynamo, which takes seconds."""
 
     forward, setup_context = staticmethod(forward), staticmethod(_save)
-    backward = staticmethod(once_differentiable(partial(_backward, find_dh)))
+    backward = staticmethod(once_differentiable(partial(backward, find_dh)))

@@ -246,9 +246,12 @@ def launch_training_kernels(dtype, dim, causal, group, features=False, length=40
         torch.empty(*shape, 12 * dim, dtype=dtype, device="meta") for shape in ((length,), (length, 4), (48 * dim,))
     )
     hidden, bias = hidden.flatten(1), weight.new_empty(48 * dim)
+    scale = x.new_empty((), dtype=torch.float32)
     for kind in ("gelu", "gelu_tanh", "relu2") if features else ("gelu",):
         module.matmul(x, weight, "activate", kind=kind, bias=bias if features else None)
         module.matmul(x, weight, "slope", kind=kind, other=hidden)
+        copies, scales = (tensor.to(torch.float8_e4m3fn) for tensor in (x, weight)), [scale] * 3
+        module.matmul(*copies, "activate", kind=kind, bias=bias if features else None, scales=scales)
     targets = x.new_empty(length, dtype=torch.int64)
     cross_entropy(x.new_empty(length, 50_304), targets, x.new_empty(length, dtype=torch.float32), 50_257)
     for width in (6 * dim, WIDEST):

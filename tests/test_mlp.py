@@ -141,6 +141,35 @@ def test_matmul_and_epilogue(epilogue, kind, bias, rows, depth, columns, poisone
 
 
 @on_hopper
+@pytest.mark.parametrize("rows, depth, columns", [(1, 384, 256), (129, 768, 3072), (20_001, 768, 3072)])
+@pytest.mark.parametrize("bias", [False, True])
+@each_kind
+def test_matmul_in_fp8(kind, bias, rows, depth, columns, poisoned):
+    """h and its activation within twice the error of a bfloat16 matmul of the same values; the FP8 copy of that."""
+    from kernels.fp8 import find_scale, quantise
+    from kernels.matmul import matmul
+
+    a, b = torch.randn(rows, depth, device="cuda"), torch.randn(columns, depth, device="cuda") * depth**-0.5
+    shift = torch.randn(columns, device="cuda").bfloat16() if bias else None
+    scales = [find_scale(x.abs().max()) for x in (a, b)]
+    a, b = (quantise(x, scale) for x, scale in zip((a, b), scales, strict=True))
+    active_scale = torch.tensor(2 / 448, device="cuda")  # clamps the largest values
+    found = matmul(a, b, "activate", kind=kind, bias=shift, scales=(*scales, active_scale))
+    h, active, active_fp8, largest = found
+    exact_h = F.linear(a.double() * scales[0], b.double() * scales[1], shift if shift is None else shift.double())
+    eager_h = ((a.bfloat16() @ b.bfloat16().T) * (scales[0] * scales[1]).bfloat16()) + (0 if shift is None else shift)
+    for ours, theirs, truth in (
+        (h, eager_h, exact_h), (active, activate(eager_h, kind), activate(exact_h, kind)),
+    ):  # fmt: skip
+        apart = (ours.double() - truth).norm(dim=1), (theirs.double() - truth).norm(dim=1)
+        assert apart[0].max() <= 2 * apart[1].max()
+    assert largest == active.abs().max()
+    expected = quantise(active, active_scale).float()
+    assert ((active_fp8.float() - expected).abs() <= expected.abs() / 8 + 2**-9).all()  # 1 / scale rounds otherwise
+    assert (active_fp8.float() != expected).float().mean() < 1e-3
+
+
+@on_hopper
 @pytest.mark.parametrize("rows", [7, 4097])
 @pytest.mark.parametrize("bias", [False, True])
 @each_kind

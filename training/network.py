@@ -27,6 +27,7 @@ CGROUP_FILES = {
 # beginnings of the names of ops whose results are kept
 EXPENSIVE = (
     "aten.mm.", "aten.addmm.", "aten._scaled_mm.", "aten._scaled_dot_product_", "attention.forward.", "gpt.mlp.",
+    "gpt.mlp_fp8.",
 )  # fmt: skip
 
 
