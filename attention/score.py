@@ -151,7 +151,10 @@ def shape_scores(qk, q_pos, k_pos, head, seq, terms, RULE: tl.constexpr, MASKED:
         k_gate = tl.load(gate + slot(k_pos, RULE) * terms.gate.seq, k_exists, 0.0)
         scores = tl.fma((q_gate - k_gate).to(tl.float32), LOG2E, scores)
     if terms.slopes is not None:
-        distance = tl.abs(q_pos.to(tl.float32) - k_pos.to(tl.float32))  # exact up to MAX_ALIBI_LENGTH
+        if RULE.ring > 0:  # positions have no limit
+            distance = tl.abs(q_pos - k_pos).to(tl.float32)
+        else:
+            distance = tl.abs(q_pos.to(tl.float32) - k_pos.to(tl.float32))  # exact up to MAX_ALIBI_LENGTH
         scores = tl.fma(distance, -slope2(terms.slopes, head, seq), scores)
     if terms.bias is not None:
         scores = tl.fma(bias, LOG2E, scores)

@@ -34,7 +34,8 @@ def main():
         return
     cases = CASES[args.part :: args.parts]
     if args.hopper:
-        cases = [case | dict(dim=dim) for dim in (64, 128, 256) for case in test_hopper.CASES.values()]
+        dims = [dict(dim=dim, value_dim=value_dim) for dim, value_dim in test_hopper.DIMS]
+        cases = [case | dim for dim in dims for case in test_hopper.CASES.values()]
         cases = cases[args.part :: args.parts]
         for case in cases:
             problem = make_problem("cuda", torch.bfloat16, **case)

@@ -102,6 +102,13 @@ def check(device, dtype, lengths, **case):
     raise AssertionError(f"error {error:.2e}, eager PyTorch {of_eager:.2e}, rounding {rounding:.2e}")
 
 
+def test_slopes_far_into_a_ring(device):
+    """Distances stay exact where float32 cannot hold the positions: past 2^24."""
+    call, _ = make_call(device, torch.float32, [1000], ring=16, window=16, alibi=True)
+    far = call | {"lengths": call["lengths"] + 16 * 2**23}
+    assert torch.equal(decode(**far, impl="triton"), decode(**call, impl="triton"))
+
+
 @pytest.fixture(params=[1, 4, *[64] * ON_GPU])
 def split(request, monkeypatch):
     monkeypatch.setattr(kernel, "splits_for", lambda *args: request.param)

@@ -221,8 +221,8 @@ def backward_step(
     if RULE.dropout:
         weights = gl.maximum(weights, 0.0)
     no_dq = accumulator(PLAN.block_q, PLAN.dim, PLAN)
-    # weights and dscores may be written: since the products of the last step all warps have met, because Triton lets
-    # them meet before each mbarrier.arrive (tests/test_compile.py looks for it in the PTX)
+    # weights and dscores may be written: all warps have passed a barrier since the products of the last step, because
+    # Triton puts one before each mbarrier.arrive (tests/test_compile.py looks for it in the PTX)
     if staged(PLAN):
         shared.weights.store(weights.to(dtype))
         fence_async_shared()
@@ -341,6 +341,7 @@ def backward_kernel(
     scores: gl.constexpr = [PLAN.block_k, PLAN.block_q]
     weights = 0
     dq = 0
+    # allocated in this order: in another one, Triton 3.6 computes addresses with more instructions in each step
     if staged(PLAN):
         weights = gl.allocate_shared_memory(dtype, scores, shared_layout(scores, dtype))
     if PLAN.dq_stages > 0:

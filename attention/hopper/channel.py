@@ -16,7 +16,7 @@ class Channel(NamedTuple):
 
 @gluon.jit
 def barriers(COUNT: gl.constexpr, ARRIVALS: gl.constexpr):
-    """Barriers [COUNT, 1] that complete a phase after so many arrivals."""
+    """COUNT barriers, [COUNT, 1]; each completes a phase after ARRIVALS arrivals."""
     bars = gl.allocate_shared_memory(gl.int64, [COUNT, 1], mbarrier.MBarrierLayout())
     for slot in gl.static_range(COUNT):
         mbarrier.init(bars.index(slot), count=ARRIVALS)

@@ -40,8 +40,8 @@ class BackwardSettings(NamedTuple):
     registers: int
 
 
-# Head dims of keys and values, as tiles hold them -> settings, tuned on an H200 (benchmarks/LOG.md). Those of 256 and
-# 128 are not tuned, and only impl="hopper" takes them.
+# Head dims of keys and values, as tiles hold them -> settings. All but those of 256 and 128 were tuned on an H200
+# (benchmarks/LOG.md).
 FORWARD = {
     (64, 64): ForwardSettings(128, Pipeline(consumers=3, stages=3, turns=True, reuse=False, flip=False), 128),
     (128, 128): ForwardSettings(128, Pipeline(consumers=2, stages=2, turns=True, reuse=False, flip=False), 168),
@@ -53,16 +53,16 @@ FORWARD_WITH_DROPOUT = FORWARD | {  # with 128 keys the registers for three cons
 }
 BACKWARD = {
     (64, 64): BackwardSettings(
-        Plan(64, 64, 64, 64, warps=4, stages=2, dq_stages=1, branch=True, hold=True, early=False), 128
+        Plan(64, 64, dim=64, value_dim=64, warps=4, stages=2, dq_stages=1, branch=True, hold=True, early=False), 128
     ),
     (128, 128): BackwardSettings(
-        Plan(64, 128, 128, 128, warps=8, stages=2, dq_stages=2, branch=True, hold=False, early=True), 168
+        Plan(64, 128, dim=128, value_dim=128, warps=8, stages=2, dq_stages=2, branch=True, hold=False, early=True), 168
     ),
     (256, 256): BackwardSettings(
-        Plan(64, 64, 256, 256, warps=8, stages=2, dq_stages=0, branch=False, hold=False, early=False), 168
+        Plan(64, 64, dim=256, value_dim=256, warps=8, stages=2, dq_stages=0, branch=False, hold=False, early=False), 168
     ),
     (256, 128): BackwardSettings(
-        Plan(64, 64, 256, 128, warps=8, stages=2, dq_stages=1, branch=False, hold=False, early=False), 168
+        Plan(64, 64, dim=256, value_dim=128, warps=8, stages=2, dq_stages=1, branch=False, hold=False, early=False), 168
     ),
 }
 
@@ -88,7 +88,7 @@ def reachable(x, ragged):
 
 @lru_cache(None)
 def shared_layout(block, dtype):
-    """Of such a block in shared memory."""
+    """Layout of a block in shared memory."""
     if len(block) == 1:
         return gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=1)
     names = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16, torch.float32: gl.float32}

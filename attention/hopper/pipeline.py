@@ -88,7 +88,7 @@ def encode(q_start, head, seq, seed, slopes, RULE: gl.constexpr, TILE: gl.conste
 
 @gluon.jit
 def decode(message, problem, RULE: gl.constexpr, PIPE: gl.constexpr):
-    """What encode() put into a message -> (where the sequence begins in its row, its Sizes, its Dropout)."""
+    """Unpack a message of encode() -> (where the sequence begins in its row, its Sizes, its Dropout)."""
     WORDS: gl.constexpr = words(RULE, PIPE)
     first = 0
     q_len, k_len = problem.q_len, problem.k_len
@@ -124,7 +124,7 @@ def read(mail, number):
 
 @gluon.jit
 def receive(mail, visit):
-    """What was sent."""
+    """The next message of the loader."""
     WORDS: gl.constexpr = mail.tiles.shape[0] // MAILBOX
     first = WORDS * wait_full(mail, visit)
     message = read(mail, first), read(mail, first + 1)

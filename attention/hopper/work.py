@@ -97,7 +97,7 @@ def locate_keys(q_len, k_len, batches, slots, RULE: gl.constexpr, PLAN: gl.const
 def plan_work(
     q_rows, k_rows, batches, heads, group, span, k_list, ragged, q_slots, RULE: gl.constexpr, PLAN: gl.constexpr
 ):
-    """The Work of this program, of tensors with so many rows of queries and of keys."""
+    """The Work of this program. q_rows, k_rows: queries and keys of a batch row, as the tensors hold them."""
     slots = heads // span
     if PLAN.ragged:  # all heads of a tile, then the next one
         tile, index, exists = listed(k_list, gl.program_id(0) // slots)
