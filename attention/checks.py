@@ -163,7 +163,7 @@ def check_alibi(q, k, slopes, sequences):
             f"({sequences}, {heads})"
         )
     if slopes.requires_grad and torch.is_grad_enabled():
-        raise ValueError("alibi_slopes requires a gradient and gets none; detach() it, or learn a decay or a bias")
+        raise ValueError("alibi_slopes requires a gradient, but gets none: detach() it")
     if longest > MAX_ALIBI_LENGTH:
         raise ValueError(f"alibi_slopes was given with {longest} positions; at most {MAX_ALIBI_LENGTH}: use decay")
 

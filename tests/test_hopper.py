@@ -1,4 +1,4 @@
-"""The Hopper kernels against the reference in float64, on a Hopper GPU; and which calls they support, anywhere."""
+"""The Hopper kernels against the reference in float64, on a Hopper GPU."""
 
 import itertools
 import random
@@ -8,9 +8,8 @@ import pytest
 import torch
 from problems import check, make_problem, results
 
-from attention import attention, explain
-from attention.api import call_of
-from attention.choose import hopper_lacks, hopper_misses
+from attention import attention
+from attention.choose import hopper_misses
 
 MISSES = hopper_misses(torch.device("cuda" if torch.cuda.is_available() else "cpu"))
 on_hopper = pytest.mark.skipif(MISSES is not None, reason=f"this is {MISSES}")
@@ -341,67 +340,3 @@ def test_ragged_launches_back_to_back():
         leaves = [x.requires_grad_() for x in (q, k, v)]
         calls.append((leaves, dict(window=generator.choice((None, 50)), cu_seqlens=tuple(starts))))
     check_back_to_back(calls)
-
-
-def test_explain_names_the_implementation(device):
-    q = torch.randn(1, 16, 2, 64, device=device, dtype=torch.bfloat16)
-    bias = torch.zeros(16, 16, device=device)
-    if device == "cpu":
-        reason = explain(q, q, q)
-        assert reason.startswith("sdpa: ") and "GPU" in reason and "cpu" in reason
-        assert explain(q, q, q, sink=torch.zeros(2)).startswith("reference: ")
-        with pytest.raises(ValueError, match=r"Hopper.*cpu"):
-            attention(q, q, q, impl="hopper")
-    elif MISSES is None:
-        assert explain(q, q, q, window=5).startswith("hopper: ")
-        assert explain(q, q, q, dropout=0.1).startswith("hopper: ")
-        reason = explain(q, q, q, bias=bias)
-        assert reason.startswith("triton: ") and "bias" in reason
-        with pytest.raises(ValueError, match=r"Hopper.*bias.*impl='auto'"):
-            attention(q, q, q, bias=bias, impl="hopper")
-    with pytest.raises(ValueError, match="window"):
-        explain(q, q, q, window=-1)
-    with pytest.raises(TypeError, match="windows"):
-        explain(q, q, q, windows=1)
-
-
-@pytest.mark.parametrize(
-    "lack, change",
-    [
-        ("torch.float32", dict(dtype=torch.float32)),
-        ("head dim 32", dict(dim=32)),
-        ("head dim 32", dict(value_dim=32)),
-        ("head dim 64", dict(dim=192, value_dim=64)),
-        ("empty", dict(batch=0)),
-        ("decay", dict(decay=True)),
-        ("bias", dict(bias=(8, 8))),
-        ("prefix_lengths", dict(prefix_lengths=[3, 0])),
-        ("window", dict(q_len=8, k_len=18, window=10)),
-        ("dropout", dict(q_len=8, k_len=18, window=10, dropout=0.1, lengths=[18, 9])),
-        ("dropout", dict(packed=([0, 8], [0, 8]), window=10, dropout=0.1)),
-    ],
-)
-def test_unsupported_calls(lack, change):
-    assert lack in lacks(**dict(q_len=8) | change)
-
-
-def test_unsupported_sizes():
-    q, k = (torch.empty(1, n, 1, 64, dtype=torch.bfloat16, device="meta") for n in (8, 2**20 + 1))
-    for q_len, k_len, lack in (
-        (8, 2**20, None), (8, 2**20 + 1, "1,048,576"), (8, 0, "empty"), (0, 8, "empty"),
-    ):  # fmt: skip
-        found = hopper_lacks(call_of(q[:, :q_len], k[:, :k_len], k[:, :k_len]))
-        assert found is None if lack is None else lack in found
-
-
-@pytest.mark.parametrize("case", (CASES | REPEATED).values(), ids=CASES | REPEATED)
-def test_supported_calls(case):
-    assert lacks(**case) is None
-    assert lacks(dim=192, value_dim=128, **case) is None
-
-
-def lacks(dtype=torch.bfloat16, dim=64, **problem):
-    """hopper_lacks() of a problem: why the Hopper kernels do not support it, or None."""
-    arguments, _, _ = make_problem("cpu", dtype, dim=dim, **problem)
-    q, k, v = map(arguments.pop, "qkv")
-    return hopper_lacks(call_of(q, k, v, **arguments))

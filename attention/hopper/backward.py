@@ -114,6 +114,7 @@ def loader(q, k, v, dout, rows, shared, work, RULE: gl.constexpr, PLAN: gl.const
     for count in range(work.steps):
         at = corner(work.queries, tile * PLAN.block_q, work.head + member, PLAN.ragged)
         row = (work.first_tile + member * work.q_tiles + tile) * (2 * PLAN.block_q)
+        # not acquire(): Triton 3.6 needs fewer instructions if `full` is looked up before the wait
         slot, phase = slot_and_phase(shared.q, count)
         full = shared.q.full.index(slot)
         mbarrier.wait(shared.q.empty.index(slot), phase ^ 1)  # dout of this slot was released with q
