@@ -1,7 +1,6 @@
 """The MLP of a block in FP8: both of its products, with the activation and its FP8 copy made in the first one.
 
-kernels/matmul.py can do that on Hopper GPUs (see FUSED); a formula does it elsewhere. Gradients are those of
-kernels/mlp.py.
+kernels/matmul.py does that on Hopper GPUs, and a formula elsewhere. Gradients are those of kernels/mlp.py.
 """
 
 import torch
@@ -10,8 +9,6 @@ from torch.autograd.function import once_differentiable
 
 from kernels.fp8 import MULTIPLE, find_largest, multiply, quantise
 from kernels.mlp import _dh, activate, backward, find_dh, fused
-
-FUSED = False  # whether kernels/matmul.py serves; it compiles for FP8, but has not yet run on a GPU
 
 
 def multiply_and_activate(
@@ -38,7 +35,7 @@ class TwoProducts(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, w1, b1, w2, b2, w1_fp8, w2_fp8, scale, w1_scale, active_scale, w2_scale, kind):
         x_fp8 = quantise(x, scale)
-        if FUSED and fused(x_fp8, x_fp8.dtype, w1):
+        if fused(x_fp8, x_fp8.dtype, w1):
             run = _multiply_and_activate if torch.compiler.is_compiling() else multiply_and_activate
             h, active, active_fp8, largest = run(x_fp8, w1_fp8, b1, scale, w1_scale, active_scale, kind)
         else:

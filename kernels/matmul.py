@@ -8,6 +8,7 @@ Operands in FP8 (e4m3) have "activate" only. h gets their scales, and its activa
 cuBLAS and a kernel after it would write a b^T to memory and read it again. Programs are persistent: one warp loads
 operands by TMA, and two warpgroups multiply, each the 64 x 256 sums of its half of a tile. A finished tile stays in
 registers, as 64 pairs of bfloat16 per thread, and is written in 16 pieces while the tensor cores multiply the next one.
+Both warpgroups are one partition with the same code, because the code of two would not fit the instruction cache.
 
 The rows of b reach shared memory permuted, so that a thread's sums are 8 neighbouring columns of the result: it loads
 and stores 16 bytes at a time, without shared memory. Of 32 rows of b, 8 j + 2 i + e comes to place 8 i + 2 j + e
@@ -25,14 +26,15 @@ from kernels import activation
 from kernels.gluon import TensorDescriptor, gl, gluon, mbarrier, tma_load, warpgroup_mma, warpgroup_mma_wait
 from kernels.shared import processors
 
-ROWS = gl.constexpr(64)  # of a warpgroup; a tile has twice as many
+ROWS = gl.constexpr(128)  # of a tile: 64 for each of two warpgroups
 COLUMNS = gl.constexpr(256)  # of a tile
 BYTES = gl.constexpr(128)  # of each row of a and b in a step
 PIECES = gl.constexpr(16)  # of a finished tile
-# A piece is 32 rows, r or r + 8 of each 16, by 32 columns, as pairs [32, 16]; a thread has 4 neighbours of one row.
+STREAM = gl.constexpr(".cs")  # results are larger than the L2 cache, which is to keep operands
+# A piece is 64 rows, r or r + 8 of each 16, by 32 columns, as pairs [64, 16]; a thread has 4 neighbours of one row.
 PIECE = gl.constexpr(
     gl.DistributedLinearLayout(
-        [[0, 1], [0, 2]], [[0, 4], [0, 8], [1, 0], [2, 0], [4, 0]], [[8, 0], [16, 0]], [], [32, 16]
+        [[0, 1], [0, 2]], [[0, 4], [0, 8], [1, 0], [2, 0], [4, 0]], [[8, 0], [16, 0], [32, 0]], [], [64, 16]
     )
 )
 REGISTERS = 168  # of a thread, as launched; the loading warp then gives most of its own to the others
@@ -57,7 +59,7 @@ STAGES = (4, 3)  # of a Plan: the first that divides the number of steps
 class Ring(NamedTuple):
     """Operands in shared memory, and when a slot is full or empty."""
 
-    a: gl.shared_memory_descriptor  # [2 stages, ROWS, DEPTH]
+    a: gl.shared_memory_descriptor  # [stages, ROWS, DEPTH]
     b: gl.shared_memory_descriptor  # [stages, COLUMNS, DEPTH]
     full: gl.shared_memory_descriptor  # barriers [stages, 1]
     empty: gl.shared_memory_descriptor
@@ -81,7 +83,7 @@ class Outputs(NamedTuple):
 
 
 class Place(NamedTuple):
-    """Where a warpgroup's part of a tile is in the result."""
+    """Where a tile is in the result."""
 
     first: gl.tensor  # pair, counted from the start of the result
     rows: gl.tensor  # from here to the end of the result
@@ -120,12 +122,12 @@ def larger(largest, pair, exists):
 
 @gluon.jit
 def split_pieces(x):
-    """[4, 8, 4, 4, 2, 2, ...] -> the tuple of its pieces; the last dimension is the highest bit of their number."""
+    """[8, 8, 4, 4, 2, 2, ...] -> the tuple of its pieces; the last dimension is the highest bit of their number."""
     if len(x.shape) > 4:
         first, second = gl.split(x)
         return split_pieces(first) + split_pieces(second)
     else:
-        return (gl.convert_layout(x.reshape([32, 16]), PIECE, assert_trivial=True),)
+        return (gl.convert_layout(x.reshape([64, 16]), PIECE, assert_trivial=True),)
 
 
 @gluon.jit
@@ -135,17 +137,17 @@ def pieces_of(sums, scale):
         sums *= scale
     even, odd = gl.split(sums.reshape([ROWS, COLUMNS // 2, 2]))
     # rows 16 r16 + 8 h + r8, pairs 16 n + 4 i + j of permuted columns, and n as three bits
-    pairs = pack(even, odd).reshape([4, 2, 8, 2, 2, 2, 4, 4])
+    pairs = pack(even, odd).reshape([8, 2, 8, 2, 2, 2, 4, 4])
     return split_pieces(pairs.permute((0, 2, 7, 6, 1, 5, 4, 3)))
 
 
 @gluon.jit
 def piece_offsets(place, NUMBER: gl.constexpr, PAIRS: gl.constexpr):
     """Offsets of a piece in a result of `PAIRS` pairs a row, and which of its rows exist."""
-    r = gl.arange(0, 32, gl.SliceLayout(1, PIECE))
+    r = gl.arange(0, 64, gl.SliceLayout(1, PIECE))
     row = r // 8 * 16 + r % 8
     offset = row[:, None] * PAIRS + gl.arange(0, 16, gl.SliceLayout(0, PIECE))[None, :] + place.first
-    exists = (row < place.rows - NUMBER % 2 * 8)[:, None] & gl.full([32, 16], True, gl.int1, PIECE)
+    exists = (row < place.rows - NUMBER % 2 * 8)[:, None] & gl.full([64, 16], True, gl.int1, PIECE)
     return offset + (NUMBER % 2 * 8 * PAIRS + NUMBER // 2 * 16), exists
 
 
@@ -167,14 +169,15 @@ def finish_piece(
     offsets, exists = piece_offsets(place, NUMBER, PAIRS)
     if PLAN.epilogue == "activate":
         result = pack(activate(low(pair), KIND), activate(high(pair), KIND))
-        gl.store(outputs.active + offsets, result, exists)
+        gl.store(outputs.active + offsets, result, exists, cache_modifier=STREAM)
         if PLAN.fp8:
-            gl.store(outputs.active_fp8 + offsets, pack_fp8(low(result) * factor, high(result) * factor), exists)
+            copy = pack_fp8(low(result) * factor, high(result) * factor)
+            gl.store(outputs.active_fp8 + offsets, copy, exists, cache_modifier=STREAM)
             largest = larger(largest, result, exists)
     else:
         other = held[NUMBER + 1]
         pair = pack(low(pair) * slope(low(other), KIND), high(pair) * slope(high(other), KIND))
-    gl.store(outputs.out + offsets, pair, exists)
+    gl.store(outputs.out + offsets, pair, exists, cache_modifier=STREAM)
     return largest
 
 
@@ -204,27 +207,26 @@ def loader(a, b, ring, tiles, PAIRS: gl.constexpr, STEPS: gl.constexpr):
     DEPTH: gl.constexpr = a.block_shape[1]
     count = 0
     for tile in range(gl.program_id(0), tiles, gl.num_programs(0)):
-        row = tile // ACROSS * (2 * ROWS)
+        row = tile // ACROSS * ROWS
         block = tile % ACROSS * (COLUMNS // 32)
         for step in range(STEPS):
             slot = count % STAGES
             full = ring.full.index(slot)
             mbarrier.wait(ring.empty.index(slot), count // STAGES & 1 ^ 1)
-            mbarrier.expect(full, 2 * a.block_type.nbytes + b.block_type.nbytes)
-            for half in gl.static_range(2):
-                tma_load(a, [row + half * ROWS, step * DEPTH], full, ring.a.index(2 * slot + half))
+            mbarrier.expect(full, a.block_type.nbytes + b.block_type.nbytes)
+            tma_load(a, [row, step * DEPTH], full, ring.a.index(slot))
             tma_load(b, [block, 0, 0, 0, step * DEPTH], full, ring.b.index(slot).reshape(b.block_shape))
             count += 1
 
 
 @gluon.jit
-def multiply(sums, ring, turn, STEP: gl.constexpr, FIRST: gl.constexpr, HALF: gl.constexpr):
+def multiply(sums, ring, turn, STEP: gl.constexpr, FIRST: gl.constexpr):
     """sums + a b^T of a step, or a b^T if it is the FIRST, not yet waited for. turn: of the ring, when STEP is 0."""
     STAGES: gl.constexpr = ring.full.shape[0]
     SLOT: gl.constexpr = STEP % STAGES
     mbarrier.wait(ring.full.index(SLOT), turn + STEP // STAGES & 1)
     b = ring.b.index(SLOT).permute((1, 0))
-    return warpgroup_mma(ring.a.index(2 * SLOT + HALF), b, sums, use_acc=not FIRST, is_async=True)
+    return warpgroup_mma(ring.a.index(SLOT), b, sums, use_acc=not FIRST, is_async=True)
 
 
 @gluon.jit
@@ -251,28 +253,27 @@ def first_sums(bias, column, scale, LAYOUT: gl.constexpr):
 
 @gluon.jit
 def consumer(
-    HALF: gl.constexpr, ring, bias, other, scales, outputs, rows, tiles,
-    PAIRS: gl.constexpr, STEPS: gl.constexpr, PLAN: gl.constexpr,
-):  # fmt: skip
-    """Multiply one half of each tile, and write the tile before it."""
-    LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 256, 32 if PLAN.fp8 else 16])
+    ring, bias, other, scales, outputs, rows, tiles, PAIRS: gl.constexpr, STEPS: gl.constexpr, PLAN: gl.constexpr
+):
+    """Multiply each tile, and write the tile before it."""
+    LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [8, 1], [16, 256, 32 if PLAN.fp8 else 16])
     ACROSS: gl.constexpr = 2 * PAIRS // COLUMNS
     STAGES: gl.constexpr = PLAN.stages
     BUSY: gl.constexpr = min(STEPS, PIECES // STAGES * STAGES)  # steps in which pieces are written
     scale, factor, largest = None, None, 0
     if PLAN.fp8:
         scale, factor = gl.load(scales.a) * gl.load(scales.b), 1 / gl.load(scales.active)
-        largest = gl.zeros([32, 16], gl.int32, PIECE)
+        largest = gl.zeros([64, 16], gl.int32, PIECE)
     pieces = pieces_of(gl.zeros([ROWS, COLUMNS], gl.float32, LAYOUT), None)
     before = Place(0, 0)  # before the first tile there is nothing to write
     turn = 0
     for tile in range(gl.program_id(0), tiles, gl.num_programs(0)):
-        row = tile // ACROSS * (2 * ROWS) + HALF * ROWS
+        row = tile // ACROSS * ROWS
         column = tile % ACROSS * COLUMNS
         held = load_first(other, before, PAIRS, PLAN)
         sums = first_sums(bias, column, scale, LAYOUT)
         for step in gl.static_range(BUSY):
-            sums = multiply(sums, ring, turn, step, step == 0 and bias is None, HALF)
+            sums = multiply(sums, ring, turn, step, step == 0 and bias is None)
             for number in gl.static_range(step * PIECES // BUSY, (step + 1) * PIECES // BUSY):
                 held = load_ahead(held, other, before, number + PLAN.ahead, PAIRS, PLAN)
                 largest = finish_piece(pieces[number], held, outputs, factor, largest, before, number, PAIRS, PLAN)
@@ -281,7 +282,7 @@ def consumer(
         turn += BUSY // STAGES
         for _ in range(STEPS // STAGES - BUSY // STAGES):
             for step in gl.static_range(STAGES):
-                sums = multiply(sums, ring, turn, step, False, HALF)
+                sums = multiply(sums, ring, turn, step, False)
                 sums = release(sums, ring, step + STAGES - 1, 1)
             turn += 1
         sums = release(sums, ring, STAGES - 1, 0)
@@ -303,22 +304,21 @@ def matmul_kernel(
     """Tiles of a b^T, each with its epilogue. a and b are descriptors; other: pairs of bfloat16."""
     STAGES: gl.constexpr = PLAN.stages
     ring = Ring(
-        gl.allocate_shared_memory(a.dtype, [2 * STAGES, ROWS, a.block_shape[1]], a.layout),
+        gl.allocate_shared_memory(a.dtype, [STAGES, ROWS, a.block_shape[1]], a.layout),
         gl.allocate_shared_memory(a.dtype, [STAGES, COLUMNS, a.block_shape[1]], a.layout),
         gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout()),
         gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout()),
     )
     for slot in gl.static_range(STAGES):
         mbarrier.init(ring.full.index(slot), count=1)
-        mbarrier.init(ring.empty.index(slot), count=2)
+        mbarrier.init(ring.empty.index(slot), count=1)
     gl.warp_specialize(
         [
-            (consumer, (0, ring, bias, other, scales, outputs, rows, tiles, PAIRS, STEPS, PLAN)),
-            (consumer, (1, ring, bias, other, scales, outputs, rows, tiles, PAIRS, STEPS, PLAN)),
+            (consumer, (ring, bias, other, scales, outputs, rows, tiles, PAIRS, STEPS, PLAN)),
             (loader, (a, b, ring, tiles, PAIRS, STEPS)),
         ],
-        [4, 1],
-        [240, 24],  # registers of each warp; the first partition gets what maxnreg leaves
+        [1],
+        [24],  # registers of each warp; the first partition gets what maxnreg leaves
     )
 
 
@@ -370,13 +370,13 @@ def matmul(a, b, epilogue, *, kind, bias=None, other=None, scales=None):
     permuted = [columns // 32, 4, 4, 2, depth], [32 * depth, 2 * depth, 8 * depth, depth, 1]
     block = [COLUMNS.value // 32, 4, 4, 2, step]
     outputs = Outputs(pairs(out), pairs(active), pairs(active_fp8, torch.int16), pairs(largest))
-    tiles = triton.cdiv(rows, 2 * ROWS.value) * (columns // COLUMNS.value)
+    tiles = triton.cdiv(rows, ROWS.value) * (columns // COLUMNS.value)
     with torch.cuda.device_of(a):
         matmul_kernel[(min(tiles, processors(a.device)),)](
             TensorDescriptor(a, [rows, depth], [depth, 1], [ROWS.value, step], layout),
             TensorDescriptor(b, *permuted, block, gl.NVMMASharedLayout(BYTES.value, 8 * a.itemsize, 5)),
             bias, None if other is None else pairs(other.contiguous()), scales, outputs,
-            rows, tiles, columns // 2, steps, plan, num_warps=4, maxnreg=REGISTERS, enable_fp_fusion=True,
+            rows, tiles, columns // 2, steps, plan, num_warps=8, maxnreg=REGISTERS, enable_fp_fusion=True,
         )  # fmt: skip
     return tuple(x for x in (out, active, active_fp8, largest) if x is not None) if active is not None else out
 

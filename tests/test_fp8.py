@@ -10,7 +10,6 @@ from problems import ON_GPU
 from torch import nn
 
 from data.tokenizer import CharTokenizer
-from kernels import fp8_mlp
 from kernels.fp8 import HISTORY, LARGEST, Float8Linear, Scales, convert, find_scale, multiply, quantise, require_fp8
 from kernels.mlp import activate, mlp
 from model import GPT, GPTConfig
@@ -96,12 +95,11 @@ def test_layer_and_gradients(bias, columns, device):
 @pytest.mark.parametrize("kind", ["gelu", "gelu_tanh", "relu2"])
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("width, inner", [(32, 64), (384, 512)])
-def test_mlp_and_gradients(width, inner, bias, kind, device, poisoned, monkeypatch):
+def test_mlp_and_gradients(width, inner, bias, kind, device, poisoned):
     """The output is that of two layers, one after the other; the gradients are those of an MLP without FP8.
 
     On a Hopper GPU, kernels/matmul.py serves the larger one.
     """
-    monkeypatch.setattr(fp8_mlp, "FUSED", True)
     plain = [nn.Linear(*shape, bias=bias).to(device) for shape in ((width, inner), (inner, width))]
     ours = expand, project = [Float8Linear(layer) for layer in plain]
     x, dy = torch.randn(2, 2, 70, width, device=device).bfloat16()

@@ -10,6 +10,7 @@ from threading import Thread
 
 import torch
 
+from kernels.fp8 import convert
 from training.checkpoint import empty_model
 from training.step import autocast
 
@@ -96,7 +97,10 @@ class KernelsAhead:
             with suppress(ValueError):  # the Hopper kernels do not serve it
                 # in this thread: otherwise the GPU's only thread for gradients would wait for the compiler
                 with torch.autograd.set_multithreading_enabled(False):
-                    self.loss(empty_model(replace(model_config, attention=guess), self.device)).backward()
+                    model = empty_model(replace(model_config, attention=guess), self.device)
+                    if self.config.fp8:
+                        convert(model)
+                    self.loss(model).backward()
                 break
 
     def loss(self, model):
