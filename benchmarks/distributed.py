@@ -26,6 +26,7 @@ import time
 from contextlib import suppress
 from pathlib import Path
 
+import numpy as np
 import torch
 
 ROOT = Path(__file__).parents[1]
@@ -101,7 +102,8 @@ class Part:
         milliseconds = 1000 * options["batch_size"] * options["block_size"] / rate
         row = {"ms": f"{milliseconds:.1f}", "tokens/s": f"{rate:,.0f}", "rate": rate}
         if "peak_memory" in second_half[-1]:
-            row |= {"GB": f"{second_half[-1]['peak_memory'] / 1e9:.1f}", "MFU": f"{second_half[-1].get('mfu', 0):.1%}"}
+            share = statistics.median(record.get("mfu", 0) for record in second_half)
+            row |= {"GB": f"{second_half[-1]['peak_memory'] / 1e9:.1f}", "MFU": f"{share:.1%}"}
         return row | {"host": f"{(before - free) / 1e9:.1f} GB"}
 
     def show(self, gpus, what, row):
@@ -162,6 +164,17 @@ def reason():
 
 def reports(name):
     return [record for record in read_metrics(Path("runs") / name) if "loss" in record]
+
+
+def losses_of(name):
+    """Losses of a run's steps, in float64; NaN where one was not finite."""
+    return np.array([record["loss"] for record in reports(name)], float)
+
+
+def compare(losses, others):
+    """The largest difference in words, and the steps in which a loss was not finite."""
+    bad = (np.flatnonzero(~np.isfinite(losses + others)) + 1).tolist()
+    return f"{np.nanmax(np.abs(losses - others)):.1e}" + (f", not finite in steps {bad}" if bad else "")
 
 
 def ddp(part, all_gpus, gpt2, **_):
@@ -227,14 +240,13 @@ def losses(part, all_gpus, plain, small, **_):
     options = plain | dict(batch_size=16, micro_batch=16 // max(all_gpus), steps=steps, log_every=1, eval_every=steps,
                            save_every=steps * 3 // 4, eval_batches=1, deterministic=True)  # fmt: skip
     part.finish(1, name="alone", **options)
-    alone = [record["loss"] for record in reports("alone")]
+    alone = losses_of("alone")
     for parallel in ("ddp", "fsdp"):
         for gpus in sorted({*all_gpus} - {1}) or [1]:
             name = f"{parallel}{gpus}"
             part.finish(gpus, name=name, parallel=parallel, **options)
-            found = [record["loss"] for record in reports(name)]
-            differ = max(abs(a - b) for a, b in zip(alone, found, strict=True))
-            part.show(gpus, f"{parallel}, {steps} steps", {"largest difference from 1 GPU": f"{differ:.1e}"})
+            found = losses_of(name)
+            part.show(gpus, f"{parallel}, {steps} steps", {"largest difference from 1 GPU": compare(alone, found)})
         whole = load_checkpoint(f"runs/{name}/checkpoint.pt")["model"]
         for then in sorted({gpus, max(gpus // 2, 1)}, reverse=True):
             again = Path(f"runs/{name}-on-{then}")
@@ -243,8 +255,8 @@ def losses(part, all_gpus, plain, small, **_):
             part.finish(then, "--resume", again, f"--parallel={parallel}")
             weights = load_checkpoint(again / "checkpoint.pt")["model"]
             equal = all(torch.equal(weights[key], whole[key]) for key in whole)
-            differ = max(abs(a["loss"] - b) for a, b in zip(reports(again.name), found, strict=True))
-            part.show(then, f"{name} resumed", {"weights equal": equal, "largest difference": f"{differ:.1e}"})
+            differ = compare(losses_of(again.name), found)
+            part.show(then, f"{name} resumed", {"weights equal": equal, "largest difference": differ})
 
 
 def kill(part, all_gpus, plain, **_):
