@@ -233,8 +233,8 @@ def test_every_feature_fits_the_smallest_shared_memory(dtype):
     assert not bad, "\n".join(map(str, bad))
 
 
-# Bytes per thread that kernels/matmul.py may spill: up to 164 with Triton 3.9, and 12 with 3.6.
-MATMUL_SPILLED = 200
+# Bytes per thread that kernels/matmul.py may spill: up to 84 with Triton 3.9, and none with 3.6.
+MATMUL_SPILLED = 100
 
 
 @pytest.mark.parametrize("dims", [(64, 32)] if COMPILE_ALL else [(64,)])
@@ -247,6 +247,8 @@ def test_training_kernels_fit_their_chip(dims):
     serialized = {f"C75{i}" for i in range(10, 16)}
     bad = too_large(90, kernels) + [k for k in kernels if k["spilled"] > MATMUL_SPILLED]
     bad += [k for k in kernels if serialized & set(k["warnings"])]
+    # all eight warps have read a slot before it is given back
+    bad += [k for k in kernels if k["kernel"] == "matmul_kernel" and k["arrivals"].keys() != {"0, 256"}]
     assert not bad, "\n".join(map(str, bad))
     loss = [k for k in kernels if k["kernel"] == "cross_entropy_hopper_kernel"]
     assert len(loss) == 1  # it does not depend on the width
