@@ -51,5 +51,5 @@ def key_of(call):
     terms = any(x is not None for x in (call.bias, call.decay, call.alibi_slopes, call.sink))
     if terms or call.prefix_lengths is not None or not _SIMPLE.issuperset(types) or torch.compiler.is_compiling():
         return None
-    given = call.lengths is not None, call.cu_seqlens is not None, call.max_seqlen is not None
+    given = call.lengths is not None, type(call.cu_seqlens), call.max_seqlen is not None  # one tensor, or a pair
     return (*((x.shape, x.stride(), x.dtype, x.device) for x in (call.q, call.k, call.v)), options, types, given)

@@ -7,6 +7,7 @@ from test_hopper import CASES, MISSES, REPEATED
 
 from attention import attention, explain
 from attention.api import call_of
+from attention.call import key_of
 from attention.choose import hopper_lacks
 
 
@@ -72,3 +73,13 @@ def lacks(dtype=torch.bfloat16, dim=64, **problem):
     arguments, _, _ = make_problem("cpu", dtype, dim=dim, **problem)
     q, k, v = map(arguments.pop, "qkv")
     return hopper_lacks(call_of(q, k, v, **arguments))
+
+
+def test_bounds_of_queries_and_keys_apart_are_another_kind_of_call():
+    """The choice for one tensor of bounds must not serve a pair: with a window and dropout it is another one."""
+    q = torch.randn(1, 128, 2, 64, dtype=torch.bfloat16)
+    starts = torch.tensor([0, 128], dtype=torch.int32)
+    options = dict(window=16, dropout=0.1, seed=1, max_seqlen=128)
+    alone, pair = (call_of(q, q, q, cu_seqlens=bounds, **options) for bounds in (starts, (starts, starts)))
+    assert hopper_lacks(alone) != hopper_lacks(pair)
+    assert key_of(alone) != key_of(pair)
