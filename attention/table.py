@@ -26,7 +26,7 @@ class Launch(NamedTuple):
 # no row, "dk" and "dv" run one after the other: the registers do not hold both sums. Rows for sm_90 were tuned on an
 # H200 (benchmarks/LOG.md). The others are the largest that compile without register spills under Triton 3.9
 # (tests/test_compile.py) and were not timed.
-HOPPER = {
+SM_90 = {
     ("forward", 2): [
         (64, ANY, Launch(64, 64, 4, 3)),
         (128, 256, Launch(64, 32, 4, 3, tma=True)),
@@ -95,7 +95,7 @@ PORTABLE = {
         (256, ANY, Launch(16, 16, 4, 1)),
     ],
 }
-CHIPS = {(9, 0): HOPPER}
+CHIPS = {(9, 0): SM_90}
 # Small and unequal, so that a short sequence in the interpreter meets many tiles and a swapped axis shows.
 INTERPRETER = Launch(32, 16, 1, 1)
 # Bandwidth-bound kernels: rows per program.

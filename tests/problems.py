@@ -201,8 +201,8 @@ def check(draw, dtype, impls=None, yardstick=None):
     draw() makes a random problem. impls: the implementations to check; None for all of our_kernels().
 
     Errors are norms over a whole result. One bad row may not show in them, so the error of each row has a bound as
-    well, ROW_FACTOR times its share: see worst_row(). Most of a norm often comes from the one or two rows with the
-    fewest keys, so a single draw is noisy. If an error is too large after 1 draw, the squared errors of 8 draws are
+    well, twice ROW_FACTOR times its share: see worst_row(). Most of a norm often comes from the one or two rows with
+    the fewest keys, so a single draw is noisy. If an error is too large after 1 draw, the squared errors of 8 draws are
     added up, then of 32, then of 128.
 
     Eager PyTorch computes in dtype or, if given, in the dtype `yardstick`. The bound is then four times its error:

@@ -239,7 +239,13 @@ def test_deterministic_and_not_in_turns():
             torch.use_deterministic_algorithms(False)
     for other in found[1:]:
         for name, expected in found[0].items():
-            assert (other[name].double() - expected.double()).norm() <= 0.02 * expected.double().norm(), name
+            assert close(other[name], expected), name
+
+
+def close(ours, expected):
+    """Whether each row is: a norm over the whole tensor would hide a single bad one."""
+    error, size = (x.double().norm(dim=-1) for x in (ours.double() - expected.double(), expected))
+    return bool((error <= 0.02 * (size + size.square().mean().sqrt())).all())
 
 
 def check_back_to_back(calls):
@@ -253,7 +259,7 @@ def check_back_to_back(calls):
     for call, ours in zip(calls, found, strict=True):
         torch.cuda.synchronize()
         for x, expected in zip(ours, run(*call, "triton"), strict=True):
-            assert (x - expected).float().norm() <= 0.02 * expected.float().norm(), [x.shape for x in call[0]]
+            assert close(x, expected), [x.shape for x in call[0]]
 
 
 @on_hopper
@@ -322,7 +328,7 @@ def test_cuda_graph_with_other_sequences(dim):
         starts.copy_(torch.tensor(other, dtype=torch.int32))
         graph.replay()
         for ours, portable in zip(found, run("triton"), strict=True):
-            assert (ours - portable).float().norm() <= 0.02 * portable.float().norm()
+            assert close(ours, portable)
 
 
 @on_hopper

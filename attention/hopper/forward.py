@@ -103,11 +103,10 @@ def weigh(
 
 @gluon.jit
 def pack(weights, DTYPE: gl.constexpr):
-    """float32 [queries, keys] -> pairs of 16 bits, int32 [queries, keys / 2].
+    """float32 [ROWS, keys] -> pairs of 16 bits, int32 [ROWS, keys / 2].
 
     In assembly, because the compiler would unpack them again before the next iteration.
     """
-    ROWS: gl.constexpr = weights.shape[0]
     PAIRS: gl.constexpr = weights.shape[1] // 2
     even, odd = gl.split(weights.reshape([ROWS, PAIRS, 2]))
     CONVERT: gl.constexpr = "cvt.rn.bf16x2.f32 $0, $2, $1;" if DTYPE == gl.bfloat16 else "cvt.rn.f16x2.f32 $0, $2, $1;"
@@ -117,7 +116,6 @@ def pack(weights, DTYPE: gl.constexpr):
 @gluon.jit
 def unpack(pairs, acc, DTYPE: gl.constexpr):
     """What was packed as the left operand of a product that adds to acc."""
-    ROWS: gl.constexpr = pairs.shape[0]
     COLS: gl.constexpr = pairs.shape[1] * 2
     weights = gl.join(pairs.to(gl.int16), (pairs >> 16).to(gl.int16)).to(DTYPE, bitcast=True)
     return gl.convert_layout(weights.reshape([ROWS, COLS]), gl.DotOperandLayout(0, acc.type.layout, 2))

@@ -61,12 +61,13 @@ def prepare_kernel(
     sums = tl.sum(out_tile.to(tl.float32) * dout_tile.to(tl.float32), 1) * dp_factor(seq.k_len, RULE)
     if dlse is not None:
         sums -= load_rows(row_lane(dlse, seq.row, head, first), start, seq.q_len, 0.0, TILE.block_q, True)
+    sums = tl.where(lse == float("inf"), 0.0, sums)
     if delta is not None:
         store_rows(delta, sums, seq.row, head, first + start, 0, count, TILE.block_q)
     row = tl.arange(0, TILE.block_q)
     rows += tl.cast(number, tl.int64) * (2 * TILE.block_q)
     tl.store(rows + row, lse)
-    tl.store(rows + TILE.block_q + row, tl.where(lse == float("inf"), 0.0, sums))
+    tl.store(rows + TILE.block_q + row, sums)
     SIZE: tl.constexpr = TILE.block_q * padded(TILE.dim)
     index = tl.arange(0, SIZE)
     tl.store(dq_sum + tl.cast(number, tl.int64) * SIZE + index, index.to(tl.float32) * 0.0)

@@ -46,12 +46,12 @@ def dbias_kernel(
     row for each part and row of the bias. A part is a range of steps: tiles of queries of each head of each row.
     """
     terms = Terms(scale, dropout, seed, bias, gate, slopes)
-    q_tiles = 1 if SPREAD.queries else tl.cdiv(q_len, TILE.block_q)
-    k_tiles = 1 if SPREAD.keys else tl.cdiv(k_len, TILE.block_k)
-    tile, bias_head, place = locate(q_tiles * k_tiles, TILE.heads)
+    down = 1 if SPREAD.queries else tl.cdiv(q_len, TILE.block_q)
+    across = 1 if SPREAD.keys else tl.cdiv(k_len, TILE.block_k)
+    tile, bias_head, place = locate(down * across, TILE.heads)
     bias_row, part = place // SPREAD.parts, place % SPREAD.parts
-    q_lo = tile // k_tiles * TILE.block_q
-    k_lo = tile % k_tiles * TILE.block_k
+    q_lo = tile // across * TILE.block_q
+    k_lo = tile % across * TILE.block_k
     acc = tl.full([TILE.block_q, TILE.block_k], 0.0, tl.float32)
     of_head = tl.cdiv(q_len, TILE.block_q) if SPREAD.queries else 1  # steps
     steps = SPREAD.batches * SPREAD.heads * of_head

@@ -65,10 +65,10 @@ def backward(q, k, v, out, lse2, dout, dlse, bias_grad, options):
     (dq, dk, dv), found = gradients(q, k, v, options.kv_heads > 0, new, new)
     bias, gate, sink = options.bias if bias_grad else None, options.gate, options.sink
     if q.numel() == 0 or k.numel() == 0:
-        zeros = [None if x is None else torch.zeros_like(x) for x in (bias, gate, sink)]
+        others = [None if x is None else torch.zeros_like(x) for x in (bias, gate, sink)]
         for x in (dq, dk, dv):
             x.zero_()
-        return *found, *zeros
+        return *found, *others
     delta = output(problem, lse2)
     inputs = (
         view("q", q), view("k", k), view("v", v), view("dout", dout), view("lse2", lse2), view("delta", delta)
