@@ -123,46 +123,39 @@ def attention_qkv(qkv, n_head, n_kv_head=None, **options):
 
 def _attend(call, qkv=None):
     """attention() of a Call; qkv: [B, T, H + 2 Hkv, D] if q, k and v are views of one tensor."""
-    (
-        q, k, v, causal, window, scale, softcap, dropout, seed, bias, decay, alibi_slopes, sink, lengths, cu_seqlens,
-        max_seqlen, prefix_lengths, return_lse, return_max_logit, _,
-    ) = call  # fmt: skip
     impl, _ = decide(call)
-    scale = q.shape[-1] ** -0.5 if scale is None else float(scale)
+    q, k, v, dropout, bias, slopes = call.q, call.k, call.v, call.dropout, call.bias, call.alibi_slopes
+    scale = q.shape[-1] ** -0.5 if call.scale is None else float(call.scale)
     if bias is not None:
         bias = bias.reshape((1,) * (4 - bias.dim()) + bias.shape)
     if impl == "sdpa":
-        return sdpa_attention(q, k, v, causal, window, scale, dropout, bias)
-    if dropout > 0:
-        seed = _seed_tensor(seed, q.device)
+        return sdpa_attention(q, k, v, call.causal, call.window, scale, dropout, bias)
+    seed = _seed_tensor(call.seed, q.device) if dropout > 0 else None
     if impl == "reference":
-        return reference_attention(
-            q, k, v, causal=causal, window=window, scale=scale, softcap=softcap, dropout=dropout, seed=seed, bias=bias,
-            decay=decay, alibi_slopes=alibi_slopes, sink=sink, lengths=lengths, cu_seqlens=cu_seqlens,
-            max_seqlen=max_seqlen, prefix_lengths=prefix_lengths, return_lse=return_lse,
-            return_max_logit=return_max_logit,
-        )  # fmt: skip
-    (q_starts, k_starts), (max_q_len, max_k_len) = pair(cu_seqlens), pair(max_seqlen)
+        given = dict(zip(Call._fields, call, strict=True)) | dict(scale=scale, seed=seed, bias=bias)
+        del given["impl"]
+        return reference_attention(**given)
+    (q_starts, k_starts), (max_q_len, max_k_len) = pair(call.cu_seqlens), pair(call.max_seqlen)
     options = ops.Options(
         bias=bias,
-        gate=None if decay is None else _cumulative(decay),
-        sink=sink,
-        alibi_slopes=None if alibi_slopes is None else alibi_slopes.expand(count_sequences(q, cu_seqlens), -1),
-        seed=seed if dropout > 0 else None,
-        lengths=lengths,
+        gate=None if call.decay is None else _cumulative(call.decay),
+        sink=call.sink,
+        alibi_slopes=None if slopes is None else slopes.expand(count_sequences(q, call.cu_seqlens), -1),
+        seed=seed,
+        lengths=call.lengths,
         q_starts=q_starts,
         k_starts=k_starts,
-        prefix_lengths=prefix_lengths,
+        prefix_lengths=call.prefix_lengths,
         max_q_len=q.shape[1] if max_q_len is None else max_q_len,
         max_k_len=k.shape[1] if max_k_len is None else max_k_len,
-        causal=causal,
-        window=window or 0,
-        softcap=softcap or 0.0,
+        causal=call.causal,
+        window=call.window or 0,
+        softcap=call.softcap or 0.0,
         dropout=dropout,
         scale=scale,
         hopper=impl == "hopper",
         kv_heads=0 if qkv is None else k.shape[2],
-        max_logit=return_max_logit,
+        max_logit=call.return_max_logit,
     )
     if qkv is not None:
         q, k, v = qkv, None, None
@@ -171,7 +164,7 @@ def _attend(call, qkv=None):
         out, *rows = ops.forward(q, k, v, *options)
     else:
         out, *rows = ops.forward_with_gradient(q, k, v, options)
-    rows = [x * math.log(2) for x in (rows if return_lse else rows[1:])]  # to natural units
+    rows = [x * math.log(2) for x in (rows if call.return_lse else rows[1:])]  # to natural units
     return (out, *rows) if rows else out
 
 
