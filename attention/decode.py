@@ -19,7 +19,7 @@ HAS_TRITON = find_spec("triton") is not None
 IMPLEMENTATIONS = ("auto", "triton", "eager")
 
 
-class Options(NamedTuple):
+class DecodeOptions(NamedTuple):
     """The optional arguments of a call, as the op takes them; None or 0 means absent."""
 
     decay_sum: Tensor | None
@@ -69,7 +69,7 @@ def decode(
     scale = q.shape[-1] ** -0.5 if scale is None else float(scale)
     if alibi_slopes is not None:
         alibi_slopes = alibi_slopes.expand(len(q), -1)
-    options = Options(decay_sum, alibi_slopes, sink, window or 0, softcap or 0.0, scale, ring, triton)
+    options = DecodeOptions(decay_sum, alibi_slopes, sink, window or 0, softcap or 0.0, scale, ring, triton)
     if torch.compiler.is_compiling():
         return torch.ops.attention.decode.default(q, k, v, lengths, *options)
     return serve(q, k, v, lengths, options)  # without PyTorch's dispatcher, which takes as long as a small kernel
@@ -176,7 +176,7 @@ LIBRARY.define(
 @torch.library.impl(LIBRARY, "decode", "CompositeExplicitAutograd")
 @outside_graphs
 def _decode(q, k, v, lengths, *options):
-    return serve(q, k, v, lengths, Options(*options)).contiguous()  # as the fake below
+    return serve(q, k, v, lengths, DecodeOptions(*options)).contiguous()  # as the fake below
 
 
 @torch.library.register_fake("attention::decode", lib=LIBRARY)

@@ -211,7 +211,7 @@ def splits_for(programs, keys, grouped, device):
 
 
 def launch_decode(q, k, v, lengths, options):
-    """out [B, Tq, H, Dv] of decode(), which has checked the arguments; options: decode.Options."""
+    """out [B, Tq, H, Dv] of decode(), which has checked the arguments; options: DecodeOptions of decode.py."""
     q, k, v = map(aligned, (q, k, v))
     (batch, q_len, heads, dim), (slots, kv_heads, value_dim) = q.shape, v.shape[1:]
     out = q.new_empty(batch, q_len, heads, value_dim)

@@ -189,7 +189,7 @@ def launch_hopper_kernels(dtype, dim, causal, group, features=(), length=4096, b
 def launch_decode_kernels(dtype, dim, causal, group, features=False, length=4096):
     """decode() of one new token, or with features of three."""
     from attention import decode_kernel
-    from attention.decode import Options as DecodeOptions
+    from attention.decode import DecodeOptions
 
     decode_kernel.processors = lambda device: 132
     q, k = (torch.empty(2, n, h, dim, dtype=dtype, device="meta") for n, h in ((1, 2 * group), (length, 2)))

@@ -34,7 +34,7 @@ from .tiles import Dropout, dropout_key, keep_columns, kept, ramp, slope2, tanh
 from .work import advance, hides, plan_work
 
 
-class SharedMemory(NamedTuple):
+class BackwardMemory(NamedTuple):
     """Shared memory of a program."""
 
     k: gl.shared_memory_descriptor  # [keys, D]
@@ -320,20 +320,20 @@ def consumer(
         tma_wait(0)
 
 
-@gluon.jit(do_not_specialize=["q_len", "k_len", "batches", "heads", "group", "span", "q_slots"])
+@gluon.jit(do_not_specialize=["q_len", "k_len", "batches", "heads", "group", "members", "q_slots"])
 def backward_kernel(
-    q, k, v, dout, rows, dq_sum, dk, dv, dk_part, dv_part, q_len, k_len, batches, heads, group, span, scale,
+    q, k, v, dout, rows, dq_sum, dk, dv, dk_part, dv_part, q_len, k_len, batches, heads, group, members, scale,
     dropout, seed, slopes, k_list, ragged, q_slots,
     RULE: gl.constexpr, PLAN: gl.constexpr, TAIL: gl.constexpr,
 ):  # fmt: skip
-    """dK and dV of one tile of keys, and what it adds to dQ, for `span` query heads of one key head.
+    """dK and dV of one tile of keys, and what it adds to dQ, for `members` query heads of one key head.
 
     Tensors are descriptors, but for the parts, and for dq_sum if it is added to from registers; rows and dq_sum are as
-    prepare_kernel leaves them. With dk_part and dv_part [B, Tk, H, D], float32 and D padded, span is 1 and each query
-    head writes its own. TAIL: a tile of keys may reach past the last one. k_list, of ragged sequences: as list_kernel
-    lists them; q_slots: tiles of queries of a head in rows and dq_sum.
+    prepare_kernel leaves them. With dk_part and dv_part [B, Tk, H, D], float32 and D padded, members is 1 and each
+    query head writes its own. TAIL: a tile of keys may reach past the last one. k_list, of ragged sequences: as
+    list_kernel lists them; q_slots: tiles of queries of a head in rows and dq_sum.
     """
-    work = plan_work(q_len, k_len, batches, heads, group, span, k_list, ragged, q_slots, RULE, PLAN)
+    work = plan_work(q_len, k_len, batches, heads, group, members, k_list, ragged, q_slots, RULE, PLAN)
     dtype: gl.constexpr = q.dtype
     keys: gl.constexpr = [PLAN.block_k, PLAN.dim]
     queries: gl.constexpr = [PLAN.stages, PLAN.block_q, PLAN.dim]
@@ -361,7 +361,7 @@ def backward_kernel(
     dq_full, dq_empty = barriers(max(PLAN.dq_stages, 1), 1), barriers(max(PLAN.dq_stages, 1), 1)
     q_channel, dout_channel = Channel(q_tiles, q_full, q_empty, lse2), Channel(dout_tiles, dout_full, q_empty, delta)
     dq_channel = Channel(dq, dq_full, dq_empty)
-    shared = SharedMemory(k_tile, v_tile, keys_full, q_channel, dout_channel, dscores, weights, dq_channel)
+    shared = BackwardMemory(k_tile, v_tile, keys_full, q_channel, dout_channel, dscores, weights, dq_channel)
     gl.warp_specialize(
         [
             (consumer, (

@@ -24,7 +24,7 @@ from .gluon import (
 from .pipeline import (
     MAILBOX,
     ROWS,
-    SharedMemory,
+    ForwardMemory,
     Sizes,
     blocks,
     channel,
@@ -50,12 +50,12 @@ class State(NamedTuple):
 
 
 @gluon.jit
-def hide(scores, edge, start, problem, RULE: gl.constexpr):
+def hide(scores, edge, start, sizes, RULE: gl.constexpr):
     """-inf where the query at position edge + i does not see key start + j."""
     layout: gl.constexpr = gl.SliceLayout(1, scores.type.layout)
     pos = edge - start + gl.arange(0, scores.shape[0], layout)
     begin = None
-    end = gl.full([scores.shape[0]], problem.k_len - start, gl.int32, layout)
+    end = gl.full([scores.shape[0]], sizes.k_len - start, gl.int32, layout)
     if RULE.causal:  # no key that a query sees lies past the end
         end = pos + 1
     elif RULE.window > 0:
@@ -67,26 +67,26 @@ def hide(scores, edge, start, problem, RULE: gl.constexpr):
 
 @gluon.jit
 def weigh(
-    scores, top, total, edge, start, dropout, problem,
+    scores, top, total, edge, start, dropout, sizes,
     RULE: gl.constexpr, TILE: gl.constexpr, PIPE: gl.constexpr, MASKED: gl.constexpr,
 ):  # fmt: skip
     """Raw scores of a block -> (weights, top, total, fade): fade is what the sums so far shrink by."""
     if PIPE.flip:  # the maximum is taken of raw scores, so their factor must be positive
         scores = -scores
-    factor = problem.scale * LOG2E
+    factor = sizes.scale * LOG2E
     if RULE.softcap > 0:
-        scores = tanh(scores * (problem.scale / RULE.softcap))
+        scores = tanh(scores * (sizes.scale / RULE.softcap))
         factor = RULE.softcap * LOG2E
     if RULE.alibi:
         rows = gl.arange(0, scores.shape[0], gl.SliceLayout(1, scores.type.layout))
         ahead = ramp(scores, start - edge - rows)  # how far a key is ahead of a query
-        slope = problem.slope2 / factor
+        slope = sizes.slope2 / factor
         if RULE.causal:
             scores += ahead * slope
         else:
             scores -= gl.abs(ahead) * slope
     if MASKED:
-        scores = hide(scores, edge, start, problem, RULE)
+        scores = hide(scores, edge, start, sizes, RULE)
     new_top = gl.maximum(top, gl.max(scores, 1) * factor)
     if MASKED:  # a row that has seen no key yet: a finite pivot keeps inf - inf away
         pivot = gl.where(new_top == float("-inf"), 0.0, new_top)
@@ -96,7 +96,7 @@ def weigh(
     fade = gl.exp2(top - pivot)
     total = total * fade + gl.sum(weights, 1)
     if RULE.dropout:  # acts on normalised weights
-        keep = kept(weights, edge - (problem.k_len - problem.q_len), start, dropout, QUERIES=0)
+        keep = kept(weights, edge - (sizes.k_len - sizes.q_len), start, dropout, QUERIES=0)
         weights = gl.where(keep, weights, 0.0)
     return weights, new_top, total, fade
 
@@ -123,7 +123,7 @@ def unpack(pairs, acc, DTYPE: gl.constexpr):
 
 @gluon.jit
 def attend(
-    state, q, shared, count, steps, edge, start, dropout, problem,
+    state, q, shared, count, steps, edge, start, dropout, sizes,
     INDEX: gl.constexpr, RULE: gl.constexpr, TILE: gl.constexpr, PIPE: gl.constexpr,
     MASKED: gl.constexpr, FIRST: gl.constexpr = False,
 ):  # fmt: skip
@@ -142,7 +142,7 @@ def attend(
         scores = warpgroup_mma_wait(0 if FIRST else 1, deps=(scores,))
         release(shared.k, count)
         weights, top, total, fade = weigh(
-            scores, state.top, state.total, edge, start, dropout, problem, RULE, TILE, PIPE, MASKED
+            scores, state.top, state.total, edge, start, dropout, sizes, RULE, TILE, PIPE, MASKED
         )
         if not FIRST:
             acc = warpgroup_mma_wait(0, deps=(acc,))
@@ -156,7 +156,7 @@ def attend(
 
 @gluon.jit
 def consumer(
-    INDEX: gl.constexpr, shared, out, lse2, max_logit2, sink, problem,
+    INDEX: gl.constexpr, shared, out, lse2, max_logit2, sink, sizes,
     RULE: gl.constexpr, TILE: gl.constexpr, PIPE: gl.constexpr,
 ):  # fmt: skip
     """Attention of ROWS queries of each tile."""
@@ -170,7 +170,7 @@ def consumer(
     message = receive(shared.mail, visit)
     while message[0] >= 0:
         tile_start, lane = message[0], message[1]
-        first, own, dropout = decode(message, problem, RULE, PIPE)
+        first, own, dropout = decode(message, sizes, RULE, PIPE)
         # which blocks are this consumer's; where it has no queries one, so that the code below holds
         q_start = tile_start + INDEX * ROWS
         tile_begin, _, _, tile_end = blocks(tile_start, TILE.block_q, own, RULE, TILE)
@@ -221,7 +221,7 @@ def consumer(
             logit = gl.where(state.total > 0, logit, float("-inf"))
         lse, factor = end_softmax(state.top, state.total, logit)
         offset = q_start + gl.arange(0, ROWS, row_layout)
-        rows = lse2 + (lane.to(gl.int64) * problem.q_len + first)
+        rows = lse2 + (lane.to(gl.int64) * sizes.q_len + first)
         gl.store(rows + offset, lse, offset < own.q_len)
 
         acc = warpgroup_mma_wait(0, deps=(acc,))
@@ -236,7 +236,7 @@ def consumer(
         fence_async_shared()
         out_tile = shared.out.index(INDEX).reshape(out.block_shape)
         row = lane // TILE.heads
-        queries = Rows(row, row * problem.q_len + first + own.q_len, own.q_len)
+        queries = Rows(row, row * sizes.q_len + first + own.q_len, own.q_len)
         tma_store(out, corner(queries, q_start, lane % TILE.heads, PIPE.ragged), out_tile)
         if PIPE.reuse:
             tma_wait(0)
@@ -259,10 +259,10 @@ def hopper_forward_kernel(
     max_logit2 [H], if not None, is raised to the largest score of each head.
     tile_list: those of ragged sequences as list_kernel lists them; else n_tiles of each lane, and a 0 to count them.
     """
-    problem = Sizes(q_len, k_len, scale, dropout)
+    sizes = Sizes(q_len, k_len, scale, dropout)
     q_channel = channel(PIPE.consumers, ROWS, TILE.dim, q.dtype, 1)
     mail_layout: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
-    shared = SharedMemory(
+    shared = ForwardMemory(
         q_channel,
         channel(PIPE.stages, TILE.block_k, TILE.dim, q.dtype, PIPE.consumers),
         channel(PIPE.stages, TILE.block_k, TILE.value_dim, q.dtype, PIPE.consumers),
@@ -281,9 +281,9 @@ def hopper_forward_kernel(
     if PIPE.consumers == 2:
         gl.warp_specialize(
             [
-                (consumer, (0, shared, out, lse2, max_logit2, sink, problem, RULE, TILE, PIPE)),
-                (consumer, (1, shared, out, lse2, max_logit2, sink, problem, RULE, TILE, PIPE)),
-                (loader, (shared, q, k, v, seed, slopes, problem, n_tiles, lanes, tile_list, ragged, RULE, TILE, PIPE)),
+                (consumer, (0, shared, out, lse2, max_logit2, sink, sizes, RULE, TILE, PIPE)),
+                (consumer, (1, shared, out, lse2, max_logit2, sink, sizes, RULE, TILE, PIPE)),
+                (loader, (shared, q, k, v, seed, slopes, sizes, n_tiles, lanes, tile_list, ragged, RULE, TILE, PIPE)),
             ],
             [4, 1],
             [240, 24],
@@ -291,10 +291,10 @@ def hopper_forward_kernel(
     else:
         gl.warp_specialize(
             [
-                (consumer, (0, shared, out, lse2, max_logit2, sink, problem, RULE, TILE, PIPE)),
-                (consumer, (1, shared, out, lse2, max_logit2, sink, problem, RULE, TILE, PIPE)),
-                (consumer, (2, shared, out, lse2, max_logit2, sink, problem, RULE, TILE, PIPE)),
-                (loader, (shared, q, k, v, seed, slopes, problem, n_tiles, lanes, tile_list, ragged, RULE, TILE, PIPE)),
+                (consumer, (0, shared, out, lse2, max_logit2, sink, sizes, RULE, TILE, PIPE)),
+                (consumer, (1, shared, out, lse2, max_logit2, sink, sizes, RULE, TILE, PIPE)),
+                (consumer, (2, shared, out, lse2, max_logit2, sink, sizes, RULE, TILE, PIPE)),
+                (loader, (shared, q, k, v, seed, slopes, sizes, n_tiles, lanes, tile_list, ragged, RULE, TILE, PIPE)),
             ],
             [4, 4, 1],
             [160, 160, 32],

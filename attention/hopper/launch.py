@@ -194,7 +194,7 @@ class Share(NamedTuple):
     registers: int  # of a thread
     q_slots: int  # tiles of queries of a head, of all sequences together
     k_slots: int
-    span: int  # query heads of a program
+    members: int  # query heads of a program
 
 
 def share(problem):
@@ -203,9 +203,9 @@ def share(problem):
     heads, group = problem.tile.heads, problem.tile.group
     k_tiles = -(-problem.k_len // plan.block_k) * problem.batch
     # the group in one program if that leaves two programs per multiprocessor, else each query head in its own
-    span = group if k_tiles * (heads // group) >= 2 * processors(problem.device) else 1
+    members = group if k_tiles * (heads // group) >= 2 * processors(problem.device) else 1
     q_slots, k_slots = slots(problem, problem.q_len, plan.block_q), slots(problem, problem.k_len, plan.block_k)
-    return Share(plan._replace(ragged=problem.bounded), registers, q_slots, k_slots, span)
+    return Share(plan._replace(ragged=problem.bounded), registers, q_slots, k_slots, members)
 
 
 def backward(q, k, v, out, lse2, dout, dlse, bias_grad, options, deterministic=None):
@@ -222,7 +222,7 @@ def backward(q, k, v, out, lse2, dout, dlse, bias_grad, options, deterministic=N
     problem = describe(q, k, v, of_whole_rows(options, q, k), out, lse2, dout, dlse)
     view, batch, q_len, k_len = problem.view, problem.batch, problem.q_len, problem.k_len
     heads, group = problem.tile.heads, problem.tile.group
-    plan, _, q_slots, _, span = problem.once(share)
+    plan, _, q_slots, _, members = problem.once(share)
     block_q, block_k = plan.block_q, plan.block_k
     q_list = k_list = None
 
@@ -231,7 +231,7 @@ def backward(q, k, v, out, lse2, dout, dlse, bias_grad, options, deterministic=N
     (dq, dk, dv), found = gradients(q, k, v, options.kv_heads > 0, empty, new)
     delta = None if options.sink is None else output(problem, lse2)
     parts = [None, None]
-    if span < group:
+    if members < group:
         widths = plan.dim, plan.value_dim
         parts = [new(k, (batch, k_len, heads, width), dtype=torch.float32) for width in widths]
     with torch.cuda.device_of(q):
@@ -250,11 +250,11 @@ def backward(q, k, v, out, lse2, dout, dlse, bias_grad, options, deterministic=N
             tiles_of(problem, "q", q, block_q), tiles_of(problem, "k", k, block_k), tiles_of(problem, "v", v, block_k),
             tiles_of(problem, "dout", dout, block_q), descriptor(problem, "rows", rows, described, (block_q,)), sums,
             tiles_of(problem, "dk", dk, block_k), tiles_of(problem, "dv", dv, block_k), *parts,
-            q_len, k_len, batch, heads, group, span, options.scale, problem.terms.dropout, options.seed,
+            q_len, k_len, batch, heads, group, members, options.scale, problem.terms.dropout, options.seed,
             problem.terms.slopes, k_list, problem.ragged, q_slots,
         )  # fmt: skip
         problem.once(finish_launcher).start(dq_sum, view("dq", dq), *where, options.scale)
-        if span < group:
+        if members < group:
             for part, total in zip(parts, (dk, dv), strict=True):
                 portable.launch_group_sum(problem, part[..., : total.shape[3]], total)
         if problem.bounded:
@@ -278,7 +278,7 @@ def finish_launcher(problem):
 
 
 def backward_launcher(problem):
-    plan, registers, _, k_slots, span = problem.once(share)
+    plan, registers, _, k_slots, members = problem.once(share)
     constants = (problem.rule, plan, problem.bounded or problem.k_len % plan.block_k != 0)
     tiles = Launch(plan.block_q, plan.block_k, plan.warps, 1)
-    return Launcher(backward_kernel, k_slots * problem.tile.heads // span, tiles, constants, registers)
+    return Launcher(backward_kernel, k_slots * problem.tile.heads // members, tiles, constants, registers)

@@ -24,7 +24,7 @@ class Pipeline(NamedTuple):
     ragged: bool = False  # whether sequences have lengths of their own, and tiles come from a list
 
 
-class SharedMemory(NamedTuple):
+class ForwardMemory(NamedTuple):
     """Shared memory of a program."""
 
     q: Channel  # a slot for each consumer
@@ -46,11 +46,11 @@ class Sizes(NamedTuple):
 
 
 @gluon.jit
-def blocks(start, rows, problem, RULE: gl.constexpr, TILE: gl.constexpr):
+def blocks(start, rows, sizes, RULE: gl.constexpr, TILE: gl.constexpr):
     """Blocks of keys that `rows` queries from `start` on meet: (begin, full_begin, full_end, end), at least one."""
-    first = start + problem.k_len - problem.q_len  # query i stands at key i + k_len - q_len
-    last = gl.minimum(first + rows, problem.k_len) - 1
-    span = meeting_range(first, last, behind(RULE), ahead(RULE), problem.k_len, TILE.block_k, TILE.block_k)
+    first = start + sizes.k_len - sizes.q_len  # query i stands at key i + k_len - q_len
+    last = gl.minimum(first + rows, sizes.k_len) - 1
+    span = meeting_range(first, last, behind(RULE), ahead(RULE), sizes.k_len, TILE.block_k, TILE.block_k)
     begin = span.lo // TILE.block_k
     end = gl.maximum(gl.cdiv(span.hi, TILE.block_k), begin + 1)
     return begin, span.full_lo // TILE.block_k, span.full_hi // TILE.block_k, end
@@ -87,11 +87,11 @@ def encode(q_start, head, seq, seed, slopes, RULE: gl.constexpr, TILE: gl.conste
 
 
 @gluon.jit
-def decode(message, problem, RULE: gl.constexpr, PIPE: gl.constexpr):
+def decode(message, sizes, RULE: gl.constexpr, PIPE: gl.constexpr):
     """Unpack a message of encode() -> (where the sequence begins in its row, its Sizes, its Dropout)."""
     WORDS: gl.constexpr = words(RULE, PIPE)
     first = 0
-    q_len, k_len = problem.q_len, problem.k_len
+    q_len, k_len = sizes.q_len, sizes.k_len
     if PIPE.ragged:
         first, q_len, k_len = message[2], message[3], message[4]
     key = 0
@@ -100,8 +100,8 @@ def decode(message, problem, RULE: gl.constexpr, PIPE: gl.constexpr):
     slope = 0.0
     if RULE.alibi:
         slope = message[WORDS - 1].to(gl.float32, bitcast=True)
-    own = Sizes(q_len, k_len, problem.scale, problem.dropout, slope)
-    return first, own, Dropout(key, problem.dropout)
+    own = Sizes(q_len, k_len, sizes.scale, sizes.dropout, slope)
+    return first, own, Dropout(key, sizes.dropout)
 
 
 @gluon.jit
@@ -136,20 +136,20 @@ def receive(mail, visit):
 
 @gluon.jit
 def tile_at(
-    number, total, n_tiles, tile_list, ragged, problem, RULE: gl.constexpr, TILE: gl.constexpr, PIPE: gl.constexpr
+    number, total, n_tiles, tile_list, ragged, sizes, RULE: gl.constexpr, TILE: gl.constexpr, PIPE: gl.constexpr
 ):
     """Number of `total` tiles -> (tile, head, Sequence), in the order in which they should start."""
     if PIPE.ragged:  # all heads of a tile, then the next one: the keys of neighbours are in the cache
         tile, index, _ = listed(tile_list, number // TILE.heads)
-        return tile, number % TILE.heads, bounds(index, problem.q_len, problem.k_len, ragged, RULE)
+        return tile, number % TILE.heads, bounds(index, sizes.q_len, sizes.k_len, ragged, RULE)
     else:
-        tile, head, row = query_tile(number, total, n_tiles, problem.k_len, RULE, TILE)
-        return tile, head, Sequence(row, row, 0, problem.q_len, 0, problem.k_len)
+        tile, head, row = query_tile(number, total, n_tiles, sizes.k_len, RULE, TILE)
+        return tile, head, Sequence(row, row, 0, sizes.q_len, 0, sizes.k_len)
 
 
 @gluon.jit
 def loader(
-    shared, q, k, v, seed, slopes, problem, n_tiles, lanes, tile_list, ragged,
+    shared, q, k, v, seed, slopes, sizes, n_tiles, lanes, tile_list, ragged,
     RULE: gl.constexpr, TILE: gl.constexpr, PIPE: gl.constexpr,
 ):  # fmt: skip
     """Choose tiles, and load what the consumers will need in the order in which they will."""
@@ -161,16 +161,16 @@ def loader(
     if PIPE.ragged:
         total = gl.load(tile_list + 1) * TILE.heads
     while number < total:
-        tile, head, seq = tile_at(number, total, n_tiles, tile_list, ragged, problem, RULE, TILE, PIPE)
+        tile, head, seq = tile_at(number, total, n_tiles, tile_list, ragged, sizes, RULE, TILE, PIPE)
         q_start = tile * TILE.block_q
         send(shared.mail, visit, encode(q_start, head, seq, seed, slopes, RULE, TILE, PIPE))
-        queries = Rows(seq.row, seq.row * problem.q_len + seq.q_start + seq.q_len, seq.q_len)
+        queries = Rows(seq.row, seq.row * sizes.q_len + seq.q_start + seq.q_len, seq.q_len)
         for index in gl.static_range(CONSUMERS):
             at = corner(queries, q_start + index * ROWS, head, PIPE.ragged)
             fill(shared.q, visit * CONSUMERS + index, q, at)
-        keys = Rows(seq.row, seq.row * problem.k_len + seq.k_start + seq.k_len, seq.k_len)
+        keys = Rows(seq.row, seq.row * sizes.k_len + seq.k_start + seq.k_len, seq.k_len)
         kv_head = head // TILE.group
-        own = Sizes(seq.q_len, seq.k_len, problem.scale, problem.dropout)
+        own = Sizes(seq.q_len, seq.k_len, sizes.scale, sizes.dropout)
         begin, _, _, end = blocks(q_start, TILE.block_q, own, RULE, TILE)
         start = (end - 1) * TILE.block_k
         fill(shared.k, count, k, corner(keys, start, kv_head, PIPE.ragged))

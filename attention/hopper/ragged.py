@@ -19,7 +19,7 @@ END = tl.constexpr(2**30)
 CHUNK = tl.constexpr(256)
 # Positions that a program of blank_kernel looks at, and elements that it writes at once.
 POSITIONS = tl.constexpr(32)
-SPAN = tl.constexpr(1024)
+COLUMNS = tl.constexpr(1024)
 
 
 class Rows(NamedTuple):
@@ -137,8 +137,8 @@ def blank_kernel(x, ragged, offset, q_len, k_len, SIZE: tl.constexpr, STEP: tl.c
     if KEYS:
         end = seq.k_start + seq.k_len
     first = x + tl.cast(row, tl.int64) * length * STEP
-    column = tl.arange(0, SPAN)
+    column = tl.arange(0, COLUMNS)
     for position in range(tl.maximum(start, end), tl.minimum(start + POSITIONS, length)):
-        for step in range(0, SIZE, SPAN):
+        for step in range(0, SIZE, COLUMNS):
             at = first + tl.cast(position, tl.int64) * STEP + (step + column)
             tl.store(at, (column * 0).to(x.dtype.element_ty), step + column < SIZE)

@@ -15,7 +15,7 @@ from .gluon import (
 from .ragged import Rows, first_slot
 from .tiles import bounds, listed, meeting_range
 
-# Bytes of queries, dO and dQ sums of the slots that take turns, counting one query head of each. From T 1024 on these
+# Bytes of queries, dO and dQ sums of the teams that take turns, counting one query head of each. From T 1024 on these
 # have 128 programs at head dim 128 and 256, and 512 at 64: as many as an H200 runs at a time, or twice that.
 TURN_BYTES = tl.constexpr(16 * 2**20)
 
@@ -43,8 +43,8 @@ class Work(NamedTuple):
     queries: Rows
     keys: Rows
     kv_head: gl.tensor
-    head: gl.tensor  # first of `span` query heads
-    span: gl.tensor
+    head: gl.tensor  # first of `members` query heads
+    members: gl.tensor
     heads: gl.tensor  # query heads of the call
     k_start: gl.tensor
     shift: gl.tensor  # query i stands at key i + shift
@@ -73,46 +73,46 @@ def advance(tile, member, work):
 
 
 @gluon.jit
-def locate_keys(q_len, k_len, batches, slots, RULE: gl.constexpr, PLAN: gl.constexpr):
-    """Program id -> (tile of keys, slot of query heads, batch), tile by tile of a slot.
+def locate_keys(q_len, k_len, batches, teams, RULE: gl.constexpr, PLAN: gl.constexpr):
+    """Program id -> (tile of keys, team of query heads, batch), tile by tile of a team.
 
-    Under a causal mask without a window the first tiles take longest and come first; as many slots take turns as have
+    Under a causal mask without a window the first tiles take longest and come first; as many teams take turns as have
     TURN_BYTES of queries, dO and dQ together, but two at least.
     """
     tiles_k = gl.cdiv(k_len, PLAN.block_k)
     program = gl.program_id(0)
     tile = program % tiles_k
-    slot = program // tiles_k
+    team = program // tiles_k
     if RULE.causal and RULE.window == 0:
         fit = gl.maximum(TURN_BYTES // (gl.maximum(q_len, 1024) * (PLAN.dim * 6 + PLAN.value_dim * 2)), 2)
         turn = program // (fit * tiles_k)
-        size = gl.minimum(fit, slots * batches - turn * fit)
+        size = gl.minimum(fit, teams * batches - turn * fit)
         rest = program - turn * fit * tiles_k
         tile = rest // size
-        slot = turn * fit + rest % size
-    return tile, slot % slots, slot // slots
+        team = turn * fit + rest % size
+    return tile, team % teams, team // teams
 
 
 @gluon.jit
 def plan_work(
-    q_rows, k_rows, batches, heads, group, span, k_list, ragged, q_slots, RULE: gl.constexpr, PLAN: gl.constexpr
+    q_rows, k_rows, batches, heads, group, members, k_list, ragged, q_slots, RULE: gl.constexpr, PLAN: gl.constexpr
 ):
     """The Work of this program. q_rows, k_rows: queries and keys of a batch row, as the tensors hold them."""
-    slots = heads // span
+    teams = heads // members
     if PLAN.ragged:  # all heads of a tile, then the next one
-        tile, index, exists = listed(k_list, gl.program_id(0) // slots)
+        tile, index, exists = listed(k_list, gl.program_id(0) // teams)
         seq = bounds(index, q_rows, k_rows, ragged, RULE)
         q_len = gl.where(exists, seq.q_len, 0)
         k_len = gl.where(exists, seq.k_len, 0)
-        slot = gl.program_id(0) % slots
-        head = slot * span
+        team = gl.program_id(0) % teams
+        head = team * members
         q_tiles = q_slots
         first_tile = head * q_slots + first_slot(seq, q_rows, PLAN.block_q)
     else:
-        tile, slot, batch = locate_keys(q_rows, k_rows, batches, slots, RULE, PLAN)
+        tile, team, batch = locate_keys(q_rows, k_rows, batches, teams, RULE, PLAN)
         seq = Sequence(batch, batch, 0, q_rows, 0, k_rows)
         q_len, k_len = q_rows, k_rows
-        head = slot * span
+        head = team * members
         q_tiles = gl.cdiv(q_rows, PLAN.block_q)
         first_tile = (batch * heads + head) * q_tiles
     k_start = tile * PLAN.block_k
@@ -138,6 +138,6 @@ def plan_work(
     queries = Rows(seq.row, seq.row * q_rows + seq.q_start + q_len, q_len)
     keys = Rows(seq.row, seq.row * k_rows + seq.k_start + k_len, k_len)
     return Work(
-        seq.index, queries, keys, head // group, head, span, heads, k_start, shift, first_tile, q_tiles, lo, full_lo,
-        full_hi, hi, start, (hi - lo) * span,
+        seq.index, queries, keys, head // group, head, members, heads, k_start, shift, first_tile, q_tiles, lo, full_lo,
+        full_hi, hi, start, (hi - lo) * members,
     )  # fmt: skip

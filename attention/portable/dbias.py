@@ -48,8 +48,8 @@ def dbias_kernel(
     terms = Terms(scale, dropout, seed, bias, gate, slopes)
     down = 1 if SPREAD.queries else tl.cdiv(q_len, TILE.block_q)
     across = 1 if SPREAD.keys else tl.cdiv(k_len, TILE.block_k)
-    tile, bias_head, place = locate(down * across, TILE.heads)
-    bias_row, part = place // SPREAD.parts, place % SPREAD.parts
+    tile, bias_head, row_and_part = locate(down * across, TILE.heads)
+    bias_row, part = row_and_part // SPREAD.parts, row_and_part % SPREAD.parts
     q_lo = tile // across * TILE.block_q
     k_lo = tile % across * TILE.block_k
     acc = tl.full([TILE.block_q, TILE.block_k], 0.0, tl.float32)
@@ -88,7 +88,7 @@ def dbias_kernel(
     if SPREAD.keys:
         acc = tl.sum(acc, 1, keep_dims=True)
         k_offset = tl.full([1, 1], 0, tl.int32)
-    out_row = place
+    out_row = row_and_part
     if ragged.q_starts is not None and not (SPREAD.queries and SPREAD.keys):  # sequences have their own elements in it
         out_row = part
     pointers = pair_pointers(dbias, out_row, bias_head, seq.q_start + q_offset, seq.k_start + k_offset)

@@ -65,15 +65,15 @@ def gather_dkdv(
 @triton.jit(do_not_specialize=["q_len", "k_len"])
 def dkdv_kernel(
     q, k, v, dout, lse2, delta, q_tiles, dout_tiles, dk, dv, dgate, q_len, k_len, ragged, scale, dropout, seed, bias,
-    gate, slopes, RULE: tl.constexpr, TILE: tl.constexpr, SPAN: tl.constexpr, OUTPUTS: tl.constexpr,
+    gate, slopes, RULE: tl.constexpr, TILE: tl.constexpr, MEMBERS: tl.constexpr, OUTPUTS: tl.constexpr,
 ):  # fmt: skip
-    """dK, dV and the key half of dgate for one tile of keys, summed over SPAN query heads (dgate: for each of them).
+    """dK, dV and the key half of dgate for one tile of keys, summed over MEMBERS query heads (dgate: for each of them).
 
-    SPAN = group: the program walks the whole query group of its key head and writes the final gradient.
-    SPAN = 1: one program per query head; with grouped queries it writes float32 partials for group_sum_kernel.
+    MEMBERS = group: the program walks the whole query group of its key head and writes the final gradient.
+    MEMBERS = 1: one program per query head; with grouped queries it writes float32 partials for group_sum_kernel.
     OUTPUTS = "dkdv", or "dk" (with dgate) or "dv": at a large head dim the sums of both do not fit the registers.
     """
-    tile, slot, index = locate(tl.cdiv(k_len, TILE.block_k), TILE.heads)
+    tile, out_head, index = locate(tl.cdiv(k_len, TILE.block_k), TILE.heads)
     seq = sequence(index, q_len, k_len, ragged)
     terms = Terms(scale, dropout, seed, bias, gate, slopes)
     k_start = tile * TILE.block_k
@@ -81,7 +81,7 @@ def dkdv_kernel(
     if count <= 0:
         return
     at = seq.k_start + k_start
-    kv_head = slot * SPAN // TILE.group
+    kv_head = out_head * MEMBERS // TILE.group
     shift = seq.k_len - seq.q_len
     k_pos = (k_start + tl.arange(0, TILE.block_k))[:, None]
     low = tl.minimum(shift - behind(RULE), seq.k_len - 1)  # keys before it are seen by no query
@@ -103,8 +103,8 @@ def dkdv_kernel(
         zeros(TILE.block_k, TILE.value_dim if OUTPUTS != "dk" else 1),
         gate_zeros(dgate, TILE.block_k),
     )
-    for member in range(SPAN):
-        head = slot * SPAN + member
+    for member in range(MEMBERS):
+        head = out_head * MEMBERS + member
         lanes = query_lanes(q, dout, lse2, delta, head, seq)
         sums = gather_dkdv(
             sums, k_tile, v_tile, k_pos, lanes, q_tiles, dout_tiles, head, span, seq, terms, RULE, TILE, OUTPUTS,
@@ -118,10 +118,10 @@ def dkdv_kernel(
             store_rows(dgate, sums.gate, seq.row, head, at, 0, count, TILE.block_k)
             sums = Gradients(sums.main, sums.value, sums.gate * 0.0)
     if OUTPUTS != "dv":
-        dk = tile_lane(dk, seq.row, slot, seq.k_start)
+        dk = tile_lane(dk, seq.row, out_head, seq.k_start)
         store_tile(dk, sums.main * terms.scale, k_start, seq.k_len, TILE.block_k, TILE.dim)
     if OUTPUTS != "dk":
-        dv = tile_lane(dv, seq.row, slot, seq.k_start)
+        dv = tile_lane(dv, seq.row, out_head, seq.k_start)
         store_tile(dv, sums.value, k_start, seq.k_len, TILE.block_k, TILE.value_dim)
 
 
