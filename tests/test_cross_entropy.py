@@ -55,6 +55,22 @@ def test_value_and_gradients(dtype, rows, width, vocabulary, softcap, device, mo
         assert (ours <= 2 * eager.maximum(rounding)).all(), f"errors of loss, dx, dweight: {ours}, PyTorch's {eager}"
 
 
+@pytest.mark.skipif(not ON_GPU, reason="the interpreter runs one program after another")
+def test_many_programs_at_once():
+    """Losses and gradients of GPT-2's vocabulary stay the same, in calls of more programs than run at once."""
+    x, weight = torch.randn(8192, 64, device="cuda").bfloat16(), torch.randn(50_304, 64, device="cuda") / 8
+    targets = torch.randint(len(weight), (len(x),), device="cuda")
+    logits = (x @ weight.bfloat16().T).contiguous()
+    exact = F.cross_entropy(logits.float(), targets, reduction="none")
+    first, losses = None, torch.empty_like(exact)
+    for _ in range(40):
+        gradients = logits.clone()
+        cross_entropy._launch(gradients, targets, losses.fill_(torch.nan), len(weight), 0.0, True)
+        first = gradients if first is None else first
+        torch.testing.assert_close(losses, exact, rtol=1e-4, atol=1e-4)
+        assert torch.equal(gradients, first)
+
+
 def test_without_gradients(device):
     x, weight = torch.randn(20, 8, device=device), torch.randn(30, 8, device=device, requires_grad=True)
     targets = torch.randint(30, (20,), device=device)
