@@ -86,9 +86,9 @@ def test_pauses_do_not_count_as_training_time(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("log_every, steps, seconds", [(4, 3, 6.0), (1, 1, 40.0)])
-def test_the_first_step_does_not_count_in_the_tokens_per_second(tmp_path, monkeypatch, log_every, steps, seconds):
+def test_the_first_step_does_not_count_in_the_pace(tmp_path, monkeypatch, capsys, log_every, steps, seconds):
     """It takes 40 s here, and the next three 2 s each. If every step has a line, the first step's is its own."""
-    clock = iter([0.0, 40.0, 46.0] if log_every == 4 else [0.0, 40.0]).__next__
+    clock = iter([0.0, 40.0, 46.0] if log_every == 4 else [0.0, 40.0, 42.0]).__next__
     report = make_report(tmp_path, log_every=log_every)
     monkeypatch.setattr("training.report.time.perf_counter", clock)
     report.last_time = report.began = clock()
@@ -96,6 +96,10 @@ def test_the_first_step_does_not_count_in_the_tokens_per_second(tmp_path, monkey
     record_step(report, log_every)
     tokens = steps * FAST["batch_size"] * FAST["block_size"]
     assert read_metrics(tmp_path)[0]["tokens_per_second"] == pytest.approx(tokens / seconds)
+    if log_every == 1:
+        record_step(report, 2)
+    step = max(log_every, 2)
+    assert f"0:00:{2 * (report.config.steps - step):02d} left" in capsys.readouterr().out
 
 
 def test_resuming_drops_later_records_and_a_cut_line(folder, run):

@@ -43,6 +43,7 @@ class Report:
         self.peak = peak and peak * ranks.world
         self.began = self.last_time = self.plotted = time.perf_counter()
         self.first_step = self.last_step = start
+        self.pace_since = self.began, start  # time and step from which the time left is estimated
         self.paused, self.seconds_before, self.wandb = 0.0, 0.0, None
         if self.enabled:
             # Steps after `start` are repeated, and so is the evaluation of step 0 if that is the start.
@@ -79,10 +80,12 @@ class Report:
     def start(self, parts):
         """Print where the time until the end of the first step went: {part: seconds}, in this order.
 
-        The first step does not count in tokens per second, because it may compile, unless it has a line of its own.
+        The first step counts neither in tokens per second nor in the time left, because it may compile, unless it has a
+        line of its own.
         """
         if (self.first_step + 1) % self.config.log_every:
             self.last_time, self.last_step, self.paused = time.perf_counter(), self.first_step + 1, 0.0
+            self.pace_since = self.last_time, self.last_step
         if self.enabled:
             each = ", ".join(f"{seconds:.1f} s {part}" for part, seconds in parts.items())
             show(f"start      {sum(parts.values()):.1f} s: {each}")
@@ -94,7 +97,10 @@ class Report:
             return
         now = time.perf_counter()
         seconds = max(now - self.last_time - self.paused, 1e-9) / (step - self.last_step)
-        left = (self.config.steps - step) * (now - self.began) / (step - self.first_step)
+        since, since_step = self.pace_since
+        left = (self.config.steps - step) * (now - since) / (step - since_step)
+        if self.last_step == self.first_step:
+            self.pace_since = now, step  # the first step had a line of its own
         self.last_time, self.last_step, self.paused = now, step, 0.0
         record = dict(
             step=step, seconds=self.seconds_before + now - self.began, loss=loss, learning_rate=learning_rate,
