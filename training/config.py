@@ -108,7 +108,7 @@ class Config(GPTConfig):
     """torch.compile the whole model, or only its blocks, which share one compilation: this starts sooner and runs a few
     percent slower. auto: model on CUDA, off elsewhere."""
     cuda_graph: bool = True
-    """On one CUDA GPU and with one micro-batch per step, replay the step as a CUDA graph."""
+    """Replay the step as a CUDA graph, on CUDA GPUs with one micro-batch per step and without FSDP."""
 
     # memory
     parallel: Literal["auto", "ddp", "fsdp"] = "auto"

@@ -60,6 +60,8 @@ def start_distributed(config):
     require(not (fsdp and alone), "--parallel fsdp needs torchrun: torchrun --nproc_per_node=1 train.py ...")
     if world == 1 and not fsdp:
         return Ranks(0, 1, device)
+    if device.startswith("cuda"):  # DDP remembers this stream, and a CUDA graph cannot record the default one
+        torch.cuda.set_stream(torch.cuda.Stream())
     dist.init_process_group("cpu:gloo,cuda:nccl" if device.startswith("cuda") else "gloo")
     # A long timeout, because rank 0 may prepare a corpus for hours. A rank that dies is noticed at once anyway.
     control = dist.new_group(backend="gloo", timeout=timedelta(days=1))

@@ -21,6 +21,7 @@ CPU_MICRO_BATCH = 32  # sequences; larger micro-batches gain nothing on a CPU
 MEMORY_RESERVE = 0.05  # of a GPU's memory, for compiled code, CUDA graphs and NCCL, which a trial step does not have
 PREFETCHED = 2  # batches loaded before they are needed
 WARM_UPS = 3  # calls before a CUDA graph is recorded, in which PyTorch compiles, allocates and chooses algorithms
+DDP_WARM_UPS = 11  # DDP measures itself in the first 10 steps, which a graph cannot record
 
 
 def autocast(dtype, device):
@@ -59,9 +60,9 @@ class TrainStep:
         self.skipped, self.bad_in_row = torch.zeros(2, device=ranks.device).unbind()
         self.scales = Scales(network) if config.fp8 else None
         redraws = config.checkpoint_activations != "off" and config.dropout > 0  # restores torch's random state
-        alone = ranks.world == 1 and not ranks.sharded
-        graph = config.cuda_graph and ranks.on_gpu and alone and not self.scaler.is_enabled() and not redraws
-        self.graph = CUDAGraph(self._whole_step) if graph else None
+        recordable = ranks.on_gpu and not ranks.sharded and not self.scaler.is_enabled() and not redraws
+        warm_ups = WARM_UPS if ranks.world == 1 else DDP_WARM_UPS
+        self.graph = CUDAGraph(self._whole_step, warm_ups) if config.cuda_graph and recordable else None
 
     def __call__(self, step, inputs, targets, rate):
         """Take step number `step` at a learning rate, on this rank's inputs and targets [share, T].
@@ -153,20 +154,22 @@ class TrainStep:
 
 
 class CUDAGraph:
-    """A function of tensors that is replayed as a CUDA graph from its fourth call on.
+    """A function of tensors that is replayed as a CUDA graph after `warm_ups` calls.
 
     Its results are overwritten by the next call. Everything else it reads or changes (weights, moments, learning rate)
     must be tensors that stay in place, and it must not wait for the device. Random numbers still follow
     torch.manual_seed().
     """
 
-    def __init__(self, function):
-        self.function, self.calls, self.graph = function, 0, None
-        self.stream = torch.cuda.Stream()  # autograd and the allocator remember the stream: warm up on the recording's
+    def __init__(self, function, warm_ups=WARM_UPS):
+        self.function, self.warm_ups, self.calls, self.graph = function, warm_ups, 0, None
+        # autograd and the allocator remember the stream: warm up on the recording's, which cannot be the default one
+        current = torch.cuda.current_stream()
+        self.stream = torch.cuda.Stream() if current == torch.cuda.default_stream() else current
 
     def __call__(self, *inputs):
         self.calls += 1
-        if self.calls <= WARM_UPS:
+        if self.calls <= self.warm_ups:
             self.stream.wait_stream(torch.cuda.current_stream())
             with torch.cuda.stream(self.stream):
                 results = self.function(*inputs)
