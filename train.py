@@ -125,7 +125,7 @@ def main(argv):
     except (ValueError, OSError) as error:
         fail(error)
     except torch.OutOfMemoryError as error:
-        fail(f"{str(error).split('. ')[0]}; use --micro_batch auto, or a smaller network")
+        fail(f"{str(error).split('. ')[0]}; give a smaller --micro_batch, or --checkpoint_activations blocks")
     except RuntimeError as error:
         if not lost_a_rank(error):
             raise

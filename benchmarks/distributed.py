@@ -111,11 +111,12 @@ class Part:
         print(f"{self.name:8} {gpus} GPUs  {what:36} {values}", flush=True)
 
     def scaling(self, gpus, what, first, **options):
-        """One row of tokens/s with the share of linear scaling; first: a dict that keeps the row of one GPU."""
+        """One row of tokens/s with the share of linear scaling; first: a dict that keeps the rate of one GPU."""
         row = self.measure(gpus, **options)
-        if "rate" in row:
-            rate = first.setdefault(what, row["rate"] / gpus)
-            row["share"] = f"{row['rate'] / gpus / rate:.1%}"
+        if gpus == 1:
+            first[what] = row.get("rate")
+        if "rate" in row and first.get(what):
+            row["share"] = f"{row['rate'] / gpus / first[what]:.1%}"
         self.show(gpus, what, row)
 
 

@@ -48,13 +48,23 @@ def test_signals_save_and_stop_and_the_run_resumes_bit_exactly(folder, run, monk
     signal.signal(signal.SIGHUP, before)
 
 
-def test_more_processes_than_gpus(run, monkeypatch):
+@pytest.mark.parametrize(
+    "options, words",
+    [
+        (dict(device="cuda", batch_size=8), ["GPU", "--nproc_per_node=2"]),
+        (dict(device="cuda:0", batch_size=8), ["GPU", "--nproc_per_node=2"]),
+        (dict(batch_size=6), ["batch_size=6", "a multiple of the 4 processes"]),
+    ],
+    ids=str,
+)
+def test_processes_that_do_not_fit(run, monkeypatch, options, words):
+    """Too many for the GPUs or for the batch: they end before they join, and the first one says why."""
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     for name, value in dict(RANK="0", WORLD_SIZE="4", LOCAL_RANK="0", LOCAL_WORLD_SIZE="3").items():
         monkeypatch.setenv(name, value)
-    code, err = run(device="cuda")
+    code, err = run(**options)
     assert code == 1
-    one_sentence(err, "GPU", "--nproc_per_node=2")
+    one_sentence(err, *words)
 
 
 @slow

@@ -186,17 +186,22 @@ def test_too_little_host_memory_for_a_checkpoint(run, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    "options, need",
-    [({}, "25.9 GB"), (dict(optimizer="adamw"), "37.0 GB"), (dict(parallel="fsdp", cpu_offload=True), "64.1 GB")],
+    "options, device, need",
+    [
+        ({}, "cpu", "25.9 GB"),
+        ({}, "cuda", "36.1 GB"),  # pinned
+        (dict(optimizer="adamw"), "cpu", "37.0 GB"),
+        (dict(parallel="fsdp", cpu_offload=True), "cuda", "64.1 GB"),
+    ],
     ids=str,
 )
-def test_memory_that_a_network_of_3_billion_parameters_needs(monkeypatch, options, need):
+def test_memory_that_a_network_of_3_billion_parameters_needs(monkeypatch, options, device, need):
     """Muon keeps one moment for most of them; docs/distributed.md has the same figures."""
     monkeypatch.setattr(network, "free_host_memory", lambda: 10**9)
     settings = runpy.run_path(str(ROOT / "configs/modern_3b.py"))
     config = Config(**{name: settings[name] for name in settings.keys() & Config.__dataclass_fields__} | options)
     with pytest.raises(ValueError, match=f" {need} of host memory"):
-        network.make_model(config, make_tokenizer("bytes"), Ranks(0, 1, "cpu"))
+        network.make_model(config, make_tokenizer("bytes"), Ranks(0, 1, device))
 
 
 @pytest.mark.parametrize(

@@ -230,7 +230,7 @@ def test_a_gpu_without_memory_is_one_sentence(run, monkeypatch):
         monkeypatch.setattr(step.TrainStep, "__call__", fail)
         code, err = run()
     assert code == 1
-    one_sentence(err, "out of memory", "--micro_batch auto")
+    one_sentence(err, "out of memory", "--micro_batch", "--checkpoint_activations blocks")
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")

@@ -50,7 +50,9 @@ def start_distributed(config):
     """Ranks: join torchrun's process group, if there is one, and take this process's device."""
     device = resolve_device(config.device)
     world = int(os.environ.get("WORLD_SIZE", 1))
-    if device == "cuda" and world > 1:
+    sequences = config.batch_size
+    require(sequences % world == 0, f"batch_size={sequences} must be a multiple of the {world} processes; change one")
+    if device.startswith("cuda") and world > 1:
         here, gpus = int(os.environ["LOCAL_WORLD_SIZE"]), torch.cuda.device_count()
         require(here <= gpus, f"{here} processes here need a GPU each, but there are {gpus}: --nproc_per_node={gpus}")
         device = f"cuda:{os.environ['LOCAL_RANK']}"

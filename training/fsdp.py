@@ -5,6 +5,7 @@ by an attribute.
 """
 
 import math
+import warnings
 
 import torch
 import torch.distributed as dist
@@ -26,6 +27,8 @@ def shard(model, dtype, cpu_offload, kind):
     options = dict(mesh=init_device_mesh(kind, (dist.get_world_size(),)), mp_policy=precision)
     if cpu_offload and kind == "cuda":
         options["offload_policy"] = CPUOffloadPolicy()
+    # FSDP's hooks would be lost if the values that the first block returns were changed in place, which nothing does
+    warnings.filterwarnings("ignore", ".*returned a view tensor", UserWarning)
     for block in model.blocks:
         fully_shard(block, **options)
     fully_shard(model, **options)

@@ -45,11 +45,16 @@ def make_model(config, tokenizer, ranks):
         require_fp8(ranks.device, resolve_dtype(config.dtype, ranks.device))
     network = config.model(tokenizer)
     model = empty_model(network, "meta")
-    weights = sum(4 * p.numel() for p in model.parameters())  # bytes in float32; gradients take as many
+    sizes = [4 * p.numel() for p in model.parameters()]  # bytes in float32; gradients take as many
+    weights = sum(sizes)
     saved = weights + moment_bytes(model, config)
     ranks = ranks._replace(sharded=ranks.share(use_fsdp(saved + weights, config, ranks)))
     if ranks.rank == 0:
-        require_host_memory(saved + (saved + weights) * config.cpu_offload)
+        offloaded = (saved + weights) * config.cpu_offload
+        if ranks.on_gpu and not ranks.sharded:  # PyTorch rounds pinned tensors up to a power of two
+            saved *= sum(1 << (size - 1).bit_length() for size in sizes) / weights
+        what = "checkpoints and the state that cpu_offload moves" if offloaded else "checkpoints"
+        require_host_memory(saved + offloaded, what)
     if ranks.sharded:
         dtype = resolve_dtype(config.dtype, ranks.device)
         scaled = dtype == torch.float16
@@ -124,13 +129,13 @@ def free_host_memory(root="/"):
     return min(free)
 
 
-def require_host_memory(need):
-    """ValueError if less than `need` bytes of host memory are free."""
+def require_host_memory(need, what):
+    """ValueError if less than `need` bytes of host memory are free; what: takes them."""
     free = free_host_memory()
     require(
         need <= free,
-        f"checkpoints, and all that cpu_offload moves, take {need / 1e9:.1f} GB of host memory, of which "
-        f"{free / 1e9:.1f} GB are free; take a smaller network or a host with more memory",
+        f"{what} take {need / 1e9:.1f} GB of host memory, of which {free / 1e9:.1f} GB are free; "
+        "take a smaller network or a host with more memory",
     )
 
 

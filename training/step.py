@@ -254,7 +254,8 @@ def choose_micro_batch(model, config, ranks, saved):
     if not ranks.on_gpu:
         return next(rows for rows in divisors if rows <= CPU_MICRO_BATCH)
     largest = ranks.share(next((rows for rows in divisors if fits(model, rows, config, ranks)), 0))
-    require(largest, "not even a micro-batch of 1 fits into the GPU's memory; take a smaller block_size or network")
+    remedy = "give --checkpoint_activations blocks, or a smaller network"
+    require(largest, f"not even a micro-batch of 1 fits into the GPU's memory; {remedy}")
     return largest
 
 
