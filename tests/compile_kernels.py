@@ -43,6 +43,9 @@ REPORT = re.compile(r"(\d+) bytes spill stores, (\d+) bytes spill loads.*?Used (
 ARRIVE = re.compile(r"mbarrier\.arrive\.shared")  # not those of the loading warp, which also expect bytes
 ACCESS = re.compile(r"\b(?:ld|st|atom|red)\.(?:\w+\.)*global|\bcp\.async")
 BARRIER = re.compile(r"(?:bar|barrier)(\.warp)?\.sync\s+([^;]*);")
+ADDRESS = re.compile(r"(?:mov|add)\.\w32\s+(%r\d+), ([%\w]+)(?:, ([%\w-]+))?;")
+STORE = re.compile(r"(?:st|atom|red)\.shared\S*\s+(?:%\w+, )?\[\s*([%\w]+)\s*(?:\+\s*(\d+))?")
+INIT = re.compile(r"mbarrier\.init\S*\s+\[([%\w]+)\]")
 EFFECT = re.compile(r"(?:@\S+\s+)?(?:ld|st|cp|bra|red|atom|fence|wgmma|mbarrier|ldmatrix|stmatrix)\b")
 
 
@@ -60,6 +63,24 @@ def barriers_before_arrivals(ptx):
         if EFFECT.match(line):
             barrier = "none"
     return found
+
+
+def overlapping_barriers(ptx):
+    """Offsets in shared memory of barriers that share it with other barriers or with stores.
+
+    PTX allows the memory of a barrier no other use before it is invalidated: what was stored there may be lost. Of
+    offsets, parts that are known only at run time are left out.
+    """
+    offsets, barriers, stores = {"global_smem": 0}, Counter(), set()
+    for line in map(str.strip, ptx.splitlines()):
+        if (match := ADDRESS.match(line)) and offsets.keys() & set(match.groups()[1:]):
+            parts = [offsets.get(x, x) for x in match.groups()[1:] if x]
+            offsets[match[1]] = sum(int(x) for x in parts if str(x).lstrip("-").isdigit())
+        elif (match := INIT.search(line)) and match[1] in offsets:
+            barriers[offsets[match[1]]] += 1
+        elif (match := STORE.search(line)) and match[1] in offsets:
+            stores.add(offsets[match[1]] + int(match[2] or 0))
+    return [at for at, count in barriers.items() if count > 1 or stores & set(range(at, at + 8))]
 
 
 def early_accesses(ptx):
@@ -113,6 +134,7 @@ class Driver:
             seconds=seconds,
             arrivals=arrivals,
             early=early_accesses(self.ptx),
+            overlaps=overlapping_barriers(self.ptx),
         )
         self.report(kernel=name, **found)
         return 0, 0, registers, 0, 1024  # module, function, registers, spills, largest block

@@ -184,7 +184,7 @@ def test_hopper_kernels_fit_their_chip(dtype, bounds, features, masks, dims, len
     spilled = SPILLED[features]
     serialized = {f"C75{i}" for i in range(10, 16)}
     bad = [k for k in kernels if k["spilled"] > spilled.get((k["kernel"], k["dim"]), 0)]
-    bad += too_large(90, kernels) + [k for k in kernels if serialized & set(k["warnings"])]
+    bad += too_large(90, kernels) + [k for k in kernels if serialized & set(k["warnings"]) or k["overlaps"]]
     for k in kernels:
         barrier, arrivals = ARRIVALS[k["dim"]] if k["kernel"] == "backward_kernel" else ("none", 0)
         if k["arrivals"].get("none") or k["arrivals"].get(barrier, 0) < arrivals:
@@ -246,7 +246,7 @@ def test_training_kernels_fit_their_chip(dims):
     assert sum(k["kernel"] == "matmul_kernel" for k in kernels) == len(dims) * (9 if COMPILE_ALL else 3)
     serialized = {f"C75{i}" for i in range(10, 16)}
     bad = too_large(90, kernels) + [k for k in kernels if k["spilled"] > MATMUL_SPILLED]
-    bad += [k for k in kernels if serialized & set(k["warnings"])]
+    bad += [k for k in kernels if serialized & set(k["warnings"]) or k["overlaps"]]
     # all eight warps have read a slot before it is given back
     bad += [k for k in kernels if k["kernel"] == "matmul_kernel" and k["arrivals"].keys() != {"0, 256"}]
     assert not bad, "\n".join(map(str, bad))

@@ -269,14 +269,15 @@ def hopper_forward_kernel(
         q_channel.tiles if PIPE.reuse else gl.allocate_shared_memory(
             q.dtype, [PIPE.consumers, ROWS, TILE.value_dim], q_channel.tiles.layout
         ),
-        barriers(PIPE.consumers, 1),
+        barriers(PIPE.consumers, 1) if PIPE.turns else 0,  # unused ones would share their memory with other values
         Channel(
             gl.allocate_shared_memory(gl.int32, [words(RULE, PIPE) * MAILBOX, 1], mail_layout),
             barriers(MAILBOX, 1),
             barriers(MAILBOX, PIPE.consumers),
         ),
     )  # fmt: skip
-    mbarrier.arrive(shared.turn.index(0))
+    if PIPE.turns:
+        mbarrier.arrive(shared.turn.index(0))
     # registers of each warp; the first consumer gets what maxnreg leaves
     if PIPE.consumers == 2:
         gl.warp_specialize(
