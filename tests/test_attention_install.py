@@ -12,11 +12,13 @@ from pathlib import Path
 import pytest
 
 CALL = """
-import json, sys
+import json, pkgutil, sys
 sys.path.append(sys.argv[1])
 import torch
-import attention.decode_kernel, attention.hopper.launch, attention.portable.launch
+import attention as package
 from attention import attention, attention_qkv
+for module in pkgutil.walk_packages(package.__path__, "attention."):
+    __import__(module.name)
 device = sys.argv[2]
 q, k, v = (torch.randn(2, 64, heads, 32, device=device, requires_grad=True) for heads in (4, 2, 2))
 out = attention(q, k, v, causal=True, window=20)
@@ -45,7 +47,8 @@ def with_dependencies(name, found=()):
 def test_attention_installs_and_runs_alone(tmp_path, device):
     site = tmp_path / "site"
     folder = tmp_path / "attention"  # a copy, because pip writes files into the folder
-    shutil.copytree(Path(__file__).parents[1] / "attention", folder)
+    left_out = shutil.ignore_patterns("build", "*.egg-info", "__pycache__")
+    shutil.copytree(Path(__file__).parents[1] / "attention", folder, ignore=left_out)
     install = [sys.executable, "-m", "pip", "install", "--quiet", "--no-index", "--no-deps", "--no-build-isolation"]
     subprocess.run([*install, "--target", site, folder], check=True)
     (installed,) = distributions(path=[str(site)])

@@ -210,8 +210,6 @@ def test_micro_batch_of_a_new_run():
     for options in (dict(micro_batch=5), dict(micro_batch=96), dict(micro_batch=24, batch_size=72, world=2)):
         with pytest.raises(ValueError, match=f"micro_batch={options['micro_batch']}"):
             choose(**options)
-    with pytest.raises(ValueError, match="batch_size=3 "):
-        choose("auto", batch_size=3, world=4)
 
 
 def test_a_resumed_run_keeps_its_micro_batch():

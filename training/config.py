@@ -97,7 +97,7 @@ class Config(GPTConfig):
     deterministic: bool = False
     """Make a GPU return the same bits for the same seed, with slower kernels; a CPU does so anyway."""
     device: str = "auto"
-    """auto (CUDA, else MPS, else CPU), cpu, cuda, cuda:1, mps."""
+    """auto (CUDA, else MPS, else CPU), cpu, cuda, cuda:1, mps. With torchrun each rank takes a GPU of its own."""
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     """dtype of matmuls. auto: bfloat16 on GPUs that have it, float16 with a gradient scaler on older ones, float32 on
     other devices."""

@@ -47,12 +47,13 @@ def make_model(config, tokenizer, ranks):
     model = empty_model(network, "meta")
     sizes = [4 * p.numel() for p in model.parameters()]  # bytes in float32; gradients take as many
     weights = sum(sizes)
-    saved = weights + moment_bytes(model, config)
-    ranks = ranks._replace(sharded=ranks.share(use_fsdp(saved + weights, config, ranks)))
+    moments = moment_bytes(model, config)
+    ranks = ranks._replace(sharded=ranks.share(use_fsdp(2 * weights + moments, config, ranks)))
     if ranks.rank == 0:
-        offloaded = (saved + weights) * config.cpu_offload
-        if ranks.on_gpu and not ranks.sharded:  # PyTorch rounds pinned tensors up to a power of two
-            saved *= sum(1 << (size - 1).bit_length() for size in sizes) / weights
+        # PyTorch rounds pinned tensors up to a power of two; moments are taken to grow as the weights do
+        pinned = sum(1 << (size - 1).bit_length() for size in sizes) / weights if ranks.on_gpu else 1
+        saved = (weights + moments) * (1 if ranks.sharded else pinned)
+        offloaded = (2 * weights * pinned + moments) * config.cpu_offload
         what = "checkpoints and the state that cpu_offload moves" if offloaded else "checkpoints"
         require_host_memory(saved + offloaded, what)
     if ranks.sharded:
@@ -130,7 +131,7 @@ def free_host_memory(root="/"):
 
 
 def require_host_memory(need, what):
-    """ValueError if less than `need` bytes of host memory are free; what: takes them."""
+    """ValueError if less than `need` bytes of host memory are free. what: needs them, for the sentence."""
     free = free_host_memory()
     require(
         need <= free,

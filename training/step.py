@@ -232,14 +232,12 @@ def choose_micro_batch(model, config, ranks, saved):
     dropout draws one mask per micro-batch.
 
     Raises:
-        ValueError: the batch cannot be divided, or not even one sequence fits into the GPU's memory.
+        ValueError: the share cannot be divided, or not even one sequence fits into the GPU's memory.
     """
     share, asked = config.batch_size // ranks.world, config.micro_batch
-    rows = {0: max(share, 1), "auto": 1}.get(asked, asked)
-    require(
-        share * ranks.world == config.batch_size and share % rows == 0,
-        f"batch_size={config.batch_size} must be a multiple of {ranks.world} GPUs x micro_batch={rows}; change one",
-    )
+    rows = {0: share, "auto": 1}.get(asked, asked)
+    rule = f"batch_size={config.batch_size} must be a multiple of {ranks.world} GPUs x micro_batch={rows}; change one"
+    require(share % rows == 0, rule)
     if saved and (asked == "auto" or (asked == 0 and config.dropout > 0)):
         if share % saved == 0:
             return saved

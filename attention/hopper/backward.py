@@ -358,9 +358,9 @@ def backward_kernel(
     dscores = gl.allocate_shared_memory(dtype, scores, shared_layout(scores, dtype))
     keys_full = barriers(1, 1).index(0)
     q_full, dout_full, q_empty = barriers(PLAN.stages, 1), barriers(PLAN.stages, 1), barriers(PLAN.stages, 1)
-    dq_full, dq_empty = 0, 0  # unused barriers would share their memory with other values
-    if PLAN.dq_stages > 0:
-        dq_full, dq_empty = barriers(PLAN.dq_stages, 1), barriers(PLAN.dq_stages, 1)
+    # unused barriers would share their memory with other values
+    dq_full = barriers(PLAN.dq_stages, 1) if PLAN.dq_stages > 0 else 0
+    dq_empty = barriers(PLAN.dq_stages, 1) if PLAN.dq_stages > 0 else 0
     q_channel, dout_channel = Channel(q_tiles, q_full, q_empty, lse2), Channel(dout_tiles, dout_full, q_empty, delta)
     dq_channel = Channel(dq, dq_full, dq_empty)
     shared = BackwardMemory(k_tile, v_tile, keys_full, q_channel, dout_channel, dscores, weights, dq_channel)

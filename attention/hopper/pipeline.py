@@ -31,7 +31,7 @@ class ForwardMemory(NamedTuple):
     k: Channel
     v: Channel
     out: gl.shared_memory_descriptor
-    turn: gl.shared_memory_descriptor  # barriers [consumers, 1]
+    turn: gl.shared_memory_descriptor  # barriers [consumers, 1]; 0 without turns
     mail: Channel  # which tiles are to come, a few words of each
 
 
