@@ -68,9 +68,9 @@ def test_processes_that_do_not_fit(run, monkeypatch, options, words):
 
 
 @slow
-@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("ranks", [1, 2, 4])
 def test_a_normal_run_prints_no_warning(folder, run, ranks):
-    """Two ranks with two micro-batches each train the same as one rank with one."""
+    """Two or four ranks with micro-batches of two train the same as one rank with the whole batch."""
     out, err = finish(start(folder, ranks=ranks, **FAST | dict(dropout=0, micro_batch=0 if ranks == 1 else 2)))
     assert "best val loss" in out and "Warning" not in err, err
     if ranks > 1:
