@@ -100,7 +100,8 @@ def cross_entropy_hopper_kernel(
         store_gradient(logits, target, lse2, parts, number, VOCABULARY, COLUMNS, False, TILE)
     for number in range(WHOLE, PARTS):
         store_gradient(logits, target, lse2, parts, number, VOCABULARY, COLUMNS, True, TILE)
-    # Keeps the compiler from using the barriers' memory for the sums above, which then are wrong in some rows or NaN.
+    # Until here the barriers are in use. Otherwise the compiler puts the maxima and sums above into their memory, and
+    # in some rows these come out wrong or NaN.
     for number in gl.static_range(PARTS):
         mbarrier.invalidate(full.index(number))
 

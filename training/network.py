@@ -50,7 +50,7 @@ def make_model(config, tokenizer, ranks):
     moments = moment_bytes(model, config)
     ranks = ranks._replace(sharded=ranks.share(use_fsdp(2 * weights + moments, config, ranks)))
     if ranks.rank == 0:
-        # PyTorch rounds pinned tensors up to a power of two; moments are taken to grow as the weights do
+        # PyTorch rounds each pinned tensor up to a power of two; moments are assumed to grow by the factor of weights
         pinned = sum(1 << (size - 1).bit_length() for size in sizes) / weights if ranks.on_gpu else 1
         saved = (weights + moments) * (1 if ranks.sharded else pinned)
         offloaded = (2 * weights * pinned + moments) * config.cpu_offload
