@@ -34,6 +34,7 @@ NETWORKS = {  # options of GPTConfig, and the architecture
     "qwen": (MODERN | dict(qk_norm=True), "Qwen3ForCausalLM"),
     "relu2": (MODERN | dict(mlp="relu2"), "LlamaForCausalLM"),
     "no norm weights": (MODERN | dict(norm_weight=False, qk_norm=True), "Qwen3ForCausalLM"),
+    "window": (MODERN | dict(qk_norm=True, window=5, n_layer=5), "Qwen3ForCausalLM"),
     "shakespeare": (MODERN | dict(mlp="relu2", qk_norm=True, n_kv_head=1), "Qwen3ForCausalLM"),
 }
 
@@ -153,6 +154,7 @@ def test_transformers_makes_the_same_tokens(folder, spec):
         (MODERN | dict(value_residual=True), "value_residual=True"),
         (MODERN | dict(value_embeds=1), "value_embeds=1"),
         (dict(window=8), "window=8"),
+        (MODERN | dict(window=8), "window=8"),
         (dict(n_kv_head=2), "n_kv_head=2"),
         (dict(qk_norm=True), "qk_norm=True"),
         (dict(mlp="relu2"), "mlp=relu2"),

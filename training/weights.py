@@ -297,9 +297,8 @@ def _their_weights(weights, config):
             heads = (config.n_head, config.kv_heads, config.kv_heads)
             for part, rows in zip("qkv", value.split([count * config.head_dim for count in heads]), strict=True):
                 theirs[key.replace("[qkv]", part)] = rows.clone()
-            if config.qk_norm:
-                for part in "qk":
-                    theirs[key.replace("[qkv]_proj", f"{part}_norm")] = torch.ones(config.head_dim)
+            for part in "qk" if config.qk_norm else "":  # QK-norm has no weights here
+                theirs[key.replace("[qkv]_proj", f"{part}_norm")] = torch.ones(config.head_dim)
         else:
             theirs[key] = (value.T if _is_transposed(key) else value).clone(memory_format=torch.contiguous_format)
         if config.mlp == "relu2" and ".up_proj." in key:  # relu(x)^2 = relu(x) x is a gated MLP with equal matrices
@@ -309,24 +308,27 @@ def _their_weights(weights, config):
 
 def _their_config(config, end):
     """config.json for a network; ValueError if Hugging Face's Transformers has no such network."""
-    wanted = WRITABLE[config.position] | dict(logit_softcap=[None], mask_documents=[False], window=[None])
-    wanted |= dict(embed_skip=[False], value_residual=[False], value_embeds=[0])
+    wanted = WRITABLE[config.position] | dict(logit_softcap=[None], mask_documents=[False], embed_skip=[False])
+    wanted |= dict(value_residual=[False], value_embeds=[0]) | ({} if config.qk_norm else {"window": [None]})
     wanted |= {"n_kv_head": [None, config.n_head]} if config.position == "learned" else {}
     for name, values in wanted.items():
         found, only = getattr(config, name), " or ".join(map(str, values))
-        rule = f"with position={config.position}, a Hugging Face folder can only have {only}"
+        rule = f"with position={config.position}, qk_norm={config.qk_norm}, a Hugging Face folder can only have {only}"
         require(found in values, f"{name}={found} cannot be exported: {rule}")
     common = dict(vocab_size=config.vocab_size, tie_word_embeddings=config.tie_head, bos_token_id=end,
                   eos_token_id=end, dtype="float32")  # fmt: skip
     if config.position == "learned":
-        gelu = {ours: theirs for theirs, ours in GELUS.items() if theirs != "gelu_pytorch_tanh"}[config.mlp]
         return common | dict(
             model_type="gpt2", architectures=["GPT2LMHeadModel"], n_positions=config.block_size, n_embd=config.n_embd,
-            n_layer=config.n_layer, n_head=config.n_head, activation_function=gelu,
-            layer_norm_epsilon=LAYERNORM_EPSILON, attn_pdrop=0.0, embd_pdrop=0.0, resid_pdrop=0.0,
+            n_layer=config.n_layer, n_head=config.n_head, layer_norm_epsilon=LAYERNORM_EPSILON, attn_pdrop=0.0,
+            activation_function={"gelu": "gelu", "gelu_tanh": "gelu_new"}[config.mlp], embd_pdrop=0.0, resid_pdrop=0.0,
         )  # fmt: skip
-    kind = "qwen3" if config.qk_norm else "llama"
-    return common | dict(
+    kind, windows = "llama", {}
+    if config.qk_norm:
+        blocks = empty_model(config, "meta").blocks
+        layers = ["sliding_attention" if block.attention.window else "full_attention" for block in blocks]
+        kind, windows = "qwen3", dict(use_sliding_window=True, sliding_window=config.window, layer_types=layers)
+    return common | windows | dict(
         model_type=kind, architectures=[f"{kind.capitalize()}ForCausalLM"], hidden_size=config.n_embd,
         intermediate_size=config.mlp_width, num_hidden_layers=config.n_layer, num_attention_heads=config.n_head,
         num_key_value_heads=config.kv_heads, head_dim=config.head_dim, max_position_embeddings=config.block_size,
