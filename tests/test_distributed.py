@@ -27,7 +27,7 @@ from helpers import (
     wait_for,
 )
 
-from training.weights import export
+from training.export import export
 
 CHECKPOINT = "runs/run/checkpoint.pt"
 slow = pytest.mark.slow

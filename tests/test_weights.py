@@ -1,4 +1,4 @@
-"""training/weights.py: GPT-2's weights in, Hugging Face folders out, against the package transformers."""
+"""training/weights.py and export.py: GPT-2's weights in, Hugging Face folders out, against the package transformers."""
 
 import json
 from dataclasses import asdict
@@ -17,6 +17,7 @@ from model import GPT, GPTConfig
 from sample import generate, load
 from training import weights
 from training.checkpoint import FORMAT, save_checkpoint
+from training.export import export
 
 transformers = pytest.importorskip("transformers")
 safetensors = pytest.importorskip("safetensors.torch")
@@ -100,8 +101,8 @@ def test_shapes_of_all_sizes(name, tmp_path):
     with torch.device("meta"):
         shapes = {n: tuple(p.shape) for n, p in transformers.GPT2LMHeadModel(config).named_parameters()}
     ours = {
-        their: tuple(shape[::-1] if weights._is_transposed(their) else shape)
-        for _, shape, their in weights._parameters(found)
+        their: tuple(shape[::-1] if weights.is_transposed(their) else shape)
+        for _, shape, their in weights.parameters_of(found)
     }
     assert ours == shapes and found.block_size == 1024
 
@@ -111,7 +112,7 @@ def test_transformers_computes_the_same_logits_and_text(folder, network):
     options, architecture = NETWORKS[network]
     tokenizer = make_tokenizer("bpe:300", [TEXT * 9], many_documents=True)
     model = make_run(folder / "runs/x", tokenizer, **options)
-    weights.export("runs/x", "out")
+    export("runs/x", "out")
     theirs = transformers.AutoModelForCausalLM.from_pretrained("out").eval()
     assert type(theirs).__name__ == architecture
     tokens, count = torch.randint(tokenizer.n_vocab, (2, 32)), tokenizer.n_vocab
@@ -135,7 +136,7 @@ def test_transformers_makes_the_same_tokens(folder, spec):
     else:
         tokenizer = make_tokenizer(spec, [TEXT * 9], many_documents=True)
     make_run(folder / "runs/x", tokenizer)
-    weights.export("runs/x", "out")
+    export("runs/x", "out")
     theirs = transformers.AutoTokenizer.from_pretrained("out")
     for text in (TEXT, TEXT[::-1], " ", "\n", "the 12345 or\n\n\nso"):
         text = "".join(c for c in text if c in TEXT) if isinstance(tokenizer, CharTokenizer) else text
@@ -169,13 +170,13 @@ def test_a_network_that_transformers_lacks_is_named_and_nothing_is_written(folde
     make_run(folder / "runs/x", make_tokenizer("bytes"), **options)
     before = sorted(folder.iterdir())
     with pytest.raises(ValueError, match=f"{name} cannot be exported"):
-        weights.export("runs/x", "out")
+        export("runs/x", "out")
     assert sorted(folder.iterdir()) == before
 
 
 def test_the_card_of_a_trained_model(folder, run):
     assert run(name="sea", input=folder / "corpus.txt")[0] == 0
-    weights.export("runs/sea", "out")
+    export("runs/sea", "out")
     card = (folder / "out/README.md").read_text()
     assert "text corpus.txt" in card and "tokens, 40 steps" in card and "bits per byte" in card
     assert "--n_embd 32" in card and "--input corpus.txt" in card and str(folder) not in card
@@ -197,7 +198,7 @@ def test_the_card_of_a_run_of_another_version(folder, run):
     del checkpoint["config"]["muon_scale"]
     checkpoint["config"]["new"] = 1
     save_checkpoint(folder / "runs/sea/best.pt", checkpoint)
-    weights.export("runs/sea", "out")
+    export("runs/sea", "out")
     card = (folder / "out/README.md").read_text()
     assert "--input 'a text.txt'" in card and "--new" not in card and "began with | first |" in card
 
@@ -205,7 +206,7 @@ def test_the_card_of_a_run_of_another_version(folder, run):
 def test_training_from_weights(folder, run, capsys):
     """It begins with the loss of the weights, on a shorter context; the options of their network need not be given."""
     assert run(name="first", dropout=0.1, bias=True, mlp="gelu_tanh")[0] == 0
-    weights.export("runs/first", "out")
+    export("runs/first", "out")
     options = dict(data="text", input="corpus.txt", tokenizer="bytes", device="cpu", steps=1, batch_size=8, log_every=1)
     for source in ("out", "runs/first", "runs/first/best.pt", "out/model.safetensors"):
         name = source.replace("/", "-")

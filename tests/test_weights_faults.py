@@ -1,4 +1,4 @@
-"""training/weights.py: odd, incomplete and wrong models, and missing packages."""
+"""training/weights.py and export.py: odd, incomplete and wrong models, and missing packages."""
 
 import json
 import shutil
@@ -14,6 +14,7 @@ from data import make_tokenizer
 from sample import load
 from training import weights
 from training.checkpoint import save_checkpoint
+from training.export import export
 from training.tasks import read_task
 
 
@@ -47,7 +48,7 @@ def test_a_checkpoint_without_one_of_its_weights(folder, name):
     checkpoint = contents(path)
     del checkpoint["model"][name]
     save_checkpoint(path, checkpoint)
-    for function in (weights.load_model, partial(weights.export, folder="out")):
+    for function in (weights.load_model, partial(export, folder="out")):
         with pytest.raises(ValueError, match=f"other weights than its network, such as .*{name}"):
             function("runs/x")
     assert not (folder / "out").exists()
@@ -58,7 +59,7 @@ def test_packages_that_are_not_installed(folder, monkeypatch, data_root):
     make_run(folder / "runs/x", make_tokenizer("bytes"))
     for package, function, *arguments in (
         ("safetensors", weights.read, "tiny"),
-        ("safetensors", weights.export, "runs/x", "out"),
+        ("safetensors", export, "runs/x", "out"),
         ("huggingface_hub", weights.read, "gpt2"),
         ("pyarrow", read_task, "items.parquet"),
     ):
@@ -75,7 +76,7 @@ def test_packages_that_are_not_installed(folder, monkeypatch, data_root):
 def test_mistakes(folder, run):
     gpt2(folder / "tiny")
     make_run(folder / "runs/x", make_tokenizer("bytes"), block_size=16)
-    weights.export("runs/x", "out")
+    export("runs/x", "out")
     shutil.copytree("out", "other")
     (folder / "other/kestrel.json").unlink()
     (folder / "other/config.json").write_text(json.dumps({"model_type": "mamba"}))
@@ -130,7 +131,7 @@ def test_mistakes(folder, run):
         load("tiny", "cpu")
     for source, target, reason in (("runs/x", "out", "out exists"), ("out", "new", "Hugging Face model already")):
         with pytest.raises(ValueError, match=reason):
-            weights.export(source, target)
+            export(source, target)
     for options, *parts in (
         (dict(n_layer=3), "n_layer=3", "have 2", "leave n_layer out"),
         (dict(block_size=64), "block_size=64", "have 16"),

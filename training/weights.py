@@ -1,40 +1,28 @@
-"""GPT-2's weights in, Hugging Face folders out.
+"""Reads trained models: of runs, of GPT-2, and of the folders that training/export.py writes.
 
-    python -m training.weights RUN FOLDER     write a run's best model as a Hugging Face folder
-
-A Hugging Face folder has config.json, model.safetensors and the tokenizer's files. This module reads GPT-2's and its
-own, whose kestrel.json has the network and the tokenizer in this repository's own terms.
-
-The classic network is written as GPT-2. The modern one (RMSNorm, rotary positions, SwiGLU or squared ReLU) is written
-as Qwen3 if it has QK-norm, else as Llama.
+A Hugging Face folder has config.json, model.safetensors and the tokenizer's files. Those of export.py also have
+kestrel.json, with the network and the tokenizer in this repository's own terms.
 """
 
-import json
-import os
-import shutil
-import sys
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import NamedTuple
 
 import torch
-import tyro
 
-from data import end_of_text, from_state, make_tokenizer, to_state
-from data.files import optional, read_json, writing
+from data import from_state, make_tokenizer, to_state
+from data.files import optional, read_json
 from data.hub import download_files
-from data.tokenizer import END_OF_TEXT, UNTRAINED
-from data.tokenizer_json import tokenizer_json, vocabulary_of
-from generation import Sampling
+from data.tokenizer import UNTRAINED
+from data.tokenizer_json import vocabulary_of
 from model import GPTConfig, require
-from training.card import model_card
 from training.checkpoint import HERE_ONLY, checkpoints, copy_weights, empty_model, load_first, newest_run
 
 GPT2_SIZES = ("gpt2", "gpt2-medium", "gpt2-large", "gpt2-xl")
 GPT2_VOCABULARY = 50257
 OUR_FILE = "kestrel.json"
 GELUS = {"gelu": "gelu", "gelu_new": "gelu_tanh", "gelu_pytorch_tanh": "gelu_tanh"}  # Hugging Face's name: ours
-LAYERNORM_EPSILON, RMSNORM_EPSILON = 1e-5, torch.finfo(torch.float32).eps  # PyTorch's defaults, which model.py takes
+LAYERNORM_EPSILON = 1e-5  # PyTorch's default, which model.py takes
 
 # Our modules and Hugging Face's. * is the number of a block. The rows of our qkv are those of q, k and v.
 GPT2_NAMES = {
@@ -60,11 +48,6 @@ LLAMA_NAMES = {
     "blocks.*.mlp.project": "model.layers.*.mlp.down_proj",
     "norm": "model.norm",
     "head": "lm_head",
-}
-# Options that a network must have to be exported, by its kind of positions.
-WRITABLE = {
-    "learned": dict(norm=["layernorm"], mlp=["gelu", "gelu_tanh"], qk_norm=[False]),
-    "rope": dict(norm=["rmsnorm"], mlp=["swiglu", "relu2"], bias=[False]),
 }
 
 
@@ -144,7 +127,7 @@ def read_tokenizer(name):
 
 def _require_tokenizer(found):
     """The tokenizer of a Pretrained; ValueError if it is unknown."""
-    rule = "only GPT-2's tokenizer, and those in folders of training.weights, can be read; take another model"
+    rule = "only GPT-2's tokenizer, and those in folders of training.export, can be read; take another model"
     require(found.tokenizer, f"{found.path.parent} has an unknown tokenizer: {rule}")
     return found.tokenizer
 
@@ -214,7 +197,7 @@ def _tokenizer_of_gpt2(folder, count):
 def _config_of_gpt2(theirs, folder):
     """GPTConfig for GPT-2's config.json; ValueError if the network differs from GPT-2."""
     kind = theirs.get("model_type", "unknown")
-    require(kind == "gpt2", f"{folder} holds a {kind} model; only gpt2 and folders of training.weights can be read")
+    require(kind == "gpt2", f"{folder} holds a {kind} model; only gpt2 and folders of training.export can be read")
     defaults = dict(vocab_size=GPT2_VOCABULARY, n_positions=1024, n_layer=12, n_head=12, n_embd=768, n_inner=None,
                     activation_function="gelu_new", layer_norm_epsilon=LAYERNORM_EPSILON, scale_attn_weights=True,
                     scale_attn_by_inverse_layer_idx=False, tie_word_embeddings=True)  # fmt: skip
@@ -234,7 +217,7 @@ def _config_of_gpt2(theirs, folder):
     return GPTConfig(**sizes, bias=True, mlp=mlp, tie_head=tied)
 
 
-def _parameters(config):
+def parameters_of(config):
     """Yield (our name, shape, their name) of all parameters of a network; a tied head is left out."""
     names = GPT2_NAMES if config.position == "learned" else LLAMA_NAMES
     for name, parameter in empty_model(config, "meta").named_parameters():
@@ -260,13 +243,13 @@ def _read_weights(file, config):
     deeper = [name for name in theirs if f".{config.n_layer}." in name]
     require(not deeper, f"{file} has more layers than the {config.n_layer} of config.json, such as {deeper[:1]}")
     weights = {}
-    for name, shape, key in _parameters(config):
+    for name, shape, key in parameters_of(config):
         try:
             parts = [theirs[key.replace("[qkv]", part)] for part in ("qkv" if "[qkv]" in key else "q")]
         except KeyError:
             raise ValueError(f"{file} lacks {key}, which config.json asks for") from None
         value = torch.cat(parts).float()
-        value = value.T if _is_transposed(key) else value
+        value = value.T if is_transposed(key) else value
         require(value.shape == shape, f"{file}: {key} is {list(value.shape)}, but config.json makes it {list(shape)}")
         weights[name] = value.contiguous()
     return {"head.weight": weights["embed.weight"], **weights} if config.tie_head else weights
@@ -282,119 +265,6 @@ def _parts_of(file):
     return sorted({file.with_name(str(name)) for name in parts.values()})
 
 
-def _is_transposed(key):
+def is_transposed(key):
     """GPT-2 keeps the matrices of its blocks as [inputs, outputs]."""
     return key.endswith(".weight") and ".c_" in key
-
-
-def _their_weights(weights, config):
-    """The tensors of a Hugging Face file, for the state_dict of a GPT. Missing biases are 0, missing weights 1."""
-    theirs = {}
-    for name, shape, key in _parameters(replace(config, bias=config.position == "learned", norm_weight=True)):
-        absent = torch.full(shape, float(name.endswith("weight")))
-        value = weights.get(name, absent)[: shape[0]]  # without the padding of the vocabulary
-        if "[qkv]" in key:
-            heads = (config.n_head, config.kv_heads, config.kv_heads)
-            for part, rows in zip("qkv", value.split([count * config.head_dim for count in heads]), strict=True):
-                theirs[key.replace("[qkv]", part)] = rows.clone()
-            for part in "qk" if config.qk_norm else "":  # QK-norm has no weights here
-                theirs[key.replace("[qkv]_proj", f"{part}_norm")] = torch.ones(config.head_dim)
-        else:
-            theirs[key] = (value.T if _is_transposed(key) else value).clone(memory_format=torch.contiguous_format)
-        if config.mlp == "relu2" and ".up_proj." in key:  # relu(x)^2 = relu(x) x is a gated MLP with equal matrices
-            theirs[key.replace("up_proj", "gate_proj")] = value.clone()
-    return theirs
-
-
-def _their_config(config, end):
-    """config.json for a network; ValueError if Hugging Face's Transformers has no such network."""
-    wanted = WRITABLE[config.position] | dict(logit_softcap=[None], mask_documents=[False], embed_skip=[False])
-    wanted |= dict(value_residual=[False], value_embeds=[0]) | ({} if config.qk_norm else {"window": [None]})
-    wanted |= {"n_kv_head": [None, config.n_head]} if config.position == "learned" else {}
-    for name, values in wanted.items():
-        found, only = getattr(config, name), " or ".join(map(str, values))
-        rule = f"with position={config.position}, qk_norm={config.qk_norm}, a Hugging Face folder can only have {only}"
-        require(found in values, f"{name}={found} cannot be exported: {rule}")
-    common = dict(vocab_size=config.vocab_size, tie_word_embeddings=config.tie_head, bos_token_id=end,
-                  eos_token_id=end, dtype="float32")  # fmt: skip
-    if config.position == "learned":
-        return common | dict(
-            model_type="gpt2", architectures=["GPT2LMHeadModel"], n_positions=config.block_size, n_embd=config.n_embd,
-            n_layer=config.n_layer, n_head=config.n_head, layer_norm_epsilon=LAYERNORM_EPSILON, attn_pdrop=0.0,
-            activation_function={"gelu": "gelu", "gelu_tanh": "gelu_new"}[config.mlp], embd_pdrop=0.0, resid_pdrop=0.0,
-        )  # fmt: skip
-    kind, windows = "llama", {}
-    if config.qk_norm:
-        blocks = empty_model(config, "meta").blocks
-        layers = ["sliding_attention" if block.attention.window else "full_attention" for block in blocks]
-        kind, windows = "qwen3", dict(use_sliding_window=True, sliding_window=config.window, layer_types=layers)
-    return common | windows | dict(
-        model_type=kind, architectures=[f"{kind.capitalize()}ForCausalLM"], hidden_size=config.n_embd,
-        intermediate_size=config.mlp_width, num_hidden_layers=config.n_layer, num_attention_heads=config.n_head,
-        num_key_value_heads=config.kv_heads, head_dim=config.head_dim, max_position_embeddings=config.block_size,
-        hidden_act={"swiglu": "silu", "relu2": "relu"}[config.mlp], rms_norm_eps=RMSNORM_EPSILON, rope_theta=10000.0,
-        rope_parameters={"rope_type": "default", "rope_theta": 10000.0}, attention_bias=False, attention_dropout=0.0,
-    )  # fmt: skip
-
-
-def export(name, folder):
-    """Write a model as a Hugging Face folder, whole or not at all.
-
-    Args:
-        name: as of read(). folder: a path that does not exist.
-
-    Raises:
-        ValueError: the folder exists, or Hugging Face's Transformers has no such network; and as of read().
-        OSError: the folder cannot be written; and as of read().
-    """
-    folder = Path(folder)
-    require(not folder.exists(), f"{folder} exists; name a new folder")
-    safetensors = optional("safetensors.torch", "writing model.safetensors")
-    found = read(name)
-    tokenizer = found.tokenizer
-    require("step" in found.contents, f"{found.path} is a Hugging Face model already")
-    config, end = replace(found.config, vocab_size=tokenizer.n_vocab), end_of_text(tokenizer)
-    settings = dict(temperature=Sampling.temperature, top_k=Sampling.top_k)
-    special = {} if end is None else {"bos_token": END_OF_TEXT, "eos_token": END_OF_TEXT}
-    files = {
-        "config.json": _their_config(config, end),
-        "generation_config.json": dict(do_sample=True, bos_token_id=end, eos_token_id=end, **settings),
-        "tokenizer.json": tokenizer_json(tokenizer),
-        "tokenizer_config.json": dict(tokenizer_class="PreTrainedTokenizerFast", model_max_length=config.block_size,
-                                      clean_up_tokenization_spaces=False, **special),
-        OUR_FILE: {"network": asdict(config), "tokenizer": to_state(tokenizer)},
-    }  # fmt: skip
-    tensors = _their_weights(found.weights, config)
-    temporary = folder.with_name(f".{folder.name}.{os.getpid()}.tmp")
-    try:
-        with writing(folder):
-            temporary.mkdir(parents=True)
-            for file, value in files.items():
-                (temporary / file).write_text(json.dumps(value, indent=1, ensure_ascii=False), encoding="utf-8")
-            (temporary / "README.md").write_text(model_card(found, config), encoding="utf-8")
-            safetensors.save_file(tensors, temporary / "model.safetensors", metadata={"format": "pt"})
-            (temporary / "model.safetensors").chmod(0o644)  # safetensors makes it private
-            temporary.rename(folder)
-    finally:
-        shutil.rmtree(temporary, ignore_errors=True)
-
-
-@dataclass(frozen=True)
-class Command:
-    """Write a model as a Hugging Face folder, for Transformers and other tools that read its files."""
-
-    run: tyro.conf.Positional[str]
-    """Run folder, whose best.pt is preferred, or checkpoint file."""
-    folder: tyro.conf.Positional[Path]
-    """Folder to write; it must not exist."""
-
-
-if __name__ == "__main__":
-    command = tyro.cli(Command)
-    try:
-        export(command.run, command.folder)
-        print(f"wrote {command.folder}; load it with AutoModelForCausalLM.from_pretrained({str(command.folder)!r})")
-    except (ValueError, OSError) as error:
-        sys.exit(f"error: {error}")
-    except KeyboardInterrupt:
-        sys.exit(130)

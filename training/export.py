@@ -1,0 +1,152 @@
+"""Writes trained models as Hugging Face folders.
+
+    python -m training.export RUN FOLDER     write a run's best model
+
+The classic network is written as GPT-2. The modern one (RMSNorm, rotary positions, SwiGLU or squared ReLU) is written
+as Qwen3 if it has QK-norm, with or without a window, else as Llama.
+"""
+
+import json
+import os
+import shutil
+import sys
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+
+import torch
+import tyro
+
+from data import end_of_text, to_state
+from data.files import optional, writing
+from data.tokenizer import END_OF_TEXT
+from data.tokenizer_json import tokenizer_json
+from generation import Sampling
+from model import require
+from training.card import model_card
+from training.checkpoint import empty_model
+from training.weights import LAYERNORM_EPSILON, OUR_FILE, is_transposed, parameters_of, read
+
+RMSNORM_EPSILON = torch.finfo(torch.float32).eps  # PyTorch's default, which model.py takes
+# Options that a network must have to be exported, by its kind of positions.
+WRITABLE = {
+    "learned": dict(norm=["layernorm"], mlp=["gelu", "gelu_tanh"], qk_norm=[False]),
+    "rope": dict(norm=["rmsnorm"], mlp=["swiglu", "relu2"], bias=[False]),
+}
+
+
+def _their_weights(weights, config):
+    """The tensors of a Hugging Face file, for the state_dict of a GPT. Missing biases are 0, missing weights 1."""
+    theirs = {}
+    for name, shape, key in parameters_of(replace(config, bias=config.position == "learned", norm_weight=True)):
+        absent = torch.full(shape, float(name.endswith("weight")))
+        value = weights.get(name, absent)[: shape[0]]  # without the padding of the vocabulary
+        if "[qkv]" in key:
+            heads = (config.n_head, config.kv_heads, config.kv_heads)
+            for part, rows in zip("qkv", value.split([count * config.head_dim for count in heads]), strict=True):
+                theirs[key.replace("[qkv]", part)] = rows.clone()
+            if config.qk_norm:  # it has no weights here
+                for part in "qk":
+                    theirs[key.replace("[qkv]_proj", f"{part}_norm")] = torch.ones(config.head_dim)
+        else:
+            theirs[key] = (value.T if is_transposed(key) else value).clone(memory_format=torch.contiguous_format)
+        if config.mlp == "relu2" and ".up_proj." in key:  # relu(x)^2 = relu(x) x is a gated MLP with equal matrices
+            theirs[key.replace("up_proj", "gate_proj")] = value.clone()
+    return theirs
+
+
+def _their_config(config, end):
+    """config.json for a network; ValueError if Hugging Face's Transformers has no such network."""
+    wanted = WRITABLE[config.position] | dict(logit_softcap=[None], mask_documents=[False])
+    wanted |= dict(embed_skip=[False], value_residual=[False], value_embeds=[0])
+    if config.position == "learned":
+        wanted["n_kv_head"] = [None, config.n_head]
+    if not config.qk_norm:
+        wanted["window"] = [None]
+    for name, values in wanted.items():
+        found, only = getattr(config, name), " or ".join(map(str, values))
+        rule = f"with position={config.position}, qk_norm={config.qk_norm}, a Hugging Face folder can only have {only}"
+        require(found in values, f"{name}={found} cannot be exported: {rule}")
+    common = dict(vocab_size=config.vocab_size, tie_word_embeddings=config.tie_head, bos_token_id=end,
+                  eos_token_id=end, dtype="float32")  # fmt: skip
+    if config.position == "learned":
+        return common | dict(
+            model_type="gpt2", architectures=["GPT2LMHeadModel"], n_positions=config.block_size, n_embd=config.n_embd,
+            n_layer=config.n_layer, n_head=config.n_head, layer_norm_epsilon=LAYERNORM_EPSILON,
+            activation_function={"gelu": "gelu", "gelu_tanh": "gelu_new"}[config.mlp],
+            attn_pdrop=0.0, embd_pdrop=0.0, resid_pdrop=0.0,
+        )  # fmt: skip
+    kind, windows = "llama", {}
+    if config.qk_norm:
+        blocks = empty_model(config, "meta").blocks
+        layers = ["sliding_attention" if block.attention.window else "full_attention" for block in blocks]
+        kind, windows = "qwen3", dict(use_sliding_window=True, sliding_window=config.window, layer_types=layers)
+    return common | windows | dict(
+        model_type=kind, architectures=[f"{kind.capitalize()}ForCausalLM"], hidden_size=config.n_embd,
+        intermediate_size=config.mlp_width, num_hidden_layers=config.n_layer, num_attention_heads=config.n_head,
+        num_key_value_heads=config.kv_heads, head_dim=config.head_dim, max_position_embeddings=config.block_size,
+        hidden_act={"swiglu": "silu", "relu2": "relu"}[config.mlp], rms_norm_eps=RMSNORM_EPSILON, rope_theta=10000.0,
+        rope_parameters={"rope_type": "default", "rope_theta": 10000.0}, attention_bias=False, attention_dropout=0.0,
+    )  # fmt: skip
+
+
+def export(name, folder):
+    """Write a model as a Hugging Face folder, whole or not at all.
+
+    Args:
+        name: as of read(). folder: a path that does not exist.
+
+    Raises:
+        ValueError: the folder exists, or Hugging Face's Transformers has no such network; and as of read().
+        OSError: the folder cannot be written; and as of read().
+    """
+    folder = Path(folder)
+    require(not folder.exists(), f"{folder} exists; name a new folder")
+    safetensors = optional("safetensors.torch", "writing model.safetensors")
+    found = read(name)
+    tokenizer = found.tokenizer
+    require("step" in found.contents, f"{found.path} is a Hugging Face model already")
+    config, end = replace(found.config, vocab_size=tokenizer.n_vocab), end_of_text(tokenizer)
+    settings = dict(temperature=Sampling.temperature, top_k=Sampling.top_k)
+    special = {} if end is None else {"bos_token": END_OF_TEXT, "eos_token": END_OF_TEXT}
+    files = {
+        "config.json": _their_config(config, end),
+        "generation_config.json": dict(do_sample=True, bos_token_id=end, eos_token_id=end, **settings),
+        "tokenizer.json": tokenizer_json(tokenizer),
+        "tokenizer_config.json": dict(tokenizer_class="PreTrainedTokenizerFast", model_max_length=config.block_size,
+                                      clean_up_tokenization_spaces=False, **special),
+        OUR_FILE: {"network": asdict(config), "tokenizer": to_state(tokenizer)},
+    }  # fmt: skip
+    tensors = _their_weights(found.weights, config)
+    temporary = folder.with_name(f".{folder.name}.{os.getpid()}.tmp")
+    try:
+        with writing(folder):
+            temporary.mkdir(parents=True)
+            for file, value in files.items():
+                (temporary / file).write_text(json.dumps(value, indent=1, ensure_ascii=False), encoding="utf-8")
+            (temporary / "README.md").write_text(model_card(found, config), encoding="utf-8")
+            safetensors.save_file(tensors, temporary / "model.safetensors", metadata={"format": "pt"})
+            (temporary / "model.safetensors").chmod(0o644)  # safetensors makes it private
+            temporary.rename(folder)
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+
+
+@dataclass(frozen=True)
+class Command:
+    """Write a model as a Hugging Face folder, for Transformers and other tools that read its files."""
+
+    run: tyro.conf.Positional[str]
+    """Run folder, whose best.pt is preferred, or checkpoint file."""
+    folder: tyro.conf.Positional[Path]
+    """Folder to write; it must not exist."""
+
+
+if __name__ == "__main__":
+    command = tyro.cli(Command)
+    try:
+        export(command.run, command.folder)
+        print(f"wrote {command.folder}; load it with AutoModelForCausalLM.from_pretrained({str(command.folder)!r})")
+    except (ValueError, OSError) as error:
+        sys.exit(f"error: {error}")
+    except KeyboardInterrupt:
+        sys.exit(130)
