@@ -156,6 +156,7 @@ def test_transformers_makes_the_same_tokens(folder, spec):
         (MODERN | dict(value_embeds=1), "value_embeds=1"),
         (dict(window=8), "window=8"),
         (MODERN | dict(window=8), "window=8"),
+        (MODERN | dict(qk_norm=True, window=1), "window=1"),
         (dict(n_kv_head=2), "n_kv_head=2"),
         (dict(qk_norm=True), "qk_norm=True"),
         (dict(mlp="relu2"), "mlp=relu2"),

@@ -3,7 +3,7 @@
     python -m training.export RUN FOLDER     write a run's best model
 
 The classic network is written as GPT-2. The modern one (RMSNorm, rotary positions, SwiGLU or squared ReLU) is written
-as Qwen3 if it has QK-norm, with or without a window, else as Llama.
+as Qwen3 if it has QK-norm, and may then have a window, else as Llama.
 """
 
 import json
@@ -24,13 +24,14 @@ from generation import Sampling
 from model import require
 from training.card import model_card
 from training.checkpoint import empty_model
-from training.weights import LAYERNORM_EPSILON, OUR_FILE, is_transposed, parameters_of, read
+from training.weights import GELUS, LAYERNORM_EPSILON, OUR_FILE, is_transposed, parameters_of, read
 
 RMSNORM_EPSILON = torch.finfo(torch.float32).eps  # PyTorch's default, which model.py takes
-# Options that a network must have to be exported, by its kind of positions.
+# Options that a network must have to be exported, by the name of the architecture in Transformers.
 WRITABLE = {
-    "learned": dict(norm=["layernorm"], mlp=["gelu", "gelu_tanh"], qk_norm=[False]),
-    "rope": dict(norm=["rmsnorm"], mlp=["swiglu", "relu2"], bias=[False]),
+    "gpt2": dict(norm=["layernorm"], mlp=["gelu", "gelu_tanh"], qk_norm=[False], window=[None]),
+    "llama": dict(norm=["rmsnorm"], mlp=["swiglu", "relu2"], bias=[False], window=[None]),
+    "qwen3": dict(norm=["rmsnorm"], mlp=["swiglu", "relu2"], bias=[False]),
 }
 
 
@@ -44,7 +45,7 @@ def _their_weights(weights, config):
             heads = (config.n_head, config.kv_heads, config.kv_heads)
             for part, rows in zip("qkv", value.split([count * config.head_dim for count in heads]), strict=True):
                 theirs[key.replace("[qkv]", part)] = rows.clone()
-            if config.qk_norm:  # it has no weights here
+            if config.qk_norm:  # Qwen3's norms of queries and keys have weights, ours do not
                 for part in "qk":
                     theirs[key.replace("[qkv]_proj", f"{part}_norm")] = torch.ones(config.head_dim)
         else:
@@ -56,30 +57,30 @@ def _their_weights(weights, config):
 
 def _their_config(config, end):
     """config.json for a network; ValueError if Hugging Face's Transformers has no such network."""
-    wanted = WRITABLE[config.position] | dict(logit_softcap=[None], mask_documents=[False])
+    kind = "gpt2" if config.position == "learned" else "qwen3" if config.qk_norm else "llama"
+    wanted = WRITABLE[kind] | dict(logit_softcap=[None], mask_documents=[False])
     wanted |= dict(embed_skip=[False], value_residual=[False], value_embeds=[0])
-    if config.position == "learned":
-        wanted["n_kv_head"] = [None, config.n_head]
-    if not config.qk_norm:
-        wanted["window"] = [None]
+    wanted |= {"n_kv_head": [None, config.n_head]} if kind == "gpt2" else {}
     for name, values in wanted.items():
         found, only = getattr(config, name), " or ".join(map(str, values))
-        rule = f"with position={config.position}, qk_norm={config.qk_norm}, a Hugging Face folder can only have {only}"
+        rule = f"this network is written as {kind}, which can only have {only}; train one with that"
         require(found in values, f"{name}={found} cannot be exported: {rule}")
+    rule = "the cache of Transformers needs a window of 2 or more; train a network with that"
+    require(config.window != 1, f"window=1 cannot be exported: {rule}")
     common = dict(vocab_size=config.vocab_size, tie_word_embeddings=config.tie_head, bos_token_id=end,
                   eos_token_id=end, dtype="float32")  # fmt: skip
-    if config.position == "learned":
+    if kind == "gpt2":
+        gelu = {ours: theirs for theirs, ours in GELUS.items()}[config.mlp]
         return common | dict(
             model_type="gpt2", architectures=["GPT2LMHeadModel"], n_positions=config.block_size, n_embd=config.n_embd,
-            n_layer=config.n_layer, n_head=config.n_head, layer_norm_epsilon=LAYERNORM_EPSILON,
-            activation_function={"gelu": "gelu", "gelu_tanh": "gelu_new"}[config.mlp],
-            attn_pdrop=0.0, embd_pdrop=0.0, resid_pdrop=0.0,
+            n_layer=config.n_layer, n_head=config.n_head, activation_function=gelu,
+            layer_norm_epsilon=LAYERNORM_EPSILON, attn_pdrop=0.0, embd_pdrop=0.0, resid_pdrop=0.0,
         )  # fmt: skip
-    kind, windows = "llama", {}
-    if config.qk_norm:
+    windows = {}
+    if config.window is not None:
         blocks = empty_model(config, "meta").blocks
         layers = ["sliding_attention" if block.attention.window else "full_attention" for block in blocks]
-        kind, windows = "qwen3", dict(use_sliding_window=True, sliding_window=config.window, layer_types=layers)
+        windows = dict(use_sliding_window=True, sliding_window=config.window, layer_types=layers)
     return common | windows | dict(
         model_type=kind, architectures=[f"{kind.capitalize()}ForCausalLM"], hidden_size=config.n_embd,
         intermediate_size=config.mlp_width, num_hidden_layers=config.n_layer, num_attention_heads=config.n_head,

@@ -21,7 +21,8 @@ from training.checkpoint import HERE_ONLY, checkpoints, copy_weights, empty_mode
 GPT2_SIZES = ("gpt2", "gpt2-medium", "gpt2-large", "gpt2-xl")
 GPT2_VOCABULARY = 50257
 OUR_FILE = "kestrel.json"
-GELUS = {"gelu": "gelu", "gelu_new": "gelu_tanh", "gelu_pytorch_tanh": "gelu_tanh"}  # Hugging Face's name: ours
+# Hugging Face's name: ours. Of several names for one of ours, the last is written.
+GELUS = {"gelu": "gelu", "gelu_pytorch_tanh": "gelu_tanh", "gelu_new": "gelu_tanh"}
 LAYERNORM_EPSILON = 1e-5  # PyTorch's default, which model.py takes
 
 # Our modules and Hugging Face's. * is the number of a block. The rows of our qkv are those of q, k and v.
