@@ -25,9 +25,15 @@ DDP_WARM_UPS = 11  # DDP measures itself in the first 10 steps, which a graph ca
 
 
 def autocast(dtype, device):
-    """The context in which the network computes in a dtype, an option of config.dtype."""
+    """The context in which the network computes in a dtype, an option of config.dtype.
+
+    Without a cache of cast weights: a forward pass casts each of them once, and the cache's lock, held while the
+    compiler's fake tensors wait for Python, stopped runs for good whose kernels were compiled by another thread.
+    """
     dtype = resolve_dtype(dtype, device)
-    return nullcontext() if dtype == torch.float32 else torch.autocast(torch.device(device).type, dtype)
+    if dtype == torch.float32:
+        return nullcontext()
+    return torch.autocast(torch.device(device).type, dtype, cache_enabled=False)
 
 
 def eagerly():
