@@ -1,6 +1,7 @@
 """The start of a run: kernels and network compiled ahead, and the line that says where the time went."""
 
 import re
+import subprocess
 import sys
 from contextlib import nullcontext
 from dataclasses import replace
@@ -18,6 +19,28 @@ from training.start import KernelsAhead, StartClock, compile_network, process_ag
 from training.step import autocast
 
 MODERN = dict(norm="rmsnorm", position="rope", qk_norm=True, n_kv_head=1, dropout=0.0)
+LEAVE_AUTOCAST = """  # in a thread, as KernelsAhead does, while the main thread casts weights as torch.compile does
+import faulthandler, threading, torch
+from torch._dispatch.python import enable_python_dispatcher
+from torch._subclasses import FakeTensorMode
+from training.step import autocast
+
+finished = threading.Event()
+
+def leave():
+    while not finished.is_set():
+        with autocast("bfloat16", "cpu"):
+            pass
+
+faulthandler.dump_traceback_later(60, exit=True)
+threading.Thread(target=leave).start()
+with FakeTensorMode(), enable_python_dispatcher():
+    for _ in range(50):
+        with autocast("bfloat16", "cpu"):
+            for _ in range(40):
+                torch.nn.functional.linear(torch.empty(4, 8), torch.nn.Parameter(torch.empty(8, 8)))
+finished.set()
+"""
 PARTS = ["imports", "data", "model", "compilation", "evaluation", "first step"]
 
 
@@ -93,3 +116,8 @@ def test_the_clock_starts_with_the_process():
     clock.end("data")
     assert clock.parts["imports"] == pytest.approx(process_age(), abs=1.0) and 0 <= clock.parts["data"] < 1
     assert clock.parts["imports"] > 0
+
+
+def test_autocast_of_two_threads_does_not_stop_the_run():
+    run = subprocess.run([sys.executable, "-c", LEAVE_AUTOCAST], capture_output=True, text=True)
+    assert run.returncode == 0, run.stderr

@@ -27,8 +27,8 @@ DDP_WARM_UPS = 11  # DDP measures itself in the first 10 steps, which a graph ca
 def autocast(dtype, device):
     """The context in which the network computes in a dtype, an option of config.dtype.
 
-    Without a cache of cast weights: a forward pass casts each of them once, and the cache's lock, held while the
-    compiler's fake tensors wait for Python, stopped runs for good whose kernels were compiled by another thread.
+    Autocast's cache of cast weights is off. A forward pass casts each weight once, so the cache saves nothing; and a
+    thread that leaves autocast clears it for all threads, which can block for good one that compiles the network.
     """
     dtype = resolve_dtype(dtype, device)
     if dtype == torch.float32:
