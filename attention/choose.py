@@ -221,8 +221,8 @@ def hopper_lacks(call):
         return str(q.dtype)
     if call.bias is not None:
         return "bias"
-    if call.decay is not None:
-        return "decay"
+    if call.decay is not None and call.softcap is not None:
+        return "decay with softcap"
     if call.prefix_lengths is not None:
         return "prefix_lengths"
     if not 40 <= q.shape[-1] <= 256:
