@@ -69,8 +69,8 @@ def attention(
             first lengths or packed sequences; explain() says it of a call. "hopper", "triton", "sdpa" and "reference"
             never fall back. Another window or softcap compiles other kernels; another dropout probability, seed or
             scale does not. float32 matmuls follow torch.set_float32_matmul_precision. Two runs give the same bits, but
-            for dq and the gradient of decay from the Hopper kernels: torch.use_deterministic_algorithms(True) has the
-            backward of "triton" serve there.
+            for dq from the Hopper kernels: torch.use_deterministic_algorithms(True) has the backward of "triton" serve
+            there.
 
     Returns:
         [B, Tq, H, Dv] in the dtype of q; with return_lse also [B, H, Tq] float32, -inf where a row sees no key; with

@@ -107,7 +107,6 @@ def analyse(q, k, v, options):
     farthest = k_len if options.causal else max(q_len, k_len)
     window = options.window if options.window < farthest else 0
     given = dict(prefix=options.prefix_lengths is not None, alibi=options.alibi_slopes is not None)
-    given |= dict(decay=options.gate is not None)
     rule = Rule(options.causal, window, options.softcap, options.dropout > 0, options.sink is not None, **given)
     without = all(x is None for x in options.tensors)
     return Problem(

@@ -181,7 +181,7 @@ def launch_kernels(dtype, dim, causal, group, features=False, length=4096, ways=
 
 
 UNEVEN = 4095  # a length that no tile divides
-HOPPER_FEATURES = ("window", "softcap", "sink", "max_logit", "dropout", "alibi", "decay")
+HOPPER_FEATURES = ("window", "softcap", "sink", "max_logit", "dropout", "alibi")
 
 
 def launch_hopper_kernels(dtype, dim, causal, group, features=(), length=4096, bounds=None):
@@ -207,8 +207,6 @@ def launch_hopper_kernels(dtype, dim, causal, group, features=(), length=4096, b
         if "alibi" in features:
             slopes = q.new_empty(2 * group, dtype=torch.float32)
             options = options._replace(alibi_slopes=slopes.expand(batch, -1))
-        if "decay" in features:
-            options = options._replace(gate=q.new_empty(rows, 2 * group, length_of_row, dtype=torch.float64))
         if options.dropout:
             options = options._replace(seed=q.new_empty(1, dtype=torch.int64))
         for dropout in {options.dropout, 2 * options.dropout}:  # another probability compiles nothing

@@ -50,6 +50,7 @@ FOR_HOPPER = PARAMETERS | {
     "dtype": [torch.float16, torch.bfloat16],
     "bias": [None],
     "dropout": [0.0],
+    "decay": [False],
 }
 
 

@@ -27,8 +27,8 @@ DDP_WARM_UPS = 11  # DDP measures itself in the first 10 steps, which a graph ca
 def autocast(dtype, device):
     """The context in which the network computes in a dtype, an option of config.dtype.
 
-    Autocast's cache of cast weights is off. A forward pass casts each weight once, so the cache saves nothing; and a
-    thread that leaves autocast clears it for all threads, which can block for good one that compiles the network.
+    Autocast's cache of cast weights is off. A forward pass casts each weight once, so the cache saves nothing. And a
+    thread that leaves autocast clears the cache of all threads, which can deadlock with the thread that compiles.
     """
     dtype = resolve_dtype(dtype, device)
     if dtype == torch.float32:
