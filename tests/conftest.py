@@ -84,6 +84,14 @@ def seed():
     torch.manual_seed(0)
 
 
+@pytest.fixture(autouse=True)
+def forget_compiled():
+    """On a GPU, forget compiled functions after a test: there some are compiled more often than the eight times allowed."""
+    yield
+    if torch.cuda.is_available() and "torch._dynamo" in sys.modules:
+        torch._dynamo.reset()
+
+
 @pytest.fixture
 def data_root(tmp_path, monkeypatch):
     """A folder for this test's prepared corpora and downloads; loopback is reached without a proxy."""
