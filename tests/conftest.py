@@ -86,7 +86,7 @@ def seed():
 
 @pytest.fixture(autouse=True)
 def forget_compiled():
-    """On a GPU, forget compiled functions after a test: there some are compiled more often than the eight times allowed."""
+    """On a GPU, where tests compile one function more than the eight times allowed, forget compiled functions."""
     yield
     if torch.cuda.is_available() and "torch._dynamo" in sys.modules:
         torch._dynamo.reset()
