@@ -45,8 +45,8 @@ def attention(
         bias: floating tensor broadcastable to [B, H, Tq, Tk], added to the scores; -inf hides a key, and so does all
             below -2.3e38, such as float32's least number. Has a gradient, which costs one more pass over the scores.
         decay: [B, Tk, H] float32 or float64, log forget gate of each key's token, <= 0: a score of query position i
-            and key j gets sum(decay[j + 1 .. i]). Needs causal. -1e4 forgets all before; past about -1e9 later gates
-            lose digits. Has a gradient.
+            and key j gets sum(decay[j + 1 .. i]). Needs causal. -1e3 forgets all before. The Hopper kernels take lower
+            gates for -1e3; elsewhere past about -1e9 later ones lose digits. Has a gradient.
         alibi_slopes: [H] or [B, H] float32, with cu_seqlens [H] or [N, H]: a score of query position i and key j gets
             -slope |i - j|, as in flash-attention. For up to 2^24 queries and keys. Has no gradient.
         sink: [H] floating, a logit that joins each row's softmax denominator and has no value. Has a gradient.
@@ -69,8 +69,8 @@ def attention(
             first lengths or packed sequences; explain() says it of a call. "hopper", "triton", "sdpa" and "reference"
             never fall back. Another window or softcap compiles other kernels; another dropout probability, seed or
             scale does not. float32 matmuls follow torch.set_float32_matmul_precision. Two runs give the same bits, but
-            for dq from the Hopper kernels: torch.use_deterministic_algorithms(True) has the backward of "triton" serve
-            there.
+            for dq and the gradient of decay from the Hopper kernels: torch.use_deterministic_algorithms(True) has the
+            backward of "triton" serve there.
 
     Returns:
         [B, Tq, H, Dv] in the dtype of q; with return_lse also [B, H, Tq] float32, -inf where a row sees no key; with
@@ -138,7 +138,7 @@ def _attend(call, qkv=None):
     (q_starts, k_starts), (max_q_len, max_k_len) = pair(call.cu_seqlens), pair(call.max_seqlen)
     options = ops.Options(
         bias=bias,
-        gate=None if call.decay is None else _cumulative(call.decay),
+        gate=None if call.decay is None else _cumulative(call.decay, impl),
         sink=call.sink,
         alibi_slopes=None if slopes is None else slopes.expand(count_sequences(q, call.cu_seqlens), -1),
         seed=seed,
@@ -182,8 +182,10 @@ def call_of(q, k, v, /, **arguments):
     return Call(q, k, v, **DEFAULTS | arguments)
 
 
-def _cumulative(decay):
+def _cumulative(decay, impl):
     """[B, Tk, H] -> sums up to and including each key, [B, H, Tk] float64."""
+    if impl == "hopper":  # which subtracts one gate of a tile from the others in float32
+        decay = decay.clamp(min=-1e3)
     gate = decay.transpose(1, 2).to(torch.float64)
     if gate.shape[:2] == (1, 1):  # PyTorch adds a single row in an order that varies, rows of several in a fixed one
         return gate.expand(2, 1, -1).cumsum(2)[:1]

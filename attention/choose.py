@@ -221,14 +221,16 @@ def hopper_lacks(call):
         return str(q.dtype)
     if call.bias is not None:
         return "bias"
-    if call.decay is not None:
-        return "decay"
+    if call.decay is not None and call.softcap is not None:
+        return "decay with softcap"
     if call.prefix_lengths is not None:
         return "prefix_lengths"
     if not 40 <= q.shape[-1] <= 256:
         return f"head dim {q.shape[-1]} (40 to 256)"
     if v.shape[-1] != q.shape[-1] and not q.shape[-1] > 128 >= v.shape[-1] > 64:
         return f"values of head dim {v.shape[-1]} beside keys of {q.shape[-1]}"
+    if call.decay is not None and v.shape[-1] != q.shape[-1]:
+        return "decay with values of another head dim than keys"
     if 0 in q.shape or 0 in k.shape:
         return "an empty tensor"
     if max(q.shape[1], k.shape[1]) > MAX_HOPPER_LENGTH:

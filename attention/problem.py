@@ -106,7 +106,8 @@ def analyse(q, k, v, options):
     # a window over all keys is none, and no other kernel; queries may stand before the first key if there are more
     farthest = k_len if options.causal else max(q_len, k_len)
     window = options.window if options.window < farthest else 0
-    given = dict(prefix=options.prefix_lengths is not None, alibi=options.alibi_slopes is not None)
+    tensors = dict(prefix=options.prefix_lengths, alibi=options.alibi_slopes, decay=options.gate)
+    given = {name: x is not None for name, x in tensors.items()}
     rule = Rule(options.causal, window, options.softcap, options.dropout > 0, options.sink is not None, **given)
     without = all(x is None for x in options.tensors)
     return Problem(

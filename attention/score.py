@@ -29,6 +29,7 @@ class Rule(NamedTuple):
     ring: int = 0  # slots of a ring cache, in which position p is in slot p % ring; 0 = each position has its own
     prefix: bool = False  # whether all queries see the first keys of a sequence
     alibi: bool = False  # whether scores fall with the distance
+    decay: bool = False  # whether they have gates
 
 
 class Terms(NamedTuple):

@@ -181,7 +181,7 @@ def launch_kernels(dtype, dim, causal, group, features=False, length=4096, ways=
 
 
 UNEVEN = 4095  # a length that no tile divides
-HOPPER_FEATURES = ("window", "softcap", "sink", "max_logit", "dropout", "alibi")
+HOPPER_FEATURES = ("window", "softcap", "sink", "max_logit", "dropout", "alibi", "decay")
 
 
 def launch_hopper_kernels(dtype, dim, causal, group, features=(), length=4096, bounds=None):
@@ -207,6 +207,8 @@ def launch_hopper_kernels(dtype, dim, causal, group, features=(), length=4096, b
         if "alibi" in features:
             slopes = q.new_empty(2 * group, dtype=torch.float32)
             options = options._replace(alibi_slopes=slopes.expand(batch, -1))
+        if "decay" in features:
+            options = options._replace(gate=q.new_empty(rows, 2 * group, length_of_row, dtype=torch.float64))
         if options.dropout:
             options = options._replace(seed=q.new_empty(1, dtype=torch.int64))
         for dropout in {options.dropout, 2 * options.dropout}:  # another probability compiles nothing
@@ -329,7 +331,7 @@ def main():
     elif args.training:
         launch_all, lengths, args.masks, args.groups = launch_training_kernels, [UNEVEN], ["causal"], [1]
     elif args.hopper:
-        features = () if args.features is None else args.features or HOPPER_FEATURES
+        features = () if args.features is None else args.features or [x for x in HOPPER_FEATURES if x != "decay"]
         launch_all = partial(launch_hopper_kernels, bounds=args.bounds)
         lengths = (LENGTHS[-1],) if args.bounds else (LENGTHS[-1], UNEVEN)
     for name in args.dtypes:

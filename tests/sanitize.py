@@ -34,11 +34,9 @@ def main():
         return
     cases = CASES[args.part :: args.parts]
     if args.hopper:
-        dims = [dict(dim=dim, value_dim=value_dim) for dim, value_dim in test_hopper.DIMS]
-        cases = [case | dim for dim in dims for case in test_hopper.CASES.values()]
-        cases = cases[args.part :: args.parts]
-        for case in cases:
-            problem = make_problem("cuda", torch.bfloat16, **case)
+        cases = test_hopper.each(test_hopper.CASES, test_hopper.DIMS)
+        for case, dim, value_dim in (found.values for found in cases[args.part :: args.parts]):
+            problem = make_problem("cuda", torch.bfloat16, dim=dim, value_dim=value_dim, **case)
             for _ in range(2):  # the second call uses what the first one cached
                 results(test_hopper.hopper, problem, torch.bfloat16)
     for case in () if args.hopper else cases:

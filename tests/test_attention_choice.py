@@ -41,7 +41,7 @@ def test_explain_names_the_implementation(device):
         ("head dim 32", dict(value_dim=32)),
         ("head dim 64", dict(dim=192, value_dim=64)),
         ("empty", dict(batch=0)),
-        ("decay", dict(decay=True)),
+        ("decay with softcap", dict(decay=True, softcap=3.0)),
         ("bias", dict(bias=(8, 8))),
         ("prefix_lengths", dict(prefix_lengths=[3, 0])),
         ("window", dict(q_len=8, k_len=18, window=10)),
@@ -65,7 +65,7 @@ def test_unsupported_sizes():
 @pytest.mark.parametrize("case", (CASES | REPEATED).values(), ids=CASES | REPEATED)
 def test_supported_calls(case):
     assert lacks(**case) is None
-    assert lacks(dim=192, value_dim=128, **case) is None
+    assert (lacks(dim=192, value_dim=128, **case) is None) == ("decay" not in case)
 
 
 def lacks(dtype=torch.bfloat16, dim=64, **problem):

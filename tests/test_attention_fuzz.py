@@ -50,7 +50,6 @@ FOR_HOPPER = PARAMETERS | {
     "dtype": [torch.float16, torch.bfloat16],
     "bias": [None],
     "dropout": [0.0],
-    "decay": [False],
 }
 
 

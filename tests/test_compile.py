@@ -26,6 +26,7 @@ COMPILE_ALL = os.environ.get("COMPILE_ALL") == "1"
 
 EVEN, UNEVEN = 4096, 4095  # lengths that tiles divide, or do not
 MANY, ALL = "window softcap sink max_logit", "window softcap sink max_logit dropout alibi"
+DECAY = "window decay"
 # Compiled for Hopper: dtype, bounds of sequences, features, masks, head dims, lengths.
 HOPPER = [
     ("bfloat16", None, MANY, "causal", (128,), (UNEVEN,)),
@@ -38,6 +39,7 @@ HOPPER = [
     ("float16", None, "", "full", (64, 128), (UNEVEN,)),
     ("bfloat16", None, "", "causal", (192,), (UNEVEN,)),
     ("bfloat16", "packed", ALL, "full", (192,), (EVEN,)),
+    ("bfloat16", "packed", DECAY, "causal", (64, 128, 256), (EVEN,)),
 ]
 if COMPILE_ALL:
     values = (
@@ -85,6 +87,13 @@ SPILLED = {
         ("backward_kernel", 128): 168,
         ("backward_kernel", 192): 16,
         ("backward_kernel", 256): 156,
+    },
+    DECAY: {
+        ("hopper_forward_kernel", 128): 1208,
+        ("hopper_forward_kernel", 256): 940,
+        ("backward_kernel", 64): 28,
+        ("backward_kernel", 128): 288,
+        ("backward_kernel", 256): 400,
     },
     ALL: {
         ("hopper_forward_kernel", 128): 120,

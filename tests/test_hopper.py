@@ -47,6 +47,21 @@ CASES = {
     "alibi_packed": dict(packed=[0, 200, 200, 463, 590, 700], q_len=700, heads=4, kv_heads=2, alibi=2),
     "alibi_packed_pair_full": dict(packed=([0, 150, 400], [0, 64, 300]), q_len=500, k_len=340, causal=False, alibi=2),
     "alibi_lengths": dict(lengths=[300, 250, 100, 17], batch=4, q_len=200, k_len=300, alibi=2),
+    "decay": dict(q_len=512, decay=True),
+    "decay_negative_scale": dict(q_len=300, k_len=410, scale=-0.2, decay=True),
+    "decay_more_queries": dict(q_len=333, k_len=70, decay=True),
+    "decay_grouped_parts": dict(q_len=512, heads=8, kv_heads=2, decay=True),
+    "decay_grouped_looped": dict(batch=8, q_len=700, heads=32, kv_heads=8, decay=True),
+    "decay_all": dict(
+        q_len=200, k_len=300, heads=4, kv_heads=2, window=120, sink=True, dropout=0.2, seed=6, alibi=2, decay=True,
+    ),
+    "decay_packed": dict(packed=[0, 200, 200, 463, 590, 700], q_len=700, heads=4, kv_heads=2, decay=True),
+    "decay_packed_pair_window": dict(
+        packed=([0, 60, 60, 300], [0, 260, 400, 700]), q_len=300, k_len=700, window=70, decay=True,
+    ),
+    "decay_packed_pair_more_queries": dict(packed=([0, 100, 300], [0, 400, 470]), q_len=300, k_len=470, decay=True),
+    "decay_packed_no_keys": dict(packed=([0, 20, 50], [0, 20, 20]), q_len=50, k_len=20, decay=True),
+    "decay_lengths": dict(lengths=[300, 250, 100, 17], batch=4, q_len=200, k_len=300, sink=True, decay=True),
     "dropout": dict(q_len=333, dropout=0.3, seed=3),
     "dropout_full": dict(q_len=300, k_len=410, causal=False, dropout=0.7, seed=-1),
     "dropout_grouped_parts": dict(q_len=300, heads=8, kv_heads=2, dropout=0.1, seed=4),
@@ -98,6 +113,7 @@ REPEATED = {
     "many_parts": dict(q_len=2000, heads=8, kv_heads=2),
     "many_dropout_looped": dict(batch=40, q_len=900, heads=3, kv_heads=1, dropout=0.2, seed=3),
     "many_all_parts": dict(batch=8, q_len=1000, heads=4, kv_heads=2, window=120, softcap=3.0, sink=True, alibi=2),
+    "many_decay_looped": dict(batch=40, q_len=900, heads=3, kv_heads=1, decay=True),
     "many_lengths": dict(lengths=[700, 0, 64, 333, 699, 1, 512, 128, 700, 300, 65, 450], batch=12, q_len=700, heads=8),
     "many_lengths_full_parts": dict(lengths=[2000, 1111], q_len=2000, heads=8, kv_heads=2, causal=False),
     "many_packed_looped": dict(packed=[0, 100, 1800, 1801, 2048], q_len=2048, heads=34, kv_heads=17),
@@ -119,9 +135,18 @@ def hopper(**arguments):
 DIMS = [(64, 64), (96, 96), (128, 128), (256, 256), (192, 128)]
 
 
+def each(cases, dims):
+    """Parameters (case, dim, value_dim), but for decay with values of another head dim, which is not served."""
+    return [
+        pytest.param(case, dim, value_dim, id=f"{name}-{dim}-{value_dim}")
+        for name, case in cases.items()
+        for dim, value_dim in dims
+        if dim == value_dim or "decay" not in case
+    ]
+
+
 @on_hopper
-@pytest.mark.parametrize("dim, value_dim", [(40, 40), (136, 72), *DIMS])
-@pytest.mark.parametrize("case", CASES.values(), ids=CASES)
+@pytest.mark.parametrize("case, dim, value_dim", each(CASES, [(40, 40), (136, 72), *DIMS]))
 def test_output_and_gradients(case, dim, value_dim, poisoned):
     for dtype in (torch.bfloat16, torch.float16):
         make = partial(make_problem, "cuda", dtype, dim=dim, value_dim=value_dim, **case)
@@ -209,10 +234,29 @@ def test_ragged_inputs_of_any_strides():
 
 
 @on_hopper
-@pytest.mark.parametrize("dim, value_dim", DIMS)
-@pytest.mark.parametrize("case", REPEATED.values(), ids=REPEATED)
+def test_gates_before_a_sequence_cost_no_digits():
+    """The second sequence, of more queries than keys, behind gates that add up to -4e5; and that sequence alone."""
+    q, k, v = (
+        torch.randn(1, n, 2, 64, device="cuda", dtype=torch.bfloat16, requires_grad=True) for n in (300, 470, 470)
+    )
+    decay = torch.nn.functional.logsigmoid(torch.randn(1, 470, 2, device="cuda"))
+    decay[:, :400] = -1e3
+    starts = [torch.tensor(x, dtype=torch.int32, device="cuda") for x in ([0, 100, 300], [0, 400, 470])]
+    out = attention(q, k, v, decay=decay, cu_seqlens=tuple(starts), max_seqlen=(200, 400), impl="hopper")[:, 100:]
+    second = q[:, 100:], k[:, 400:], v[:, 400:]
+    alone = attention(*second, decay=decay[:, 400:], impl="hopper")
+    dout = torch.randn_like(out)
+    for ours, expected in zip(
+        (out, *torch.autograd.grad(out, (q, k, v), dout)), (alone, *torch.autograd.grad(alone, (q, k, v), dout)),
+        strict=True,
+    ):  # fmt: skip
+        torch.testing.assert_close(ours, expected, rtol=1e-2, atol=1e-2)
+
+
+@on_hopper
+@pytest.mark.parametrize("case, dim, value_dim", each(REPEATED, DIMS))
 def test_forward_repeats_and_deterministic_backward_too(case, dim, value_dim):
-    """The same bits in each of 50 passes; without deterministic algorithms dq may differ: its sums vary in order."""
+    """The same bits in each of 50 passes, but for dq and ddecay without deterministic algorithms: sums in any order."""
     problem = make_problem("cuda", torch.bfloat16, dim=dim, value_dim=value_dim, **case)
     for deterministic in (True, False):
         torch.use_deterministic_algorithms(deterministic)
@@ -223,7 +267,7 @@ def test_forward_repeats_and_deterministic_backward_too(case, dim, value_dim):
                 differ |= {name for name, x in first.items() if not torch.equal(x, again[name])}
         finally:
             torch.use_deterministic_algorithms(False)
-        assert differ <= (set() if deterministic else {"dq"}), f"deterministic={deterministic}"
+        assert differ <= (set() if deterministic else {"dq", "ddecay"}), f"deterministic={deterministic}"
 
 
 @on_hopper

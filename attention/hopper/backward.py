@@ -1,8 +1,9 @@
 """Backward for Hopper (sm_90) in Gluon: dQ, dK and dV in one kernel, from the saved log-sum-exp.
 
 Formulas as in portable/backward.py. A program owns a tile of keys and walks the queries that see it: one warp loads by
-TMA, four or eight multiply, and one adds dQ to a float32 sum in global memory, in no particular order: two runs may
-differ in the last bits. Scores are [keys, queries]: P^T and dS^T are already the left operands of dV and dK.
+TMA, four or eight multiply, and one adds dQ to a float32 sum in global memory. That and the gradient of gates are added
+in no particular order, so two runs may differ in their last bits. Scores are [keys, queries]: P^T and dS^T are already
+the left operands of dV and dK.
 Source: Shah et al., FlashAttention-3, and its backward for sm_90 (Dao-AILab/flash-attention).
 
 Letters: B batch, T sequence, H heads, D head dim.
@@ -15,6 +16,7 @@ import triton.language as tl
 from ..score import LOG2E, ahead, behind, dp_factor
 from ..tiles import FAR
 from .channel import Channel, acquire, barriers, commit, load, release, shared_layout, slot_and_phase, wait_full
+from .decay import Gates, add_column, gates_of, no_sums, ones, sum_over_keys, sum_over_queries
 from .gluon import (
     fence_async_shared,
     gl,
@@ -28,6 +30,7 @@ from .gluon import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
+from .layouts import accumulator, operand_layout, scores_layout, staged
 from .ragged import corner
 from .rows import WIDTH
 from .tiles import Dropout, dropout_key, keep_columns, kept, ramp, slope2, tanh
@@ -45,6 +48,15 @@ class BackwardMemory(NamedTuple):
     dscores: gl.shared_memory_descriptor  # [keys, queries]
     weights: gl.shared_memory_descriptor  # the same, if staged()
     dq: Channel  # if it has slots
+    ones: gl.shared_memory_descriptor  # as decay.ones(), if there are gates
+
+
+class Sums(NamedTuple):
+    """What a program sums."""
+
+    dk: gl.tensor
+    dv: gl.tensor
+    dgate: gl.tensor  # [keys, columns] sum of dS over queries, the same in each column: minus the keys' part
 
 
 class Step(NamedTuple):
@@ -55,38 +67,7 @@ class Step(NamedTuple):
     number: gl.tensor  # of that tile, counted over all heads
     edge: gl.tensor  # whether some pair of the tiles may be hidden
     slope2: gl.tensor  # of ALiBi and the head, in base 2; 0 if there is none
-
-
-@gluon.constexpr_function
-def staged(plan):
-    """Whether P and dS reach their matmuls through shared memory: a warp holds too few of their columns."""
-    return plan.block_k < plan.warps * 16
-
-
-@gluon.constexpr_function
-def mma_layout(warps, rows, columns):
-    """Of a matmul's result: 16 rows a warp, in groups of four warps; groups that this leaves over share the columns."""
-    down = min(warps, rows // 16)
-    across = warps // down
-    return gl.NVMMADistributedLayout([3, 0], [down, across], [16, columns // across, 16])
-
-
-@gluon.constexpr_function
-def scores_layout(plan):
-    """Of [keys, queries]."""
-    return mma_layout(plan.warps, plan.block_k, plan.block_q)
-
-
-@gluon.constexpr_function
-def operand_layout(plan, dim):
-    """Of P^T and dS^T, the left operands of dV and dK [keys, dim]."""
-    return gl.DotOperandLayout(0, mma_layout(plan.warps, plan.block_k, dim), 2)
-
-
-@gluon.jit
-def accumulator(ROWS: gl.constexpr, COLUMNS: gl.constexpr, PLAN: gl.constexpr):
-    """A float32 accumulator of a matmul."""
-    return gl.full([ROWS, COLUMNS], 0.0, gl.float32, mma_layout(PLAN.warps, ROWS, COLUMNS))
+    gates: Gates  # if there are any
 
 
 @gluon.jit
@@ -163,6 +144,8 @@ def weigh(scores, lse2, step, dropout, work, scale, RULE: gl.constexpr, PLAN: gl
         after = step.tile * PLAN.block_q + work.shift - work.k_start - row
         distance = ramp(scores, after) if RULE.causal else gl.abs(ramp(scores, after))
         offset += distance * step.slope2
+    if RULE.decay:
+        offset += (step.gates.keys2 - step.gates.query2)[:, None]
     if RULE.softcap > 0:
         cap = tanh(scores * (scale / RULE.softcap))
         weights = gl.exp2(cap * (RULE.softcap * LOG2E) - offset)
@@ -202,10 +185,10 @@ def score_gradient(sloped, dweights, delta, dropout, RULE: gl.constexpr):
 
 @gluon.jit
 def backward_step(
-    dk, dv, k, v, step, dropout, dq_sum, shared, work, scale,
-    RULE: gl.constexpr, PLAN: gl.constexpr, TAIL: gl.constexpr,
-):  # fmt: skip
-    """One step: what a tile of queries adds to dK and dV, and its dQ."""
+    sums, k, v, step, dropout, dq_sum, shared, work, scale, RULE: gl.constexpr, PLAN: gl.constexpr, TAIL: gl.constexpr
+):
+    """One step: what a tile of queries adds to the Sums, and its dQ."""
+    dk, dv, dgate = sums.dk, sums.dv, sums.dgate
     dtype: gl.constexpr = k.dtype
     queries: gl.constexpr = gl.SliceLayout(0, scores_layout(PLAN))
     slot, phase = slot_and_phase(shared.q, step.count)
@@ -249,19 +232,26 @@ def backward_step(
         fence_async_shared()
         partition_barrier()
     dq = warpgroup_mma(shared.dscores.permute((1, 0)), shared.k, no_dq, use_acc=False, is_async=True)
+    SUMS: gl.constexpr = 2 if RULE.decay else 0  # products after dq
+    if RULE.decay:
+        dgate = sum_over_queries(left, shared.ones, dgate, PLAN)
+        of_queries = sum_over_keys(shared.dscores, shared.ones, PLAN)
     if PLAN.early:
-        dk = warpgroup_mma_wait(1, deps=(dk,))
+        dk = warpgroup_mma_wait(1 + SUMS, deps=(dk,))
         release(shared.q, step.count)
-        dq = warpgroup_mma_wait(0, deps=(dq,))
+        dq = warpgroup_mma_wait(SUMS, deps=(dq,))
         add_dq(dq, dq_sum, shared, step, PLAN)
     else:
         dk = warpgroup_mma(left, q, dk, is_async=True)
-        dv = warpgroup_mma_wait(2, deps=(dv,))
-        dq = warpgroup_mma_wait(1, deps=(dq,))
+        dv = warpgroup_mma_wait(2 + SUMS, deps=(dv,))
+        dq = warpgroup_mma_wait(1 + SUMS, deps=(dq,))
         add_dq(dq, dq_sum, shared, step, PLAN)
         dk = warpgroup_mma_wait(0, deps=(dk,))
         release(shared.q, step.count)
-    return dk, dv
+    if RULE.decay:
+        dgate, of_queries = warpgroup_mma_wait(0, deps=(dgate, of_queries))
+        add_column(step.gates.dgate, step.tile * PLAN.block_q + work.shift, of_queries, work)
+    return Sums(dk, dv, dgate)
 
 
 @gluon.jit
@@ -277,7 +267,7 @@ def store_part(part, x, work, PLAN: gl.constexpr):
 
 @gluon.jit
 def consumer(
-    dk_out, dv_out, dk_part, dv_part, dq_sum, shared, work, scale, probability, seed, slopes,
+    dk_out, dv_out, dk_part, dv_part, dq_sum, shared, work, scale, probability, seed, slopes, gates, dgate,
     RULE: gl.constexpr, PLAN: gl.constexpr, TAIL: gl.constexpr,
 ):  # fmt: skip
     """The multiplying warps: all steps of a program, then dK and dV."""
@@ -287,22 +277,28 @@ def consumer(
     if PLAN.hold:
         left: gl.constexpr = gl.DotOperandLayout(0, scores_layout(PLAN), 2)
         k, v = k.load(left), v.load(left)
-    dk = accumulator(PLAN.block_k, PLAN.dim, PLAN)
-    dv = accumulator(PLAN.block_k, PLAN.value_dim, PLAN)
+    dk, dv = accumulator(PLAN.block_k, PLAN.dim, PLAN), accumulator(PLAN.block_k, PLAN.value_dim, PLAN)
+    sums = Sums(dk, dv, no_sums(RULE, PLAN))
     tile = work.start
     member = 0
     key = dropout_key(work.index, work.head, seed, RULE)
     for count in range(work.steps):  # one loop over all heads and tiles: nested ones cost registers
         edge = (tile < work.full_lo) | (tile >= work.full_hi)
         number = work.first_tile + member * work.q_tiles + tile
-        step = Step(count, tile, number, edge, slope2(slopes, work.head + member, work))
+        head = work.head + member
+        own_gates = gates_of(gates, dgate, head, tile, work, RULE, PLAN)
+        step = Step(count, tile, number, edge, slope2(slopes, head, work), own_gates)
         dropout = Dropout(key, probability)
-        dk, dv = backward_step(dk, dv, k, v, step, dropout, dq_sum, shared, work, scale, RULE, PLAN, TAIL)
+        sums = backward_step(sums, k, v, step, dropout, dq_sum, shared, work, scale, RULE, PLAN, TAIL)
         tile, member = advance(tile, member, work)
+        if RULE.decay:
+            if tile == work.start:  # the end of a head
+                add_column(own_gates.dgate, work.k_start, -sums.dgate, work)
+            sums = Sums(sums.dk, sums.dv, gl.where(tile == work.start, 0.0, sums.dgate))
         if RULE.dropout and tile == work.start:  # of the next head
             key = dropout_key(work.index, work.head + member, seed, RULE)
 
-    dk = dk * scale
+    dk, dv = sums.dk * scale, sums.dv
     if RULE.dropout:
         dv = dv * (1 / (1 - probability))
     if dk_part is not None:
@@ -323,7 +319,7 @@ def consumer(
 @gluon.jit(do_not_specialize=["q_len", "k_len", "batches", "heads", "group", "members", "q_slots"])
 def backward_kernel(
     q, k, v, dout, rows, dq_sum, dk, dv, dk_part, dv_part, q_len, k_len, batches, heads, group, members, scale,
-    dropout, seed, slopes, k_list, ragged, q_slots,
+    dropout, seed, slopes, gates, dgate, k_list, ragged, q_slots,
     RULE: gl.constexpr, PLAN: gl.constexpr, TAIL: gl.constexpr,
 ):  # fmt: skip
     """dK and dV of one tile of keys, and what it adds to dQ, for `members` query heads of one key head.
@@ -331,7 +327,8 @@ def backward_kernel(
     Tensors are descriptors, but for the parts, and for dq_sum if it is added to from registers; rows and dq_sum are as
     prepare_kernel leaves them. With dk_part and dv_part [B, Tk, H, D], float32 and D padded, members is 1 and each
     query head writes its own. TAIL: a tile of keys may reach past the last one. k_list, of ragged sequences: as
-    list_kernel lists them; q_slots: tiles of queries of a head in rows and dq_sum.
+    list_kernel lists them; q_slots: tiles of queries of a head in rows and dq_sum. gates [B, H, Tk], of split_gate(),
+    may be None; their gradient is added to dgate, float32 of this shape.
     """
     work = plan_work(q_len, k_len, batches, heads, group, members, k_list, ragged, q_slots, RULE, PLAN)
     dtype: gl.constexpr = q.dtype
@@ -363,11 +360,13 @@ def backward_kernel(
     dq_empty = barriers(PLAN.dq_stages, 1) if PLAN.dq_stages > 0 else 0
     q_channel, dout_channel = Channel(q_tiles, q_full, q_empty, lse2), Channel(dout_tiles, dout_full, q_empty, delta)
     dq_channel = Channel(dq, dq_full, dq_empty)
-    shared = BackwardMemory(k_tile, v_tile, keys_full, q_channel, dout_channel, dscores, weights, dq_channel)
+    of_ones = ones(dtype, PLAN) if RULE.decay else 0
+    shared = BackwardMemory(k_tile, v_tile, keys_full, q_channel, dout_channel, dscores, weights, dq_channel, of_ones)
     gl.warp_specialize(
         [
             (consumer, (
-                dk, dv, dk_part, dv_part, dq_sum, shared, work, scale, dropout, seed, slopes, RULE, PLAN, TAIL,
+                dk, dv, dk_part, dv_part, dq_sum, shared, work, scale, dropout, seed, slopes, gates, dgate,
+                RULE, PLAN, TAIL,
             )),
             (loader, (q, k, v, dout, rows, shared, work, RULE, PLAN)),
             (adder, (dq_sum, shared, work, PLAN)),

@@ -10,6 +10,7 @@ from typing import NamedTuple
 
 from ..score import LOG2E
 from .channel import Channel, barriers, filled, release
+from .decay import Decay, decay_from, gate2
 from .gluon import (
     fence_async_shared,
     gl,
@@ -67,7 +68,7 @@ def hide(scores, edge, start, sizes, RULE: gl.constexpr):
 
 @gluon.jit
 def weigh(
-    scores, top, total, edge, start, dropout, sizes,
+    scores, top, total, edge, start, dropout, decay, sizes,
     RULE: gl.constexpr, TILE: gl.constexpr, PIPE: gl.constexpr, MASKED: gl.constexpr,
 ):  # fmt: skip
     """Raw scores of a block -> (weights, top, total, fade): fade is what the sums so far shrink by."""
@@ -85,6 +86,10 @@ def weigh(
             scores += ahead * slope
         else:
             scores -= gl.abs(ahead) * slope
+    if RULE.decay:  # the gate of a query adds the same to all its scores: see consumer()
+        key = start + gl.arange(0, scores.shape[1], gl.SliceLayout(0, scores.type.layout))
+        scores = scores * factor - gate2(decay, key, key < sizes.k_len if MASKED else None)[None, :]
+        factor = 1.0
     if MASKED:
         scores = hide(scores, edge, start, sizes, RULE)
     new_top = gl.maximum(top, gl.max(scores, 1) * factor)
@@ -123,7 +128,7 @@ def unpack(pairs, acc, DTYPE: gl.constexpr):
 
 @gluon.jit
 def attend(
-    state, q, shared, count, steps, edge, start, dropout, sizes,
+    state, q, shared, count, steps, edge, start, dropout, decay, sizes,
     INDEX: gl.constexpr, RULE: gl.constexpr, TILE: gl.constexpr, PIPE: gl.constexpr,
     MASKED: gl.constexpr, FIRST: gl.constexpr = False,
 ):  # fmt: skip
@@ -142,7 +147,7 @@ def attend(
         scores = warpgroup_mma_wait(0 if FIRST else 1, deps=(scores,))
         release(shared.k, count)
         weights, top, total, fade = weigh(
-            scores, state.top, state.total, edge, start, dropout, sizes, RULE, TILE, PIPE, MASKED
+            scores, state.top, state.total, edge, start, dropout, decay, sizes, RULE, TILE, PIPE, MASKED
         )
         if not FIRST:
             acc = warpgroup_mma_wait(0, deps=(acc,))
@@ -156,7 +161,7 @@ def attend(
 
 @gluon.jit
 def consumer(
-    INDEX: gl.constexpr, shared, out, lse2, max_logit2, sink, sizes,
+    INDEX: gl.constexpr, shared, out, lse2, max_logit2, sink, gates, sizes,
     RULE: gl.constexpr, TILE: gl.constexpr, PIPE: gl.constexpr,
 ):  # fmt: skip
     """Attention of ROWS queries of each tile."""
@@ -170,7 +175,7 @@ def consumer(
     message = receive(shared.mail, visit)
     while message[0] >= 0:
         tile_start, lane = message[0], message[1]
-        first, own, dropout = decode(message, sizes, RULE, PIPE)
+        first, first_key, own, dropout = decode(message, sizes, RULE, PIPE)
         # which blocks are this consumer's; where it has no queries one, so that the code below holds
         q_start = tile_start + INDEX * ROWS
         tile_begin, _, _, tile_end = blocks(tile_start, TILE.block_q, own, RULE, TILE)
@@ -184,6 +189,10 @@ def consumer(
             full_begin = begin
         next_tile = count + tile_end - tile_begin
         edge = q_start + own.k_len - own.q_len  # where its first query stands
+        decay = Decay(0, 0.0, 0.0)
+        if RULE.decay:
+            own_gates = gates + (lane.to(gl.int64) * sizes.k_len + first_key)
+            decay = decay_from(own_gates, edge, own.k_len)
 
         mbarrier.wait(shared.q.full.index(INDEX), visit & 1)
         count = skip(shared, count, tile_end - end, INDEX, PIPE)
@@ -195,19 +204,20 @@ def consumer(
             gl.full([ROWS], 0.0, gl.float32, row_layout),
         )
         state, count, start = attend(
-            state, q, shared, count, 1, edge, start, dropout, own, INDEX, RULE, TILE, PIPE, MASKED=True, FIRST=True
-        )
+            state, q, shared, count, 1, edge, start, dropout, decay, own,
+            INDEX, RULE, TILE, PIPE, MASKED=True, FIRST=True,
+        )  # fmt: skip
         state, count, start = attend(
-            state, q, shared, count, end - 1 - full_end, edge, start, dropout, own,
+            state, q, shared, count, end - 1 - full_end, edge, start, dropout, decay, own,
             INDEX, RULE, TILE, PIPE, MASKED=True,
         )  # fmt: skip
         state, count, start = attend(
-            state, q, shared, count, full_end - full_begin, edge, start, dropout, own,
+            state, q, shared, count, full_end - full_begin, edge, start, dropout, decay, own,
             INDEX, RULE, TILE, PIPE, MASKED=False,
         )  # fmt: skip
         if RULE.window > 0:
             state, count, start = attend(
-                state, q, shared, count, full_begin - begin, edge, start, dropout, own,
+                state, q, shared, count, full_begin - begin, edge, start, dropout, decay, own,
                 INDEX, RULE, TILE, PIPE, MASKED=True,
             )  # fmt: skip
         if not PIPE.reuse:
@@ -215,11 +225,15 @@ def consumer(
         v_tile = filled(shared.v, count - 1)
         acc = warpgroup_mma(unpack(state.weights, state.acc, dtype), v_tile, state.acc, is_async=True)
 
+        top = state.top
+        if RULE.decay:
+            position = edge + gl.arange(0, ROWS, row_layout)
+            top += gate2(decay, position, (position >= 0) & (position < own.k_len))
         logit = None
         if sink is not None:  # a row that sees no key has no sink either
             logit = gl.load(sink + lane % TILE.heads).to(gl.float32) * LOG2E
             logit = gl.where(state.total > 0, logit, float("-inf"))
-        lse, factor = end_softmax(state.top, state.total, logit)
+        lse, factor = end_softmax(top, state.total, logit)
         offset = q_start + gl.arange(0, ROWS, row_layout)
         rows = lse2 + (lane.to(gl.int64) * sizes.q_len + first)
         gl.store(rows + offset, lse, offset < own.q_len)
@@ -242,8 +256,8 @@ def consumer(
             tma_wait(0)
             mbarrier.arrive(shared.q.empty.index(INDEX))
         if max_logit2 is not None:  # last, when there are registers for it
-            top = gl.max(gl.where(offset < own.q_len, state.top, float("-inf")), 0)
-            gl.atomic_max(max_logit2 + lane % TILE.heads, top, sem="relaxed")
+            largest = gl.max(gl.where(offset < own.q_len, top, float("-inf")), 0)
+            gl.atomic_max(max_logit2 + lane % TILE.heads, largest, sem="relaxed")
         visit += 1
         message = receive(shared.mail, visit)
     tma_wait(0)
@@ -252,11 +266,12 @@ def consumer(
 @gluon.jit(do_not_specialize=["q_len", "k_len", "n_tiles", "lanes"])
 def hopper_forward_kernel(
     q, k, v, out, lse2, max_logit2, sink, tile_list, ragged, q_len, k_len, n_tiles, lanes, scale, dropout, seed, slopes,
-    RULE: gl.constexpr, TILE: gl.constexpr, PIPE: gl.constexpr,
+    gates, RULE: gl.constexpr, TILE: gl.constexpr, PIPE: gl.constexpr,
 ):  # fmt: skip
     """out = softmax(rule(q k^T)) v and lse2 = log2 sum 2^score, for tiles of queries as long as there are any.
 
     max_logit2 [H], if not None, is raised to the largest score of each head.
+    gates [B, H, Tk]: of split_gate(), or None.
     tile_list: those of ragged sequences as list_kernel lists them; else n_tiles of each lane, and a 0 to count them.
     """
     sizes = Sizes(q_len, k_len, scale, dropout)
@@ -282,8 +297,8 @@ def hopper_forward_kernel(
     if PIPE.consumers == 2:
         gl.warp_specialize(
             [
-                (consumer, (0, shared, out, lse2, max_logit2, sink, sizes, RULE, TILE, PIPE)),
-                (consumer, (1, shared, out, lse2, max_logit2, sink, sizes, RULE, TILE, PIPE)),
+                (consumer, (0, shared, out, lse2, max_logit2, sink, gates, sizes, RULE, TILE, PIPE)),
+                (consumer, (1, shared, out, lse2, max_logit2, sink, gates, sizes, RULE, TILE, PIPE)),
                 (loader, (shared, q, k, v, seed, slopes, sizes, n_tiles, lanes, tile_list, ragged, RULE, TILE, PIPE)),
             ],
             [4, 1],
@@ -292,9 +307,9 @@ def hopper_forward_kernel(
     else:
         gl.warp_specialize(
             [
-                (consumer, (0, shared, out, lse2, max_logit2, sink, sizes, RULE, TILE, PIPE)),
-                (consumer, (1, shared, out, lse2, max_logit2, sink, sizes, RULE, TILE, PIPE)),
-                (consumer, (2, shared, out, lse2, max_logit2, sink, sizes, RULE, TILE, PIPE)),
+                (consumer, (0, shared, out, lse2, max_logit2, sink, gates, sizes, RULE, TILE, PIPE)),
+                (consumer, (1, shared, out, lse2, max_logit2, sink, gates, sizes, RULE, TILE, PIPE)),
+                (consumer, (2, shared, out, lse2, max_logit2, sink, gates, sizes, RULE, TILE, PIPE)),
                 (loader, (shared, q, k, v, seed, slopes, sizes, n_tiles, lanes, tile_list, ragged, RULE, TILE, PIPE)),
             ],
             [4, 4, 1],

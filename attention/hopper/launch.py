@@ -17,6 +17,7 @@ from ..problem import describe, empty, gradients, output
 from ..table import Launch, processors
 from ..tiles import aligned
 from .backward import backward_kernel
+from .decay import split_gate
 from .forward import hopper_forward_kernel
 from .gluon import TensorDescriptor, gl
 from .pipeline import ROWS, Pipeline
@@ -48,7 +49,7 @@ FORWARD = {
     (256, 256): ForwardSettings(64, Pipeline(consumers=2, stages=2, turns=False, reuse=True, flip=False), 168),
     (256, 128): ForwardSettings(64, Pipeline(consumers=2, stages=2, turns=False, reuse=False, flip=False), 168),
 }
-FORWARD_WITH_DROPOUT = FORWARD | {  # with 128 keys the registers for three consumers would not do
+FORWARD_WITH_DROPOUT_OR_DECAY = FORWARD | {  # with 128 keys the registers for three consumers would not do
     (64, 64): ForwardSettings(64, Pipeline(consumers=3, stages=4, turns=True, reuse=False, flip=False), 128),
 }
 BACKWARD = {
@@ -171,19 +172,21 @@ def forward(q, k, v, options):
             None if options.sink is None else options.sink.contiguous(), tile_list, problem.ragged, problem.q_len,
             problem.k_len, n_tiles, tile.heads * problem.batch,
             max(abs(options.scale), 1e-30),  # 0 would turn the -inf of a hidden key into NaN
-            problem.terms.dropout, options.seed, problem.terms.slopes,
+            problem.terms.dropout, options.seed, problem.terms.slopes, split_gate(options.gate),
         )  # fmt: skip
     return (out, lse2, max_logit2)[: 2 + options.max_logit]
 
 
 def forward_launcher(problem):
     dim, value_dim = tile_dims(problem)
-    block_k, pipe, registers = (FORWARD_WITH_DROPOUT if problem.rule.dropout else FORWARD)[dim, value_dim]
+    rule = problem.rule
+    settings = FORWARD_WITH_DROPOUT_OR_DECAY if rule.dropout or rule.decay else FORWARD
+    block_k, pipe, registers = settings[dim, value_dim]
     pipe = pipe._replace(flip=problem.terms.scale < 0, ragged=problem.bounded)
     block_q = ROWS.value * pipe.consumers
     tile = problem.tile._replace(block_q=block_q, block_k=block_k, dim=dim, value_dim=value_dim)
     programs = min(slots(problem, problem.q_len, block_q) * tile.heads, processors(problem.device))
-    constants = (problem.rule, tile, pipe)
+    constants = (rule, tile, pipe)
     return Launcher(hopper_forward_kernel, programs, Launch(block_q, block_k, 4, 1), constants, registers)
 
 
@@ -211,7 +214,7 @@ def share(problem):
 def backward(q, k, v, out, lse2, dout, dlse, bias_grad, options, deterministic=None):
     """As backward() of portable/launch.py, which serves if deterministic (None: as torch is set).
 
-    Here dQ is added in any order.
+    Here dQ and the gradient of gates are added in any order.
     """
     if deterministic is None:
         deterministic = torch.are_deterministic_algorithms_enabled()
@@ -230,6 +233,8 @@ def backward(q, k, v, out, lse2, dout, dlse, bias_grad, options, deterministic=N
     new = partial(output, problem) if problem.rule.window else empty
     (dq, dk, dv), found = gradients(q, k, v, options.kv_heads > 0, empty, new)
     delta = None if options.sink is None else output(problem, lse2)
+    gate = options.gate
+    dgate = None if gate is None else empty(gate, dtype=torch.float32).zero_()
     parts = [None, None]
     if members < group:
         widths = plan.dim, plan.value_dim
@@ -244,14 +249,14 @@ def backward(q, k, v, out, lse2, dout, dlse, bias_grad, options, deterministic=N
         where = (q_list, problem.ragged, q_slots, q_len, k_len)
         problem.once(prepare_launcher).start(
             view("out", out), view("dout", dout), view("lse2", lse2), view("dlse", dlse), rows, dq_sum,
-            view("delta", delta), *where,
+            view("delta", delta), problem.terms.gate, *where,
         )  # fmt: skip
         problem.once(backward_launcher).start(
             tiles_of(problem, "q", q, block_q), tiles_of(problem, "k", k, block_k), tiles_of(problem, "v", v, block_k),
             tiles_of(problem, "dout", dout, block_q), descriptor(problem, "rows", rows, described, (block_q,)), sums,
             tiles_of(problem, "dk", dk, block_k), tiles_of(problem, "dv", dv, block_k), *parts,
             q_len, k_len, batch, heads, group, members, options.scale, problem.terms.dropout, options.seed,
-            problem.terms.slopes, k_list, problem.ragged, q_slots,
+            problem.terms.slopes, split_gate(gate), dgate, k_list, problem.ragged, q_slots,
         )  # fmt: skip
         problem.once(finish_launcher).start(dq_sum, view("dq", dq), *where, options.scale)
         if members < group:
@@ -263,7 +268,7 @@ def backward(q, k, v, out, lse2, dout, dlse, bias_grad, options, deterministic=N
             blank(problem, dk, keys=True)
             blank(problem, dv, keys=True)
     dsink = None if options.sink is None else portable.sink_gradient(options.sink, lse2, delta)
-    return *found, None, None, dsink
+    return *found, None, None if gate is None else dgate.to(gate.dtype), dsink
 
 
 def prepare_launcher(problem):

@@ -66,7 +66,7 @@ def channel(SLOTS: gl.constexpr, ROWS: gl.constexpr, DIM: gl.constexpr, DTYPE: g
 @gluon.constexpr_function
 def words(rule, pipe):
     """How many words a message has: see encode()."""
-    return 2 + 3 * pipe.ragged + rule.dropout + rule.alibi
+    return 2 + 3 * pipe.ragged + rule.dropout + rule.alibi + rule.decay
 
 
 @gluon.jit
@@ -74,7 +74,7 @@ def encode(q_start, head, seq, seed, slopes, RULE: gl.constexpr, TILE: gl.conste
     """The message about a tile: its first query, or -1 when there are no more, and its head of all sequences.
 
     If sequences are ragged also where its own begins in its row, and how many queries and keys that has; with dropout
-    also its key; with ALiBi also its slope.
+    also its key; with ALiBi also its slope; with gates also where its keys begin in their row.
     """
     message = q_start, seq.row * TILE.heads + head
     if PIPE.ragged:
@@ -83,25 +83,30 @@ def encode(q_start, head, seq, seed, slopes, RULE: gl.constexpr, TILE: gl.conste
         message += (gl.cast(dropout_key(seq.index, head, seed, RULE), gl.int32),)
     if RULE.alibi:
         message += (slope2(slopes, head, seq).to(gl.int32, bitcast=True),)
+    if RULE.decay:
+        message += (seq.k_start,)
     return message
 
 
 @gluon.jit
 def decode(message, sizes, RULE: gl.constexpr, PIPE: gl.constexpr):
-    """Unpack a message of encode() -> (where the sequence begins in its row, its Sizes, its Dropout)."""
-    WORDS: gl.constexpr = words(RULE, PIPE)
+    """Unpack a message of encode() -> (first query and key of the sequence in its row, its Sizes, its Dropout)."""
+    NEXT: gl.constexpr = 2 + 3 * PIPE.ragged
     first = 0
     q_len, k_len = sizes.q_len, sizes.k_len
     if PIPE.ragged:
         first, q_len, k_len = message[2], message[3], message[4]
     key = 0
     if RULE.dropout:
-        key = message[WORDS - 1 - RULE.alibi].to(gl.uint32, bitcast=True)
+        key = message[NEXT].to(gl.uint32, bitcast=True)
     slope = 0.0
     if RULE.alibi:
-        slope = message[WORDS - 1].to(gl.float32, bitcast=True)
+        slope = message[NEXT + RULE.dropout].to(gl.float32, bitcast=True)
+    first_key = 0
+    if RULE.decay:
+        first_key = message[NEXT + RULE.dropout + RULE.alibi]
     own = Sizes(q_len, k_len, sizes.scale, sizes.dropout, slope)
-    return first, own, Dropout(key, sizes.dropout)
+    return first, first_key, own, Dropout(key, sizes.dropout)
 
 
 @gluon.jit
@@ -183,7 +188,7 @@ def loader(
         count += 1
         visit += 1
         number = gl.atomic_add(tile_list, 1, sem="relaxed") + gl.num_programs(0)  # whoever is free takes the next
-    send(shared.mail, visit, (-1, 0, 0, 0, 0, 0, 0))
+    send(shared.mail, visit, (-1, 0, 0, 0, 0, 0, 0, 0))
 
 
 @gluon.jit

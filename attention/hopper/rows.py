@@ -3,7 +3,7 @@
 import triton
 import triton.language as tl
 
-from ..score import dp_factor
+from ..score import LOG2E, dp_factor
 from ..tiles import (
     Sequence,
     load_rows,
@@ -41,13 +41,15 @@ def locate_queries(q_list, ragged, q_slots, q_len, k_len, TILE: tl.constexpr):
 
 @triton.jit(do_not_specialize=["q_slots", "q_len", "k_len"])
 def prepare_kernel(
-    out, dout, lse2, dlse, rows, dq_sum, delta, q_list, ragged, q_slots, q_len, k_len,
+    out, dout, lse2, dlse, rows, dq_sum, delta, gate, q_list, ragged, q_slots, q_len, k_len,
     RULE: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
     """Before backward_kernel, for one tile of queries of one head: rows = [lse2, delta], and a dQ sum of zeros.
 
     delta_i = dp_factor() sum_d dO_id O_id - dlse_i; dlse may be None. lse2 is +inf, which makes all weights 0, for rows
     that see no key or do not exist; delta of these is 0. With delta [B, H, Tq] not None that is filled too.
+
+    With gate [B, H, Tk], lse2 in rows is reduced by each query's gate less that of the tile's first query, in base 2.
     """
     start, count, head, seq, number = locate_queries(q_list, ragged, q_slots, q_len, k_len, TILE)
     if q_list is not None and count <= 0:
@@ -62,6 +64,14 @@ def prepare_kernel(
     if dlse is not None:
         sums -= load_rows(row_lane(dlse, seq.row, head, first), start, seq.q_len, 0.0, TILE.block_q, True)
     sums = tl.where(lse == float("inf"), 0.0, sums)
+    if gate is not None:
+        gates = row_lane(gate, seq.row, head, seq.k_start)
+        shift = start + seq.k_len - seq.q_len  # where the first query stands
+        position = shift + tl.arange(0, TILE.block_q)
+        own = tl.load(gates.ptr + position * gates.stride, (position >= 0) & (position < seq.k_len), 0.0)
+        lead = tl.maximum(shift, 0)
+        lead_gate = tl.load(gates.ptr + lead * gates.stride, lead < seq.k_len, 0.0)
+        lse -= (own - lead_gate).to(tl.float32) * LOG2E
     if delta is not None:
         store_rows(delta, sums, seq.row, head, first + start, 0, count, TILE.block_q)
     row = tl.arange(0, TILE.block_q)

@@ -42,6 +42,7 @@ class Work(NamedTuple):
     index: gl.tensor  # of the sequence
     queries: Rows
     keys: Rows
+    k_rows: gl.tensor  # keys of a row of the batch
     kv_head: gl.tensor
     head: gl.tensor  # first of `members` query heads
     members: gl.tensor
@@ -138,6 +139,6 @@ def plan_work(
     queries = Rows(seq.row, seq.row * q_rows + seq.q_start + q_len, q_len)
     keys = Rows(seq.row, seq.row * k_rows + seq.k_start + k_len, k_len)
     return Work(
-        seq.index, queries, keys, head // group, head, members, heads, k_start, shift, first_tile, q_tiles, lo, full_lo,
-        full_hi, hi, start, (hi - lo) * members,
+        seq.index, queries, keys, k_rows, head // group, head, members, heads, k_start, shift, first_tile, q_tiles, lo,
+        full_lo, full_hi, hi, start, (hi - lo) * members,
     )  # fmt: skip

@@ -1,0 +1,128 @@
+"""Decay in the Hopper kernels: score ij gets gate_i - gate_j, where gates are decay summed up to and including a key.
+
+The forward subtracts gate_j only. gate_i is the same in all scores of a row, and is added to its log-sum-exp.
+dgate_t = sum_j dS_tj - sum_i dS_it. Tensor cores compute both sums as products with ones, from the same rounded dS: its
+errors, mostly those of delta, must cancel when dgate is added up over the later keys.
+"""
+
+from typing import NamedTuple
+
+import torch
+import triton.language as tl
+
+from ..score import LOG2E
+from .channel import shared_layout
+from .gluon import fence_async_shared, gl, gluon, warpgroup_mma
+from .layouts import accumulator, scores_layout
+
+
+def split_gate(gate):
+    """[B, H, Tk] float64 or None -> each gate in base 2 as two float32 that add up to it (to 48 bits), in an int64."""
+    if gate is None:
+        return None
+    gate2 = gate * LOG2E.value  # not in the kernels, which would round the product in one place and not in another
+    high = gate2.float()
+    return torch.stack((high, (gate2 - high).float()), -1).view(torch.int64).squeeze(-1)
+
+
+class Decay(NamedTuple):
+    """Gates of the keys of a sequence and head, from which one is subtracted: float32 does not hold the sums."""
+
+    gates: gl.tensor  # pointer to the first: a float64 as split_gate() divides it
+    high: gl.tensor  # the one that is subtracted
+    low: gl.tensor
+
+
+class Gates(NamedTuple):
+    """Of one head, as the backward needs them for a step; in base 2, less the gate of the program's first key."""
+
+    keys2: gl.tensor  # [keys]
+    query2: gl.tensor  # of the first query of the tile
+    dgate: gl.tensor  # where those of the sequence begin in their gradient
+
+
+@gluon.jit
+def gate_halves(gate):
+    """A gate of split_gate() -> two float32 whose sum it is."""
+    return gate.to(gl.int32).to(gl.float32, bitcast=True), (gate >> 32).to(gl.int32).to(gl.float32, bitcast=True)
+
+
+@gluon.jit
+def decay_from(gates, key, length):
+    """The Decay less the gate of a key, or of the nearest of the `length` that exist; gates: pointer to the first."""
+    key = gl.maximum(gl.minimum(key, length - 1), 0)
+    high, low = gate_halves(gl.load(gates + key, key < length, 0))
+    return Decay(gates, high, low)
+
+
+@gluon.jit
+def gate2(decay, keys, exist):
+    """Gates of keys, less that of the Decay, in base 2. A gate that does not exist counts as 0."""
+    high, low = gate_halves(gl.load(decay.gates + keys, exist, None if exist is None else 0))
+    return (high - decay.high) + (low - decay.low)
+
+
+@gluon.jit
+def gates_of(gates, dgate, head, tile, work, RULE: gl.constexpr, PLAN: gl.constexpr):
+    """The Gates of a program's keys and of a tile of queries; zeros without decay. gates, dgate: of the whole call."""
+    found = Gates(0.0, 0.0, 0)
+    if RULE.decay:
+        first = tl.cast(work.keys.row * work.heads + head, tl.int64) * work.k_rows
+        first += work.keys.end - work.keys.length - work.keys.row * work.k_rows
+        decay = decay_from(gates + first, work.k_start, work.keys.length)
+        keys = work.k_start + gl.arange(0, PLAN.block_k, gl.SliceLayout(1, scores_layout(PLAN)))
+        query = gl.maximum(tile * PLAN.block_q + work.shift, 0)  # where its first one stands, as in prepare_kernel
+        query2 = gate2(decay, query, query < work.keys.length)
+        found = Gates(gate2(decay, keys, keys < work.keys.length), query2, dgate + first)
+    return found
+
+
+@gluon.constexpr_function
+def columns(plan, rows):
+    """How many equal columns a product with ones [rows, columns] has: the fewest that tensor cores compute."""
+    return 8 * (plan.warps // min(plan.warps, rows // 16))
+
+
+@gluon.jit
+def ones(DTYPE: gl.constexpr, PLAN: gl.constexpr):
+    """In shared memory, [columns, keys or queries]."""
+    shape: gl.constexpr = [16, max(PLAN.block_q, PLAN.block_k)]
+    layout: gl.constexpr = gl.BlockedLayout([1, 8], [8, 4], [PLAN.warps, 1], [1, 0])
+    found = gl.allocate_shared_memory(DTYPE, shape, shared_layout(shape, DTYPE), gl.full(shape, 1.0, DTYPE, layout))
+    fence_async_shared()
+    return found
+
+
+@gluon.jit
+def no_sums(RULE: gl.constexpr, PLAN: gl.constexpr):
+    """Zeros for sum_over_queries() to add to, or 0 without gates."""
+    if RULE.decay:
+        return accumulator(PLAN.block_k, columns(PLAN, PLAN.block_k), PLAN)
+    else:
+        return 0.0
+
+
+@gluon.jit
+def sum_over_queries(dscores, ones, sums, PLAN: gl.constexpr):
+    """dS [keys, queries], a left operand -> its sums, added to each column of `sums` [keys, columns]; asynchronous."""
+    right = ones.slice(0, columns(PLAN, PLAN.block_k)).slice(0, PLAN.block_q, 1)
+    return warpgroup_mma(dscores, right.permute((1, 0)), sums, is_async=True)
+
+
+@gluon.jit
+def sum_over_keys(dscores, ones, PLAN: gl.constexpr):
+    """dS [keys, queries] in shared memory -> its sums in each column of [queries, columns]; asynchronous."""
+    COLUMNS: gl.constexpr = columns(PLAN, PLAN.block_q)
+    right = ones.slice(0, COLUMNS).slice(0, PLAN.block_k, 1)
+    zeros = accumulator(PLAN.block_q, COLUMNS, PLAN)
+    return warpgroup_mma(dscores.permute((1, 0)), right.permute((1, 0)), zeros, use_acc=False, is_async=True)
+
+
+@gluon.jit
+def add_column(dgate, start, x, work):
+    """Add the first column of x to dgate, row r to key `start` + r; keys that do not exist are left out."""
+    layout: gl.constexpr = x.type.layout
+    key = start + gl.arange(0, x.shape[0], gl.SliceLayout(1, layout))[:, None]
+    column = gl.arange(0, x.shape[1], gl.SliceLayout(0, layout))[None, :]
+    exists = (column == 0) & (key >= 0) & (key < work.keys.length)
+    gl.atomic_add(dgate + (key + column), x, exists, sem="relaxed")
