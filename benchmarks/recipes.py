@@ -3,6 +3,7 @@
     python benchmarks/recipes.py split classic-books-markdown books            training, development and test books
     python benchmarks/recipes.py configs/gpt2_books.py changes.txt --tokens 50M --seeds 1 2 --seconds 1500
     python benchmarks/recipes.py configs/gpt2_books.py final.txt --tokens 150M --seeds 1 2 3 4 5 --test books/test.txt
+    python benchmarks/recipes.py chart found.csv chart.png --base base         bars: losses at equal time
 
 Each line of changes.txt is `name: options of train.py`, or a comment that begins with #. A name alone is the config as
 it is. Runs go through all names with the first seed, then with the next one, and each becomes a line of --csv. A run
@@ -37,7 +38,6 @@ from training.config import load_config, to_flags  # noqa: E402
 from training.report import read_metrics  # noqa: E402
 
 TEST_SHARE = 0.04  # of the books
-EVALUATIONS = 8  # of a run
 
 
 class Outcome(NamedTuple):
@@ -99,22 +99,22 @@ def read_changes(path):
     return changes
 
 
-def run(name, argv, seed, tokens, test):
-    """The Outcome of one run of train.py. argv: config file and options."""
+def run(name, argv, seed, args):
+    """The Outcome of one run of train.py. argv: config file and options. args: of the series."""
     config = load_config(argv)  # a mistake shows before the run
     per_step = config.batch_size * config.block_size
-    steps = max(1, round(tokens / per_step))
+    steps = max(1, round(args.tokens / per_step))
     folder = RUNS / f"recipe-{os.getpid()}"
-    fixed = dict(steps=steps, seed=seed, eval_every=math.ceil(steps / EVALUATIONS), save_every=steps, keep=1,
+    fixed = dict(steps=steps, seed=seed, eval_every=math.ceil(steps / args.evaluations), save_every=steps, keep=1,
                  log_every=max(1, steps // 100), name=folder.name)  # fmt: skip
     start, test_loss = time.perf_counter(), math.nan
     try:
         call("train.py", *argv, *to_flags(fixed))
         seconds = time.perf_counter() - start
         records = read_metrics(folder)
-        if test:
-            evaluated = json.loads(call("evaluate.py", folder / "checkpoint.pt", f"--text={test}", "--json"))
-            test_loss = evaluated["results"][str(test)]["loss"]
+        if args.test:
+            evaluated = json.loads(call("evaluate.py", folder / "checkpoint.pt", f"--text={args.test}", "--json"))
+            test_loss = evaluated["results"][str(args.test)]["loss"]
     finally:
         shutil.rmtree(folder, ignore_errors=True)
     losses = [record for record in records if "val_loss" in record]
@@ -189,7 +189,7 @@ def series(args):
                     print(f"{name} seed {seed}: no time is left", flush=True)
                     continue
                 try:
-                    alike = [run(name, argv, seed, args.tokens, args.test)]
+                    alike = [run(name, argv, seed, args)]
                 except RuntimeError as error:
                     print(f"{name} seed {seed}: {error}", flush=True)
                     continue
@@ -198,6 +198,49 @@ def series(args):
             shown.append(alike[-1])
             print(f"{name} seed {seed}: loss {shown[-1].loss:.4f}, {shown[-1].seconds:.1f} s", flush=True)
     show(shown)
+
+
+def compare(outcomes, base):
+    """{name of a change: (its mean loss less that of `base`, the same at equal time)}, at the tokens of most runs.
+
+    A change that slows training down would see fewer tokens in the same time. How much loss this costs is read from a
+    straight line over the logarithm of tokens, fitted to runs of `base` with two or more numbers of tokens.
+    """
+    most, groups = statistics.mode(outcome.tokens for outcome in outcomes), {}
+    for outcome in outcomes:
+        if abs(outcome.tokens / most - 1) < 0.01:  # whole steps
+            groups.setdefault(outcome.name, []).append(outcome)
+    of_base = [outcome for outcome in outcomes if outcome.name == base]
+    enough = base in groups and len({outcome.tokens for outcome in of_base}) > 1
+    require(enough, f"{base} needs runs with {most:,} tokens, as most runs have, and with another number; add them")
+    slope = statistics.linear_regression([math.log(x.tokens) for x in of_base], [x.loss for x in of_base]).slope
+
+    def mean(name, field):
+        return statistics.mean(getattr(outcome, field) for outcome in groups[name])
+
+    found = {}
+    for name in groups:
+        loss = mean(name, "loss") - mean(base, "loss")
+        found[name] = loss, loss + slope * math.log(mean(name, "rate") / mean(base, "rate"))
+    return found
+
+
+def chart(found, image, base):
+    """Draw what compare() finds in a CSV file of runs."""
+    from matplotlib.figure import Figure
+
+    bars = dict(sorted(compare(read_outcomes(found), base).items(), key=lambda item: -item[1][1]))
+    equal_tokens, equal_time = zip(*bars.values(), strict=True)
+    figure = Figure(figsize=(8, 1 + 0.28 * len(bars)), layout="constrained")
+    axis = figure.subplots()
+    axis.barh(list(bars), equal_time, color="#2471a3", label="at equal time")
+    axis.plot(equal_tokens, list(bars), "o", color="#c0392b", label="at equal tokens")
+    axis.axvline(0, color="black", linewidth=0.8)
+    axis.set_xlabel(f"loss less that of {base} (nats per token); left is better")
+    axis.grid(axis="x", alpha=0.25)
+    axis.legend(frameon=False)
+    figure.savefig(image, dpi=130)
+    print(image)
 
 
 def main(argv):
@@ -210,11 +253,20 @@ def main(argv):
         args = parser.parse_args(argv)
         split(args.books, args.folder, args.megabytes)
         return
+    if argv[:1] == ["chart"]:
+        parser.add_argument("chart", choices=["chart"])
+        parser.add_argument("found", type=Path, help="the CSV file of a series")
+        parser.add_argument("image", type=Path)
+        parser.add_argument("--base", required=True, help="name of the runs to compare with")
+        args = parser.parse_args(argv)
+        chart(args.found, args.image, args.base)
+        return
     parser.add_argument("base", help="a config file")
     parser.add_argument("changes", type=read_changes, help="a file with a line `name: options` for each change")
     parser.add_argument("--options", type=shlex.split, default=[], help="options of all runs, in one argument")
     parser.add_argument("--tokens", type=number, default="50M", help="to train on, such as 50M")
     parser.add_argument("--seeds", type=int, nargs="+", default=[1])
+    parser.add_argument("--evaluations", type=int, default=8, help="of each run, beside that before its first step")
     parser.add_argument("--seconds", type=float, default=math.inf, help="start no run that would end later than this")
     parser.add_argument("--csv", type=Path, default=ROOT / "benchmarks" / "results" / "recipes.csv")
     parser.add_argument("--test", type=Path, help="a text to measure the last checkpoint on; for the final table only")

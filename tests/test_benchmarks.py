@@ -2,6 +2,7 @@
 the parts of a training step in step_parts.py.
 """
 
+import math
 import re
 import shlex
 import subprocess
@@ -108,7 +109,8 @@ def test_a_series_of_recipes(books, folder, capsys):
     options = TINY | dict(input=books / "train", attention="sdpa", warmup_steps=1)
     (folder / "changes.txt").write_text("# two that run\nplain:\nwide: --n_embd 48\nodd: --micro_batch 3\n")
     argv = ["configs/shakespeare_char.py", str(folder / "changes.txt"), "--options", shlex.join(to_flags(options))]
-    argv += ["--tokens", "4096", "--csv", str(folder / "found.csv"), "--test", str(books / "test.txt"), "--seeds", "1"]
+    argv += ["--tokens", "4096", "--evaluations", "3", "--csv", str(folder / "found.csv")]
+    argv += ["--test", str(books / "test.txt"), "--seeds", "1"]
     recipes.main(argv)
     out = capsys.readouterr().out
     assert "odd seed 1: train.py failed" in out and "micro_batch=3" in out
@@ -116,7 +118,7 @@ def test_a_series_of_recipes(books, folder, capsys):
     assert [outcome.name for outcome in before] == ["plain", "wide"]
     for outcome in before:
         assert outcome.tokens == 4096 and 1 < outcome.loss < 6 and 1 < outcome.test < 6 and outcome.rate > 0
-        assert outcome.curve.count(":") == 2 * (recipes.EVALUATIONS + 1) and outcome.training < outcome.seconds
+        assert outcome.curve.count(":") == 2 * (3 + 1) and outcome.training < outcome.seconds
     assert before[1].gflops > before[0].gflops > 1e-4
     recipes.main([*argv, "2"])
     after = recipes.read_outcomes(folder / "found.csv")
@@ -126,6 +128,21 @@ def test_a_series_of_recipes(books, folder, capsys):
     assert float(rows[0][4]) == pytest.approx((after[0].loss + after[2].loss) / 2, abs=1e-4)
     recipes.main([*argv, "3", "--seconds", "0"])
     assert "plain seed 3: no time is left" in capsys.readouterr().out
+
+
+def test_changes_are_compared_at_equal_time(folder):
+    """Half of the tokens per second cost what half of the tokens cost, here 0.4 ln 2."""
+    runs = [("base", 1000, 5.0, 10.0), ("base", 2000, 5 - 0.4 * math.log(2), 10.0), ("better", 1005, 4.8, 10.0)]
+    for name, tokens, loss, rate in [*runs, ("slow", 1000, 4.9, 5.0), ("slow", 1000, 5.1, 5.0)]:
+        values = name, 1, tokens, loss, 1.0, math.nan, 9.0, 8.0, rate, 0.1, "", ""
+        recipes.append(folder / "found.csv", recipes.Outcome(*values))
+    compared = recipes.compare(recipes.read_outcomes(folder / "found.csv"), "base")
+    assert compared["base"] == (0, 0) and compared["better"] == pytest.approx((-0.2, -0.2))
+    assert compared["slow"] == pytest.approx((0, 0.4 * math.log(2)))
+    recipes.main(["chart", str(folder / "found.csv"), str(folder / "bars.png"), "--base", "base"])
+    assert (folder / "bars.png").read_bytes().startswith(b"\x89PNG")
+    with pytest.raises(ValueError, match="slow needs runs with 1,000 tokens"):
+        recipes.main(["chart", str(folder / "found.csv"), str(folder / "bars.png"), "--base", "slow"])
 
 
 KERNELS = """
