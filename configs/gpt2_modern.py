@@ -1,5 +1,5 @@
-# A recipe that learns faster than configs/gpt2_books.py, from what others have found with networks of this size. After 50
-# million tokens its loss is lower than that of the control after 150 million; tuning goes on (benchmarks/LOG.md).
+# A recipe that learns faster than configs/gpt2_books.py, from what others have found with networks of this size. After
+# 50 million tokens its loss is lower than the control's after 150 million; tuning goes on (benchmarks/LOG.md).
 #     python train.py configs/gpt2_modern.py      on the books of configs/gpt2_books.py
 data = "text"
 input = "books/train"
