@@ -1,5 +1,5 @@
 # GPT-2 1.5B on 30 billion tokens of FineWeb-Edu. Prepare them first:
-#     python -m data.prepare fineweb-edu --tokenizer gpt2 --tokens 30B
+#     python -m data.prepare fineweb-edu --tokenizer gpt2 --sample 100BT --tokens 30B
 #     torchrun --nproc_per_node=8 train.py configs/gpt2_xl.py --parallel fsdp
 # Weights, gradients and moments take 25 GB on one GPU or with DDP, and 3.1 GB on each of 8 GPUs with FSDP
 # (docs/distributed.md has the rest of the memory).

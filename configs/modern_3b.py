@@ -1,5 +1,5 @@
 # A modern network of 3.1B parameters on 60 billion tokens of FineWeb-Edu. Prepare them first:
-#     python -m data.prepare fineweb-edu --tokenizer gpt2 --tokens 60B
+#     python -m data.prepare fineweb-edu --tokenizer gpt2 --sample 100BT --tokens 60B
 #     torchrun --nproc_per_node=8 train.py configs/modern_3b.py --parallel fsdp
 # Weights, gradients and moments take 38 GB on one GPU or with DDP, and 4.8 GB on each of 8 GPUs with FSDP
 # (docs/distributed.md has the rest of the memory). Nobody has trained it to the end.
