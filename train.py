@@ -21,7 +21,7 @@ from training.checkpoint import Run, checkpoints, load_on_rank_0
 from training.config import load_config
 from training.distributed import STOP, Signals, end_distributed, fail, lost_a_rank, open_on_all_ranks, start_distributed
 from training.network import compile_and_wrap, make_model
-from training.optimizer import learning_rate, make_optimizer
+from training.optimizer import averaged, learning_rate, make_optimizer
 from training.report import Report
 from training.start import KernelsAhead, StartClock, compile_network
 from training.step import TrainStep, choose_micro_batch, eagerly, evaluate, prefetch
@@ -78,7 +78,8 @@ def train(config):
                 with report.pause():
                     is_best = False
                     if due:
-                        loss = evaluate(model, validation, config, ranks)
+                        with averaged(optimizer, config.ema):
+                            loss = evaluate(model, validation, config, ranks)
                         is_best = 0 < step and loss < best
                         best = loss if is_best else best
                         report.evaluation(step, loss, is_best)
@@ -100,7 +101,8 @@ def train(config):
                 take_step.check_bad_steps(step + 1, batches, run.folder)
             if config.sample_every and (step + 1) % config.sample_every == 0:
                 take_step.check_bad_steps(step + 1, batches, run.folder)  # waits for the steps before the sample
-                report.sample(step + 1, partial(write_sample, model, corpus, config))
+                with averaged(optimizer, config.ema):
+                    report.sample(step + 1, partial(write_sample, model, corpus, config))
         run.close()
     report.close(step, best)
     return best

@@ -23,7 +23,7 @@ CHECKPOINT = "runs/run/checkpoint.pt"
         ({}, 1),
         (dict(steps=4, eval_every=2), 2),
         (dict(optimizer="muon", n_kv_head=1), 1),
-        (dict(optimizer="muon", polar_express=True, normuon=True, cautious_decay=True, **PATHS), 1),
+        (dict(optimizer="muon", polar_express=True, normuon=True, cautious_decay=True, ema=0.9, **PATHS), 1),
     ],
     ids=["adamw", "2 threads", "muon", "recipe"],
 )
@@ -64,6 +64,17 @@ def test_resume_remembers_the_best_loss(folder, run):
     assert run("--resume", "--steps", "30", "--learning_rate", "9", "--allow_changes")[0] == 0
     assert metrics(folder)[-1]["val_loss"] > contents("runs/run/best.pt")["best"]
     assert (folder / "runs/run/best.pt").read_bytes() == best
+
+
+def test_best_weights_are_averages(folder, run):
+    """best.pt has the weights of the lowest validation loss, which are the running averages of those in training."""
+    assert run(ema=0.8, dropout=0.0)[0] == 0
+    best, newest = contents("runs/run/best.pt"), contents(CHECKPOINT)
+    assert best["step"] == newest["step"] and metrics(folder)[-1]["val_loss"] == best["best"]
+    averages = [state["average"] for state in newest["optimizer"]["state"].values()]
+    for name, weight in best["model"].items():
+        assert any(torch.equal(weight, average) for average in averages), name
+        assert not torch.equal(weight, newest["model"][name]), name
 
 
 @pytest.mark.parametrize("damage", ["truncated", "flipped bit", "empty"])

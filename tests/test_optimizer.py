@@ -9,7 +9,16 @@ from model import GPT, GPTConfig
 from training import optimizer
 from training.config import Config
 from training.distributed import Ranks
-from training.optimizer import Muon, learning_rate, make_optimizer, moment_bytes, orthogonal, set_learning_rate
+from training.optimizer import (
+    Muon,
+    averaged,
+    learning_rate,
+    make_optimizer,
+    moment_bytes,
+    move_average,
+    orthogonal,
+    set_learning_rate,
+)  # fmt: skip
 
 
 @pytest.fixture
@@ -173,12 +182,34 @@ def test_cooldown():
 
 
 @pytest.mark.parametrize("kind", ["adamw", "muon"])
+def test_running_averages(model, kind):
+    """Against the formula; in averaged() they and the parameters have changed places, also if an error ends it."""
+    ours = make_optimizer(model, Config(optimizer=kind), Ranks(0, 1, "cpu"))
+    expected = None
+    for _ in range(3):
+        for p in model.parameters():
+            p.grad = torch.randn_like(p)
+        ours.step()
+        move_average(ours, 0.75)
+        now = [p.detach().clone() for p in model.parameters()]
+        expected = [0.75 * a + 0.25 * p for a, p in zip(expected or now, now, strict=True)]
+    with averaged(ours, 0.0):
+        assert all(torch.equal(p, weight) for p, weight in zip(model.parameters(), now, strict=True))
+    with pytest.raises(ZeroDivisionError), averaged(ours, 0.75):
+        torch.testing.assert_close(list(model.parameters()), expected)
+        1 / 0  # noqa: B018
+    assert all(torch.equal(p, weight) for p, weight in zip(model.parameters(), now, strict=True))
+    torch.testing.assert_close([ours.state[p]["average"] for p in model.parameters()], expected)
+
+
+@pytest.mark.parametrize("kind", ["adamw", "muon"])
 def test_bytes_of_the_moments(model, kind):
     """After a step the optimizer holds as many, apart from counts of steps."""
-    config = Config(optimizer=kind)
+    config = Config(optimizer=kind, ema=0.9)
     optimizer = make_optimizer(model, config, Ranks(0, 1, "cpu"))
     for p in model.parameters():
         p.grad = torch.ones_like(p)
     optimizer.step()
+    move_average(optimizer, config.ema)
     moments = [x for state in optimizer.state.values() for x in state.values() if x.dim()]
     assert moment_bytes(model, config) == sum(x.numel() * x.element_size() for x in moments)

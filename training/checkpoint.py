@@ -117,20 +117,24 @@ class Run:
             model=model.state_dict(keep_vars=True),
             tokenizer=to_state(self.corpus.tokenizer), tokens_sha256=self.corpus.sha256, step=step, best=best,
         )  # fmt: skip
+        average = {}  # of the weights, which best.pt has
+        if is_best and self.config.ema:
+            average = {name: optimizer.state[p]["average"] for name, p in weights["model"].items()}
         threads = torch.get_num_threads() if self.ranks.world == 1 else None
         state = dict(optimizer=optimizer.state_dict(), take_step=take_step.state_dict(), threads=threads)
-        weights, state = to_host((weights, state if newest else {}), here)
+        weights, average, state = to_host((weights, average, state if newest else {}), here)
         if not here:
             return
         copied = torch.cuda.current_stream().record_event() if torch.cuda.is_initialized() else None
-        self.writing = self.pool.submit(self._write, weights, state, is_best, copied)
+        best_weights = weights | {"model": average or weights["model"]} if is_best else None
+        self.writing = self.pool.submit(self._write, weights, state, best_weights, copied)
 
-    def _write(self, weights, state, is_best, copied):
+    def _write(self, weights, state, best_weights, copied):
         if copied:
             copied.synchronize()
         try:
-            if is_best:
-                save_checkpoint(self.folder / "best.pt", weights)
+            if best_weights:
+                save_checkpoint(self.folder / "best.pt", best_weights)
             if state:
                 newest = self.folder / "checkpoint.pt"
                 if self.config.keep > 1 and newest.exists():

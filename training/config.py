@@ -81,6 +81,9 @@ class Config(GPTConfig):
     """AdamW's decay of the squared gradients' average; beta1 is 0.9."""
     grad_clip: float = 1.0
     """Largest norm of the gradient; 0 = no clipping."""
+    ema: float = 0.0
+    """Decay of a running average of the weights, such as 0.98, which validation, samples and best.pt then have. It
+    helps networks that overfit. 0 = off."""
     max_bad_steps: int = 20
     """A step whose loss or gradient is not finite is skipped; the run ends after this many in a row."""
 
@@ -168,6 +171,7 @@ class Config(GPTConfig):
         for name in ("cooldown", "small_batches"):
             value = getattr(self, name)
             require(0 <= value <= 1, f"{name}={value} must be in [0, 1], a share of the steps")
+        require(0 <= self.ema < 1, f"ema={self.ema} must be at least 0 and below 1, such as 0.99")
         sized = self.small_batches == 0 or self.micro_batch not in (0, "auto")
         require(sized, f"small_batches={self.small_batches} needs --micro_batch N, the size of a small batch")
         with_input = self.data not in ("text", "tokens") or self.input

@@ -38,6 +38,11 @@ def is_spread(tensor):
     return hasattr(tensor, "device_mesh")
 
 
+def local(tensor):
+    """This rank's rows of a spread tensor; another tensor as it is."""
+    return tensor.to_local() if is_spread(tensor) else tensor
+
+
 def put(parameter, whole):
     """Copy a whole tensor, which all ranks have, into a parameter."""
     if is_spread(parameter):

@@ -2,11 +2,12 @@
 
 import inspect
 import math
+from contextlib import contextmanager
 
 import torch
 
 from model import require
-from training.fsdp import is_spread, on_whole
+from training.fsdp import is_spread, local, on_whole
 
 MOMENTUM = 0.95  # of Muon
 SQUARES = 0.95  # NorMuon's decay of the average of squares
@@ -69,10 +70,10 @@ def parameter_groups(model, config):
 def moment_bytes(model, config):
     """Bytes that the optimizer keeps for a whole GPT: one float32 moment per element of Muon's matrices, else two.
 
-    NorMuon's average, one number per row, is not counted.
+    And one for the average of config.ema. NorMuon's average, one number per row, is not counted.
     """
-    groups = parameter_groups(model, config)
-    return sum(4 * p.numel() * (1 if "momentum" in group else 2) for group in groups for p in group["params"])
+    groups, ema = parameter_groups(model, config), config.ema > 0
+    return sum(4 * p.numel() * (ema + (1 if "momentum" in group else 2)) for group in groups for p in group["params"])
 
 
 def learning_rate(step, config):
@@ -95,6 +96,39 @@ def set_learning_rate(optimizer, rate):
             group["lr"].fill_(own)
         else:
             group["lr"] = own
+
+
+@torch.no_grad()
+def move_average(optimizer, decay):
+    """Move the running averages of the parameters: average = decay average + (1 - decay) parameter.
+
+    They begin after the first step, and are part of the optimizer's state, so that checkpoints have them.
+    """
+    for p, state in optimizer.state.items():
+        if "average" not in state:
+            state["average"] = p.detach().clone()
+    averages, weights = zip(*((local(state["average"]), local(p)) for p, state in optimizer.state.items()), strict=True)
+    torch._foreach_lerp_(averages, weights, 1 - decay)
+
+
+@contextmanager
+def averaged(optimizer, decay):
+    """The context in which parameters and their averages have changed places, if decay is not 0."""
+    pairs = [(p, state["average"]) for p, state in optimizer.state.items() if decay and "average" in state]
+
+    @torch.no_grad()
+    def swap():
+        for pair in pairs:
+            weight, average = map(local, pair)
+            before = weight.clone()
+            weight.copy_(average)
+            average.copy_(before)
+
+    swap()
+    try:
+        yield
+    finally:
+        swap()
 
 
 def without_dynamo(name):

@@ -15,7 +15,7 @@ from kernels.fp8 import Scales
 from model import require
 from training.config import resolve_dtype
 from training.fsdp import gather
-from training.optimizer import set_learning_rate
+from training.optimizer import move_average, set_learning_rate
 
 CPU_MICRO_BATCH = 32  # sequences; larger micro-batches gain nothing on a CPU
 MEMORY_RESERVE = 0.05  # of a GPU's memory, for compiled code, CUDA graphs and NCCL, which a trial step does not have
@@ -131,6 +131,8 @@ class TrainStep:
         self.optimizer.step()
         self.scaler.update()
         self.optimizer.zero_grad(set_to_none=True)
+        if self.config.ema:
+            move_average(self.optimizer, self.config.ema)
         return loss, grad_norm
 
     def check_bad_steps(self, step, batches, folder):
