@@ -29,6 +29,6 @@ eval_batches = 0  # all of the validation text
 
 # On two cores: under four minutes.
 cpu = dict(
-    n_layer=4, n_head=4, n_embd=128, block_size=128, window=32, dropout=0.1, batch_size=16, steps=600,
+    n_layer=4, n_head=4, n_embd=128, block_size=128, window=32, dropout=0.1, batch_size=16, steps=600, ema=0.98,
     learning_rate=3e-3,
 )  # fmt: skip
