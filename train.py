@@ -78,7 +78,7 @@ def train(config):
                 with report.pause():
                     is_best = False
                     if due:
-                        with averaged(optimizer, config.ema):
+                        with averaged(optimizer):
                             loss = evaluate(model, validation, config, ranks)
                         is_best = 0 < step and loss < best
                         best = loss if is_best else best
@@ -101,7 +101,7 @@ def train(config):
                 take_step.check_bad_steps(step + 1, batches, run.folder)
             if config.sample_every and (step + 1) % config.sample_every == 0:
                 take_step.check_bad_steps(step + 1, batches, run.folder)  # waits for the steps before the sample
-                with averaged(optimizer, config.ema):
+                with averaged(optimizer):
                     report.sample(step + 1, partial(write_sample, model, corpus, config))
         run.close()
     report.close(step, best)

@@ -102,6 +102,7 @@ def read_changes(path):
 def run(name, argv, seed, args):
     """The Outcome of one run of train.py. argv: config file and options. args: of the series."""
     config = load_config(argv)  # a mistake shows before the run
+    require(not (args.test and config.ema), "--test reads checkpoint.pt, which is not averaged; leave out --ema")
     per_step = config.batch_size * config.block_size
     steps = max(1, round(args.tokens / per_step))
     folder = RUNS / f"recipe-{os.getpid()}"
@@ -206,6 +207,9 @@ def compare(outcomes, base):
     A change that slows training down would see fewer tokens in the same time. How much loss this costs is read from a
     straight line over the logarithm of tokens, fitted to runs of `base` with two or more numbers of tokens.
     """
+    commands = {(outcome.name, outcome.command) for outcome in outcomes}
+    unique = len(commands) == len({name for name, _ in commands})
+    require(unique, "a name stands for runs of two commands; give each series a --csv of its own")
     most, groups = statistics.mode(outcome.tokens for outcome in outcomes), {}
     for outcome in outcomes:
         if abs(outcome.tokens / most - 1) < 0.01:  # whole steps

@@ -11,8 +11,12 @@ import torch
 from helpers import FAST, PATHS, at_step, contents, equal, losses, metrics, one_sentence, same
 
 import sample
+from data import open_corpus, validation_batches
 from model import GPT, GPTConfig
 from training.checkpoint import FORMAT, empty_model, load_checkpoint, save_checkpoint, to_host
+from training.config import Config
+from training.distributed import Ranks
+from training.step import evaluate
 
 CHECKPOINT = "runs/run/checkpoint.pt"
 
@@ -67,14 +71,20 @@ def test_resume_remembers_the_best_loss(folder, run):
 
 
 def test_best_weights_are_averages(folder, run):
-    """best.pt has the weights of the lowest validation loss, which are the running averages of those in training."""
+    """best.pt has the weights that were validated: the running averages of those in training. Without --ema they go."""
     assert run(ema=0.8, dropout=0.0)[0] == 0
     best, newest = contents("runs/run/best.pt"), contents(CHECKPOINT)
-    assert best["step"] == newest["step"] and metrics(folder)[-1]["val_loss"] == best["best"]
+    model, config = GPT(GPTConfig(**best["model_config"])), Config(**best["config"])
+    model.load_state_dict(best["model"])
+    val = open_corpus(config.data, config.tokenizer, config.input).val
+    batches = validation_batches(val, config.block_size, config.batch_size, config.eval_batches)
+    assert evaluate(model, batches, config, Ranks(0, 1, "cpu")) == pytest.approx(metrics(folder)[-1]["val_loss"])
     averages = [state["average"] for state in newest["optimizer"]["state"].values()]
     for name, weight in best["model"].items():
         assert any(torch.equal(weight, average) for average in averages), name
         assert not torch.equal(weight, newest["model"][name]), name
+    assert run("--resume", "--ema", "0", "--steps", str(FAST["steps"] + 1), "--allow_changes")[0] == 0
+    assert not any("average" in state for state in contents(CHECKPOINT)["optimizer"]["state"].values())
 
 
 @pytest.mark.parametrize("damage", ["truncated", "flipped bit", "empty"])

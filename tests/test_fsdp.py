@@ -13,6 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from data import make_tokenizer
 from model import GPT
 from training import network
+from training.checkpoint import Run
 from training.config import Config
 from training.distributed import Ranks
 from training.weights import load_model
@@ -67,6 +68,15 @@ def test_one_rank_with_fsdp_equals_one_process(folder, run, one_rank, options):
     assert losses(folder) == pytest.approx(losses(folder, "whole"), rel=1e-5)
     assert_close("run", "whole")
     assert_resumes_bit_exactly(run, folder)
+
+
+def test_validated_averages_do_not_stay_gathered(folder, run, one_rank, monkeypatch):
+    """FSDP keeps some weights gathered after an evaluation; a step must not compute with those of the average."""
+    monkeypatch.setattr(Run, "save", lambda *_, **__: None)  # it would gather others
+    options = dict(ema=0.5, steps=6, eval_every=2, dropout=0.0)
+    assert run(name="whole", **options)[0] == 0
+    assert run(parallel="fsdp", **options)[0] == 0
+    assert losses(folder) == pytest.approx(losses(folder, "whole"), rel=1e-5)
 
 
 @NEEDS_GPU

@@ -87,7 +87,11 @@ class Run:
             options = [{k: v for k, v in group.items() if k != "params"} for group in optimizer.param_groups]
             parameters = [p for group in optimizer.param_groups for p in group["params"]]
             state = {
-                index: {name: from_rank_0(value, parameters[index], self.ranks) for name, value in values.items()}
+                index: {
+                    name: from_rank_0(value, parameters[index], self.ranks)
+                    for name, value in values.items()
+                    if name != "average" or self.config.ema
+                }
                 for index, values in saved["optimizer"]["state"].items()
             }
             optimizer.load_state_dict(saved["optimizer"] | {"state": state})

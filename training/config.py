@@ -82,8 +82,8 @@ class Config(GPTConfig):
     grad_clip: float = 1.0
     """Largest norm of the gradient; 0 = no clipping."""
     ema: float = 0.0
-    """Decay of a running average of the weights, such as 0.98, which validation, samples and best.pt then have. It
-    helps networks that overfit. 0 = off."""
+    """Decay per step of a running average of the weights, such as 0.98. Validation, samples and best.pt use
+    the average; it helps networks that overfit. 0 = off."""
     max_bad_steps: int = 20
     """A step whose loss or gradient is not finite is skipped; the run ends after this many in a row."""
 

@@ -112,9 +112,9 @@ def move_average(optimizer, decay):
 
 
 @contextmanager
-def averaged(optimizer, decay):
-    """The context in which parameters and their averages have changed places, if decay is not 0."""
-    pairs = [(p, state["average"]) for p, state in optimizer.state.items() if decay and "average" in state]
+def averaged(optimizer):
+    """The context in which parameters and their averages, if there are any, have changed places."""
+    pairs = [(p, state["average"]) for p, state in optimizer.state.items() if "average" in state]
 
     @torch.no_grad()
     def swap():

@@ -47,7 +47,7 @@ def eagerly():
 class TrainStep:
     """One step of training: gradients of all micro-batches, clipping, the optimizer's update.
 
-    A step whose loss or gradient norm is not finite is skipped: weights and optimizer stay as they are. All of this
+    A step whose loss or gradient norm is not finite is skipped: weights and moments stay as they are. All of this
     happens on the device, so that the host never waits.
 
     Args:
@@ -207,6 +207,8 @@ def evaluate(model, batches, config, ranks):
         with eagerly(), autocast(config.dtype, ranks.device):
             parts.append((model(inputs, targets), targets.numel() * (index == first + ranks.rank)))
     model.train()
+    if ranks.sharded:
+        model.reshard()  # the next step must not find gathered weights: those of an average may have been evaluated
     total = sum(loss.item() * count for loss, count in parts)  # at the end, so that the host does not wait for each
     tokens = sum(count for _, count in parts)
     if ranks.world > 1:
