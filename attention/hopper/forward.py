@@ -86,7 +86,7 @@ def weigh(
             scores += ahead * slope
         else:
             scores -= gl.abs(ahead) * slope
-    if RULE.decay:  # the gate of a query adds the same to all its scores: see consumer()
+    if RULE.decay:  # the gate of a query adds the same to all its scores: see end_rows()
         key = start + gl.arange(0, scores.shape[1], gl.SliceLayout(0, scores.type.layout))
         scores = scores * factor - gate2(decay, key, key < sizes.k_len if MASKED else None)[None, :]
         factor = 1.0
@@ -160,6 +160,21 @@ def attend(
 
 
 @gluon.jit
+def end_rows(state, edge, lane, decay, sink, sizes, RULE: gl.constexpr, TILE: gl.constexpr):
+    """The log-sum-exp of a consumer's queries, their largest scores, and the factor of their sums."""
+    top = state.top
+    if RULE.decay:
+        position = edge + gl.arange(0, ROWS, top.type.layout)
+        top += gate2(decay, position, (position >= 0) & (position < sizes.k_len))
+    logit = None
+    if sink is not None:  # a row that sees no key has no sink either
+        logit = gl.load(sink + lane % TILE.heads).to(gl.float32) * LOG2E
+        logit = gl.where(state.total > 0, logit, float("-inf"))
+    lse, factor = end_softmax(top, state.total, logit)
+    return lse, top, factor
+
+
+@gluon.jit
 def consumer(
     INDEX: gl.constexpr, shared, out, lse2, max_logit2, sink, gates, sizes,
     RULE: gl.constexpr, TILE: gl.constexpr, PIPE: gl.constexpr,
@@ -225,15 +240,7 @@ def consumer(
         v_tile = filled(shared.v, count - 1)
         acc = warpgroup_mma(unpack(state.weights, state.acc, dtype), v_tile, state.acc, is_async=True)
 
-        top = state.top
-        if RULE.decay:
-            position = edge + gl.arange(0, ROWS, row_layout)
-            top += gate2(decay, position, (position >= 0) & (position < own.k_len))
-        logit = None
-        if sink is not None:  # a row that sees no key has no sink either
-            logit = gl.load(sink + lane % TILE.heads).to(gl.float32) * LOG2E
-            logit = gl.where(state.total > 0, logit, float("-inf"))
-        lse, factor = end_softmax(top, state.total, logit)
+        lse, top, factor = end_rows(state, edge, lane, decay, sink, own, RULE, TILE)
         offset = q_start + gl.arange(0, ROWS, row_layout)
         rows = lse2 + (lane.to(gl.int64) * sizes.q_len + first)
         gl.store(rows + offset, lse, offset < own.q_len)
