@@ -85,11 +85,13 @@ def seed():
 
 
 @pytest.fixture(autouse=True)
-def forget_compiled():
-    """On a GPU, where tests compile one function more than the eight times allowed, forget compiled functions."""
+def clean_gpu():
+    """Free cached memory, as workers share the GPU, and compiled functions: only eight of one function are allowed."""
     yield
-    if torch.cuda.is_available() and "torch._dynamo" in sys.modules:
-        torch._dynamo.reset()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+        if "torch._dynamo" in sys.modules:
+            torch._dynamo.reset()
 
 
 @pytest.fixture
