@@ -210,8 +210,9 @@ def check(draw, dtype, impls=None, yardstick=None):
 
     The bound is never below twice the error of a sum in float32, see roundoff(), because eager PyTorch is sometimes
     better than that. For a single key and a scale of 0, its LSE is exact, and so is the gradient of a bias that comes
-    from this LSE. For a single query it sums more exactly than one by one. This bound applies only after 128 draws, or
-    after 8 if the error is over 20 times eager PyTorch's.
+    from this LSE. For a single query it sums more exactly than one by one. The gradient of a bias is a sum of P dP less
+    P delta, so its bound comes from the size of P dP: for a query that sees a single key, eager PyTorch's is exactly 0.
+    This bound applies only after 128 draws, or after 8 if the error is over 20 times eager PyTorch's.
     """
     squares = {}  # (implementation, result) -> sums over draws, by row: errors of ours, eager's, a float32 sum's; truth
     for count in range(1, 129):
@@ -219,11 +220,13 @@ def check(draw, dtype, impls=None, yardstick=None):
         impls = impls or our_kernels(problem[0])
         exact = results(reference, problem, torch.float64)
         eager = results(reference, problem, yardstick or dtype)
+        sizes = exact | ({"dbias": exact["dbias"].abs() + minuend(problem)} if "dbias" in exact else {})
         for impl in impls:
             ours = results(partial(attention, impl=impl), problem, dtype)
             for name, truth in exact.items():
                 assert ours[name].isfinite().all(), f"{name} of {impl} is not finite"
-                rows = [x[name].double() - truth for x in (ours, eager)] + [truth * roundoff(name, problem), truth]
+                precision = sizes[name] * roundoff(name, problem)
+                rows = [ours[name].double() - truth, eager[name].double() - truth, precision, truth]
                 rows = torch.stack([by_row(name, x.square()) for x in rows])
                 squares[impl, name] = squares.get((impl, name), 0) + rows
         if count not in (1, 8, 32, 128):
@@ -259,10 +262,21 @@ def worst_row(rows, held_to):
     return (error / torch.maximum(share, of_eager)).max().item()
 
 
-def roundoff(name, problem):
-    """Mean relative error of a float32 sum over the head dim n: 0.3 sqrt(n) roundoffs; of the LSE: 1 roundoff."""
+def minuend(problem):
+    """P dP, summed as the gradient of a bias is, at the mean size of dP; P is the gradient of the LSE."""
     arguments, dout, _ = problem
-    roundoffs = 1 if name == "lse" else 0.3 * max(dout.shape[-1], arguments["q"].shape[-1]) ** 0.5
+    dp = dout.double().norm(dim=-1).transpose(1, 2) * arguments["v"].double().square().mean().sqrt()
+    return results(reference, (arguments, torch.zeros_like(dout), dp), torch.float64)["dbias"]
+
+
+def roundoff(name, problem):
+    """Mean relative error of a float32 sum over the head dim n: 0.3 sqrt(n) roundoffs; of the LSE: 1 roundoff.
+
+    The LSE of a single key is a score, so a sum over the head dim.
+    """
+    arguments, dout, _ = problem
+    of_score = name != "lse" or arguments["k"].shape[1] == 1
+    roundoffs = 0.3 * max(dout.shape[-1], arguments["q"].shape[-1]) ** 0.5 if of_score else 1
     return roundoffs * torch.finfo(torch.float32).eps / 2
 
 

@@ -48,8 +48,7 @@ def possible(values):
         or (case["ragged"] == "packed" and case["keys"] in ("more", "fewer"))
         or (case["hide"] and case["bias"] is None)
         or (case["longest"] is False and not packed)
-        # the gradient of a bias of whole queries is then 0, and that of eager PyTorch exactly so
-        or (case["bias"] in ("queries", "one") and case["scale"] == 0 and case["return_lse"] is False)
+        or (case["loops"] and case["dtype"] == torch.float32)  # loops_over_group() allows no such loop
     )
 
 
