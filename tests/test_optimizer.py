@@ -72,6 +72,44 @@ def test_steps_equal_those_of_torch(model, monkeypatch, batch_elements):
                 torch.testing.assert_close(p[rows], q, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.parametrize("cautious", [False, True])
+@pytest.mark.parametrize("skip", [None, 0.0, 1.0])
+def test_kernels_equal_their_formulas(device, skip, cautious):
+    """In float64, for a matrix of two blocks and a part. Triton's interpreter truncates to bfloat16."""
+    muon = pytest.importorskip("kernels.muon")
+    weight, momentum, gradient = torch.randn(3, 77, 111, device=device)
+    direction = torch.randn(111, 77, device=device).bfloat16().mT
+    scale, rate = torch.tensor([3.0, 0.01], device=device)
+    skip = None if skip is None else torch.tensor(skip, device=device)
+    ours = [weight.clone(), momentum.clone(), torch.full_like(weight, torch.nan, dtype=torch.bfloat16)]
+    muon.blend(ours[1], gradient, ours[2], 0.05, scale, skip)
+    muon.update(ours[0], direction, rate, 0.2, 0.5, cautious, skip)
+    exact = [x.double().cpu() for x in (weight, momentum, torch.zeros_like(weight))]
+    other = [None if x is None else x.double().cpu() for x in (gradient, direction, scale, rate, skip)]
+    optimizer.blend(exact[1], other[0], exact[2], 0.05, other[2], other[4])
+    optimizer.update(exact[0], other[1], other[3], 0.2, 0.5, cautious, other[4])
+    for found, expected, error in zip(ours, exact, (1e-6, 1e-6, 2**-7), strict=True):
+        torch.testing.assert_close(found.double().cpu(), expected, rtol=error, atol=error)
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="compares a GPU with the CPU")
+@pytest.mark.parametrize("options", [dict(), dict(polar_express=True, normuon=True, cautious_decay=True)])
+def test_steps_on_a_gpu_equal_those_on_the_cpu(model, options):
+    """But for Newton-Schulz iterations in bfloat16. All but a few entries of a step are as large as the rate."""
+    on_gpu = copy.deepcopy(model).cuda()
+    models = [(model, make(model, learning_rate=0.01, **options))]
+    config = Config(optimizer="muon", learning_rate=0.01, **options)
+    models.append((on_gpu, make_optimizer(on_gpu, config, Ranks(0, 1, "cuda"))))
+    for _ in range(3):
+        gradients = [torch.randn_like(p) for p in model.parameters()]
+        for network, ours in models:
+            for p, gradient in zip(network.parameters(), gradients, strict=True):
+                p.grad = gradient.to(p.device)
+            ours.step()
+    for p, q in zip(model.parameters(), on_gpu.parameters(), strict=True):
+        torch.testing.assert_close(q.cpu(), p, rtol=0, atol=2e-3)
+
+
 def test_normuon_and_cautious_decay(model):
     """Against the formulas, for each of the matrices: q, k and v apart. A skipped step keeps the average of squares."""
     ours = make(model, learning_rate=0.01, weight_decay=0.5, normuon=True, cautious_decay=True)

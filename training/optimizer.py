@@ -6,7 +6,7 @@ from contextlib import contextmanager
 
 import torch
 
-from model import require
+from model import HAS_TRITON, require
 from training.fsdp import is_spread, local, on_whole
 
 MOMENTUM = 0.95  # of Muon
@@ -19,7 +19,9 @@ POLAR_EXPRESS = [  # 1.01 leaves room for rounding errors
     for a, b, c in [(8.2872, -23.5959, 17.3004), (4.1071, -2.9478, 0.5448), (3.9487, -2.9089, 0.5518),
                     (3.3184, -2.4885, 0.5100), (2.3007, -1.6689, 0.4188)]
 ]  # fmt: skip
-BATCH_ELEMENTS = 1 << 26  # elements of matrices that take a step together; temporaries take about ten times as many
+BATCH_ELEMENTS = (
+    1 << 26
+)  # elements of matrices that take a step together; their temporaries take about five times as much memory
 
 
 def make_optimizer(model, config, ranks):
@@ -192,40 +194,72 @@ class Muon(AdamW):
 
     def _step_together(self, parameters, group):
         """Muon's step for parameters of one shape and with the same parts; of spread ones, for this rank's rows."""
-        momenta = [self.state[p]["momentum"] for p in parameters]
-        rows = [[x.to_local() if is_spread(x) else x for x in each]
-                for each in (parameters, momenta, [p.grad for p in parameters])]  # fmt: skip
-        weight, momentum, gradient = map(torch.stack, rows)
-        if getattr(self, "grad_scale", None) is not None:
-            gradient = gradient / self.grad_scale
-        new_momentum = momentum.lerp(gradient, 1 - group["momentum"])
-        nesterov = new_momentum.lerp(gradient, 1 - group["momentum"])
-        like = parameters[0]
+        state, like = [self.state[p] for p in parameters], parameters[0]
+        weights, momenta, gradients = (
+            [x.to_local() if is_spread(x) else x for x in each]
+            for each in (parameters, [own["momentum"] for own in state], [p.grad for p in parameters])
+        )
+        dtype = torch.bfloat16 if weights[0].is_cuda else weights[0].dtype
+        blended = weights[0].new_empty(len(weights), *weights[0].shape, dtype=dtype)
+        skip = getattr(self, "found_inf", None)
+        for momentum, gradient, out in zip(momenta, gradients, blended, strict=True):
+            blend(momentum, gradient, out, 1 - group["momentum"], getattr(self, "grad_scale", None), skip)
         parts = getattr(like, "parts", [len(like)])
 
         def orthogonal_parts(matrices):
             parts_of = matrices.split(parts, dim=1)
             return torch.cat([orthogonal(part, group["polar_express"]) for part in parts_of], dim=1)
 
-        direction = on_whole(orthogonal_parts, nesterov, like) if is_spread(like) else orthogonal_parts(nesterov)
-        direction = 0.2 * math.sqrt(max(*parts, like.shape[1])) * direction  # RMS before: 1 / sqrt(larger side)
-        stored, before, after = rows[:2], [weight, momentum], [new_momentum]
+        directions = on_whole(orthogonal_parts, blended, like) if is_spread(like) else orthogonal_parts(blended)
+        size = 0.2 * math.sqrt(max(*parts, like.shape[1]))  # RMS of a direction: 1 / sqrt(larger side)
         if group["normuon"]:
-            stored.append([self.state[p]["squares"] for p in parameters])
-            before.append(torch.stack(stored[2]))
-            after.append(before[2].lerp(direction.square().mean(2, keepdim=True), 1 - SQUARES))
-            direction = direction / (after[1].sqrt() + TINY)
-            direction = 0.2 * torch.cat([unit_rms(part) for part in direction.split(parts, dim=1)], dim=1)
-        decay = group["weight_decay"] * weight
-        if group["cautious_decay"]:
-            decay = decay * (decay * direction > 0)
-        after.insert(0, weight - group["lr"] * (direction + decay))
-        skip = getattr(self, "found_inf", None)
-        if skip is not None:
-            after = [torch.where(skip > 0, old, new) for old, new in zip(before, after, strict=True)]
-        for tensors, values in zip(stored, after, strict=True):
-            for tensor, value in zip(tensors, values, strict=True):
-                tensor.copy_(value)
+            directions, size = norm_rows(size * directions.float(), [own["squares"] for own in state], parts, skip), 0.2
+        for weight, direction in zip(weights, directions, strict=True):
+            update(weight, direction, group["lr"], size, group["weight_decay"], group["cautious_decay"], skip)
+
+
+def blend(momentum, gradient, out, share, scale, skip):
+    """Move a momentum towards gradient / scale, and write to `out` what lies further on the way (Nesterov).
+
+    share: of the way, twice. scale: a scalar tensor, or None for 1. skip: if it is 1, the momentum stays; or None.
+    """
+    if momentum.is_cuda and HAS_TRITON:
+        from kernels import muon  # imports Triton, which not every machine has
+
+        return muon.blend(momentum, gradient, out, share, scale, skip)
+    gradient = gradient if scale is None else gradient / scale
+    new = momentum.lerp(gradient, share)
+    out.copy_(new.lerp(gradient, share))
+    momentum.copy_(new if skip is None else torch.where(skip > 0, momentum, new))
+
+
+def update(weight, direction, rate, size, decay, cautious, skip):
+    """weight -= rate (size direction + decay weight); where cautious, only decay with the sign of the direction.
+
+    rate: a number, on a GPU a scalar tensor. skip: if it is 1, the weight stays; or None.
+    """
+    if weight.is_cuda and HAS_TRITON:
+        from kernels import muon
+
+        return muon.update(weight, direction, rate, size, decay, cautious, skip)
+    step, shrink = size * direction, decay * weight
+    if cautious:
+        shrink = shrink * (shrink * step > 0)
+    new = weight - rate * (step + shrink)
+    weight.copy_(new if skip is None else torch.where(skip > 0, weight, new))
+
+
+def norm_rows(directions, squares, parts, skip):
+    """NorMuon's directions [n, rows, columns]: rows divided by the root of their mean squares, parts of RMS 1.
+
+    squares: n averages of the mean squares, [rows, 1] each, which are moved on unless `skip` is 1.
+    """
+    old = torch.stack(squares)
+    new = old.lerp(directions.square().mean(2, keepdim=True), 1 - SQUARES)
+    for own, value in zip(squares, new if skip is None else torch.where(skip > 0, old, new), strict=True):
+        own.copy_(value)
+    directions = directions / (new.sqrt() + TINY)
+    return torch.cat([unit_rms(part) for part in directions.split(parts, dim=1)], dim=1)
 
 
 def unit_rms(matrices):
@@ -237,10 +271,8 @@ def orthogonal(matrices, polar_express=False):
     """Matrices [n, rows, columns] with their singular values moved close to 1, by Newton-Schulz iterations."""
     wide = matrices.shape[-2] <= matrices.shape[-1]
     x = matrices if wide else matrices.mT  # so that x @ x.mT is the smaller product
-    if x.is_cuda:
-        x = x.bfloat16()
     x = x / (x.norm(dim=(-2, -1), keepdim=True) + TINY)
     for a, b, c in POLAR_EXPRESS if polar_express else QUINTIC:
         square = x @ x.mT
-        x = a * x + (b * square + c * square @ square) @ x
-    return (x if wide else x.mT).to(matrices.dtype)
+        x = torch.baddbmm(x, torch.baddbmm(square, square, square, beta=b, alpha=c), x, beta=a)
+    return x if wide else x.mT

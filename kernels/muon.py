@@ -1,0 +1,58 @@
+"""The elementwise parts of Muon, each in one pass over memory; training/optimizer.py has the same in PyTorch.
+
+Momenta and weights are contiguous float32. skip, scale and rate are scalars on the GPU, which a CUDA graph reads anew.
+"""
+
+import torch
+import triton
+import triton.language as tl
+
+BLOCK, WARPS = 4096, 8
+
+
+def blend(momentum, gradient, out, share, scale, skip):
+    """As blend() of training/optimizer.py."""
+    size = momentum.numel()
+    with torch.cuda.device_of(momentum):
+        blend_kernel[(triton.cdiv(size, BLOCK),)](
+            momentum, gradient.contiguous(), out, scale, skip, share, size, BLOCK, num_warps=WARPS
+        )
+
+
+@triton.jit
+def blend_kernel(momentum, gradient, out, scale, skip, share, size, BLOCK: tl.constexpr):
+    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    exists = at < size
+    old = tl.load(momentum + at, exists)
+    slope = tl.load(gradient + at, exists).to(tl.float32)
+    if scale is not None:
+        slope /= tl.load(scale)
+    new = old + share * (slope - old)
+    tl.store(out + at, (new + share * (slope - new)).to(out.dtype.element_ty), exists)
+    if skip is not None:
+        new = tl.where(tl.load(skip) > 0, old, new)
+    tl.store(momentum + at, new, exists)
+
+
+def update(weight, direction, rate, size, decay, cautious, skip):
+    """As update() of training/optimizer.py."""
+    count = weight.numel()
+    with torch.cuda.device_of(weight):
+        update_kernel[(triton.cdiv(count, BLOCK),)](
+            weight, direction.contiguous(), rate, skip, size, decay, count, cautious, BLOCK, num_warps=WARPS
+        )
+
+
+@triton.jit
+def update_kernel(weight, direction, rate, skip, size, decay, count, CAUTIOUS: tl.constexpr, BLOCK: tl.constexpr):
+    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    exists = at < count
+    old = tl.load(weight + at, exists)
+    step = size * tl.load(direction + at, exists).to(tl.float32)
+    shrink = decay * old
+    if CAUTIOUS:
+        shrink = tl.where(shrink * step > 0, shrink, 0.0)
+    new = old - tl.load(rate) * (step + shrink)
+    if skip is not None:
+        new = tl.where(tl.load(skip) > 0, old, new)
+    tl.store(weight + at, new, exists)
