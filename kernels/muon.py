@@ -15,7 +15,16 @@ def blend(momentum, gradient, out, share, scale, skip):
     size = momentum.numel()
     with torch.cuda.device_of(momentum):
         blend_kernel[(triton.cdiv(size, BLOCK),)](
-            momentum, gradient.contiguous(), out, scale, skip, share, size, BLOCK, num_warps=WARPS
+            momentum,
+            gradient.contiguous(),
+            out,
+            scale,
+            skip,
+            share,
+            size,
+            BLOCK,
+            num_warps=WARPS,
+            enable_fp_fusion=True,
         )
 
 
@@ -39,7 +48,17 @@ def update(weight, direction, rate, size, decay, cautious, skip):
     count = weight.numel()
     with torch.cuda.device_of(weight):
         update_kernel[(triton.cdiv(count, BLOCK),)](
-            weight, direction.contiguous(), rate, skip, size, decay, count, cautious, BLOCK, num_warps=WARPS
+            weight,
+            direction.contiguous(),
+            rate,
+            skip,
+            size,
+            decay,
+            count,
+            cautious,
+            BLOCK,
+            num_warps=WARPS,
+            enable_fp_fusion=True,
         )
 
 
