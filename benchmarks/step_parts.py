@@ -33,7 +33,7 @@ HEAD, MATMULS = "head and cross-entropy", "matmuls"
 PARTS = {  # part of a step -> pattern of its kernels' names; the first one found counts
     "attention": r"^((hopper_)?forward|backward|prepare|finish|dq|dkdv|dbias|group_sum|list|blank)_kernel$|flash|fmha",
     HEAD: "^cross_entropy(_hopper)?_kernel$",
-    "optimizer and clipping": "multi_tensor_apply|lpnorm|NormTwoOps",
+    "optimizer and clipping": "^(blend|update)_kernel$|multi_tensor_apply|lpnorm|NormTwoOps",
     "casts and copies": r"^Mem(cpy|set)|copy_kernel|CatArray|FillFunctor"
     r"|^triton_poi_fused(_(_to_copy|_unsafe_view|view|t|permute|transpose|clone|cat|slice|mlp|mlp_dh))+_\d+$",
     MATMULS: "^matmul_kernel$|nvjet|gemm|cutlass|splitK",

@@ -12,26 +12,13 @@ BLOCK, WARPS = 4096, 8
 
 def blend(momentum, gradient, out, share, scale, skip):
     """As blend() of training/optimizer.py."""
-    size = momentum.numel()
-    with torch.cuda.device_of(momentum):
-        blend_kernel[(triton.cdiv(size, BLOCK),)](
-            momentum,
-            gradient.contiguous(),
-            out,
-            scale,
-            skip,
-            share,
-            size,
-            BLOCK,
-            num_warps=WARPS,
-            enable_fp_fusion=True,
-        )
+    launch(blend_kernel, momentum, momentum, gradient.contiguous(), out, scale, skip, share)
 
 
 @triton.jit
-def blend_kernel(momentum, gradient, out, scale, skip, share, size, BLOCK: tl.constexpr):
+def blend_kernel(momentum, gradient, out, scale, skip, share, count, BLOCK: tl.constexpr):
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    exists = at < size
+    exists = at < count
     old = tl.load(momentum + at, exists)
     slope = tl.load(gradient + at, exists).to(tl.float32)
     if scale is not None:
@@ -45,21 +32,7 @@ def blend_kernel(momentum, gradient, out, scale, skip, share, size, BLOCK: tl.co
 
 def update(weight, direction, rate, size, decay, cautious, skip):
     """As update() of training/optimizer.py."""
-    count = weight.numel()
-    with torch.cuda.device_of(weight):
-        update_kernel[(triton.cdiv(count, BLOCK),)](
-            weight,
-            direction.contiguous(),
-            rate,
-            skip,
-            size,
-            decay,
-            count,
-            cautious,
-            BLOCK,
-            num_warps=WARPS,
-            enable_fp_fusion=True,
-        )
+    launch(update_kernel, weight, weight, direction.contiguous(), rate, skip, size, decay, CAUTIOUS=cautious)
 
 
 @triton.jit
@@ -75,3 +48,13 @@ def update_kernel(weight, direction, rate, skip, size, decay, count, CAUTIOUS: t
     if skip is not None:
         new = tl.where(tl.load(skip) > 0, old, new)
     tl.store(weight + at, new, exists)
+
+
+def launch(kernel, like, *args, **constants):
+    """Start a kernel over the elements of `like`."""
+    assert like.is_contiguous()
+    count = like.numel()
+    with torch.cuda.device_of(like):
+        kernel[(triton.cdiv(count, BLOCK),)](
+            *args, count, BLOCK=BLOCK, num_warps=WARPS, enable_fp_fusion=True, **constants
+        )

@@ -265,10 +265,11 @@ def launch_generation_kernels(dtype, dim, causal, group, features=False, length=
 
 
 def launch_training_kernels(dtype, dim, causal, group, features=False, length=4096):
-    """An MLP of width 12 dim, cross-entropy, and add_norm() of width 6 dim and at most 1,024; with features the MLP's
-    other activations and a bias, and the norm's bias and RMSNorm."""
+    """An MLP of width 12 dim, Muon, cross-entropy, and add_norm() of width 6 dim and at most 1,024; with features the
+    MLP's other activations and a bias, and the norm's bias and RMSNorm."""
     from kernels import add_norm_kernel as add_norm
     from kernels import matmul as module
+    from kernels import muon
     from kernels.add_norm import WIDEST
     from kernels.cross_entropy_hopper import cross_entropy
 
@@ -285,6 +286,9 @@ def launch_training_kernels(dtype, dim, causal, group, features=False, length=40
         module.matmul(*copies, "activate", kind=kind, bias=bias if features else None, scales=scales)
     targets = x.new_empty(length, dtype=torch.int64)
     cross_entropy(x.new_empty(length, 50_304), targets, x.new_empty(length, dtype=torch.float32), 50_257)
+    state = torch.empty_like(weight, dtype=torch.float32)
+    muon.blend(state, state, weight, 0.05, scale, scale)
+    muon.update(state, weight, scale, 0.2, 0.1, True, scale)
     for width in (6 * dim, WIDEST):
         x, weight = (x.new_empty(*shape, width, dtype=t) for shape, t in (((length,), dtype), ((), torch.float32)))
         seed = x.new_empty(1, dtype=torch.int64)

@@ -146,6 +146,8 @@ def test_changes_are_compared_at_equal_time(folder):
 
 
 KERNELS = """
+optimizer and clipping: blend_kernel
+optimizer and clipping: update_kernel
 norms and elementwise: add_norm_kernel
 norms and elementwise: add_norm_backward_kernel
 matmuls: nvjet_sm90_tst_192x128_64x5_1x2_h_bz_coopB_TNT

@@ -19,9 +19,7 @@ POLAR_EXPRESS = [  # 1.01 leaves room for rounding errors
     for a, b, c in [(8.2872, -23.5959, 17.3004), (4.1071, -2.9478, 0.5448), (3.9487, -2.9089, 0.5518),
                     (3.3184, -2.4885, 0.5100), (2.3007, -1.6689, 0.4188)]
 ]  # fmt: skip
-BATCH_ELEMENTS = (
-    1 << 26
-)  # elements of matrices that take a step together; their temporaries take about five times as much memory
+BATCH_ELEMENTS = 1 << 26  # elements of matrices that take a step together; it bounds the memory for temporaries
 
 
 def make_optimizer(model, config, ranks):
@@ -196,7 +194,7 @@ class Muon(AdamW):
         """Muon's step for parameters of one shape and with the same parts; of spread ones, for this rank's rows."""
         state, like = [self.state[p] for p in parameters], parameters[0]
         weights, momenta, gradients = (
-            [x.to_local() if is_spread(x) else x for x in each]
+            [local(x) for x in each]
             for each in (parameters, [own["momentum"] for own in state], [p.grad for p in parameters])
         )
         dtype = torch.bfloat16 if weights[0].is_cuda else weights[0].dtype
@@ -219,9 +217,9 @@ class Muon(AdamW):
 
 
 def blend(momentum, gradient, out, share, scale, skip):
-    """Move a momentum towards gradient / scale, and write to `out` what lies further on the way (Nesterov).
+    """momentum += share (g - momentum), then out = momentum + share (g - momentum), where g = gradient / scale.
 
-    share: of the way, twice. scale: a scalar tensor, or None for 1. skip: if it is 1, the momentum stays; or None.
+    scale: a scalar tensor, or None for 1. skip: if it is 1, the momentum stays as it was; or None.
     """
     if momentum.is_cuda and HAS_TRITON:
         from kernels import muon  # imports Triton, which not every machine has
@@ -242,7 +240,7 @@ def update(weight, direction, rate, size, decay, cautious, skip):
         from kernels import muon
 
         return muon.update(weight, direction, rate, size, decay, cautious, skip)
-    step, shrink = size * direction, decay * weight
+    step, shrink = size * direction.to(weight.dtype), decay * weight
     if cautious:
         shrink = shrink * (shrink * step > 0)
     new = weight - rate * (step + shrink)
