@@ -179,7 +179,7 @@ def _launch(logits, targets, losses, vocabulary, softcap, gradients):
         from kernels import cross_entropy_hopper as hopper  # imports Gluon, which not every Triton has
 
         if hopper.supports(logits, softcap):
-            return hopper.cross_entropy(logits, targets, losses, vocabulary)
+            return hopper.cross_entropy(logits, targets, losses, vocabulary, softcap)
     rows, columns = logits.shape
     # Large programs: with fewer rows in flight, all of them stay in the L2 cache between the two passes.
     block = min(8192, triton.next_power_of_2(columns))

@@ -11,6 +11,7 @@ from kernels.gluon import TensorDescriptor, gl, gluon, mbarrier, tma_load
 SIDE = gl.constexpr(64)
 PART = gl.constexpr(SIDE * SIDE)  # logits of a part, which shared memory holds as SIDE x SIDE
 MOST_PARTS = 27  # that fit in a multiprocessor's shared memory
+MOST_CAP = 60  # e^60 a hundred thousand times is less than the largest float32
 WARPS = 8
 REGISTERS = 2**16 // (2 * 32 * WARPS)  # of a thread: half of a multiprocessor's
 LAYOUT = gl.NVMMASharedLayout.get_default_for([1, SIDE.value, SIDE.value], gl.bfloat16)
@@ -18,39 +19,55 @@ LOG2E = gl.constexpr(1.4426950408889634)
 
 
 @gluon.jit
-def read_part(parts, number, VOCABULARY: gl.constexpr, MASKED: gl.constexpr, TILE: gl.constexpr):
-    """Logits of a part in base 2, float32 [SIDE, SIDE], with MASKED -inf from column VOCABULARY on; their columns."""
-    z = parts.index(number).load(TILE).to(gl.float32) * LOG2E
+def capped(z, softcap, CAPPED: gl.constexpr):
+    """Logits with the cap in base 2, and its slope."""
+    slope = 1.0
+    if CAPPED:
+        t = 1 - 2 / (gl.exp2(z * (2 * LOG2E / softcap)) + 1)  # tanh
+        z, slope = softcap * t, 1 - t * t
+    return z * LOG2E, slope
+
+
+@gluon.jit
+def read_part(
+    parts, number, softcap, VOCABULARY: gl.constexpr, CAPPED: gl.constexpr, MASKED: gl.constexpr, TILE: gl.constexpr
+):
+    """As capped(), of a part, float32 [SIDE, SIDE], with MASKED -inf from column VOCABULARY on; and the columns."""
+    z, slope = capped(parts.index(number).load(TILE).to(gl.float32), softcap, CAPPED)
     lines = gl.arange(0, SIDE, gl.SliceLayout(1, TILE))[:, None] * SIDE
     column = lines + gl.arange(0, SIDE, gl.SliceLayout(0, TILE))[None, :] + number * PART
     if MASKED:
         z = gl.where(column < VOCABULARY, z, float("-inf"))
-    return z, column
+    return z, slope, column
 
 
 @gluon.jit
 def find_highest(highest, parts, full, number, VOCABULARY: gl.constexpr, MASKED: gl.constexpr):
-    """highest and the logits of a part, whichever are higher."""
+    """highest and the logits of a part, which have no cap, whichever are higher."""
     mbarrier.wait(full.index(number), 0)
     TILE: gl.constexpr = highest.type.layout
-    z, _ = read_part(parts, number, VOCABULARY, MASKED, TILE)
+    z, _, _ = read_part(parts, number, 0.0, VOCABULARY, False, MASKED, TILE)
     return gl.maximum(highest, z)
 
 
 @gluon.jit
-def add_exponentials(total, top, parts, number, VOCABULARY: gl.constexpr, MASKED: gl.constexpr):
+def add_exponentials(
+    total, top, parts, full, number, softcap, VOCABULARY: gl.constexpr, CAPPED: gl.constexpr, MASKED: gl.constexpr
+):
+    if CAPPED:  # else find_highest() has waited
+        mbarrier.wait(full.index(number), 0)
     TILE: gl.constexpr = total.type.layout
-    z, _ = read_part(parts, number, VOCABULARY, MASKED, TILE)
+    z, _, _ = read_part(parts, number, softcap, VOCABULARY, CAPPED, MASKED, TILE)
     return total + gl.exp2(z - top)
 
 
 @gluon.jit
 def store_gradient(
-    logits, target, lse2, parts, number,
-    VOCABULARY: gl.constexpr, COLUMNS: gl.constexpr, MASKED: gl.constexpr, TILE: gl.constexpr,
+    logits, target, lse2, parts, number, softcap,
+    VOCABULARY: gl.constexpr, COLUMNS: gl.constexpr, CAPPED: gl.constexpr, MASKED: gl.constexpr, TILE: gl.constexpr,
 ):  # fmt: skip
-    z, column = read_part(parts, number, VOCABULARY, MASKED, TILE)
-    gradient = gl.exp2(z - lse2) - gl.where(column == target, 1.0, 0.0)
+    z, slope, column = read_part(parts, number, softcap, VOCABULARY, CAPPED, MASKED, TILE)
+    gradient = (gl.exp2(z - lse2) - gl.where(column == target, 1.0, 0.0)) * slope
     gradient = gl.where(target < 0, 0.0, gradient)  # also where a logit is no number
     if MASKED:
         gl.store(logits + column, gradient.to(gl.bfloat16), column < COLUMNS)
@@ -60,8 +77,9 @@ def store_gradient(
 
 @gluon.jit
 def cross_entropy_hopper_kernel(
-    loads, logits, targets, losses, VOCABULARY: gl.constexpr, COLUMNS: gl.constexpr, WARPS: gl.constexpr
-):
+    loads, logits, targets, losses, softcap,
+    VOCABULARY: gl.constexpr, COLUMNS: gl.constexpr, CAPPED: gl.constexpr, WARPS: gl.constexpr,
+):  # fmt: skip
     """losses[row] = log sum exp(z) - z[target], and logits[row] <- d loss / d logit; both 0 where target < 0.
 
     loads: descriptor of the logits as [rows, lines, SIDE], in blocks of one part.
@@ -81,25 +99,28 @@ def cross_entropy_hopper_kernel(
     logits += row.to(gl.int64) * COLUMNS
     target = gl.load(targets + row)
     chosen = gl.load(logits + target, (target >= 0) & (target < VOCABULARY), float("nan")).to(gl.float32)
+    chosen2, _ = capped(chosen, softcap, CAPPED)
 
-    highest = gl.full([SIDE, SIDE], float("-inf"), gl.float32, TILE)
-    for number in range(WHOLE):
-        highest = find_highest(highest, parts, full, number, VOCABULARY, False)
-    for number in range(WHOLE, PARTS):
-        highest = find_highest(highest, parts, full, number, VOCABULARY, True)
-    top = gl.max(gl.max(highest, 1), 0)
+    top = 0.0  # no sum of exponentials overflows: see supports()
+    if not CAPPED:
+        highest = gl.full([SIDE, SIDE], float("-inf"), gl.float32, TILE)
+        for number in range(WHOLE):
+            highest = find_highest(highest, parts, full, number, VOCABULARY, False)
+        for number in range(WHOLE, PARTS):
+            highest = find_highest(highest, parts, full, number, VOCABULARY, True)
+        top = gl.max(gl.max(highest, 1), 0)
     total = gl.zeros([SIDE, SIDE], gl.float32, TILE)
     for number in range(WHOLE):
-        total = add_exponentials(total, top, parts, number, VOCABULARY, False)
+        total = add_exponentials(total, top, parts, full, number, softcap, VOCABULARY, CAPPED, False)
     for number in range(WHOLE, PARTS):
-        total = add_exponentials(total, top, parts, number, VOCABULARY, True)
+        total = add_exponentials(total, top, parts, full, number, softcap, VOCABULARY, CAPPED, True)
     lse2 = top + gl.log2(gl.sum(gl.sum(total, 1), 0))
-    gl.store(losses + row, gl.where(target < 0, 0.0, lse2 / LOG2E - chosen))
+    gl.store(losses + row, gl.where(target < 0, 0.0, (lse2 - chosen2) / LOG2E))
 
     for number in range(WHOLE):
-        store_gradient(logits, target, lse2, parts, number, VOCABULARY, COLUMNS, False, TILE)
+        store_gradient(logits, target, lse2, parts, number, softcap, VOCABULARY, COLUMNS, CAPPED, False, TILE)
     for number in range(WHOLE, PARTS):
-        store_gradient(logits, target, lse2, parts, number, VOCABULARY, COLUMNS, True, TILE)
+        store_gradient(logits, target, lse2, parts, number, softcap, VOCABULARY, COLUMNS, CAPPED, True, TILE)
     # Until here the barriers are in use. Otherwise the compiler puts the maxima and sums above into their memory, and
     # in some rows these come out wrong or NaN.
     for number in gl.static_range(PARTS):
@@ -108,10 +129,10 @@ def cross_entropy_hopper_kernel(
 
 def supports(logits, softcap):
     """Whether the kernel computes the gradient of logits [N, columns]."""
-    return logits.dtype == torch.bfloat16 and softcap == 0 and logits.shape[1] <= MOST_PARTS * PART.value
+    return logits.dtype == torch.bfloat16 and softcap <= MOST_CAP and logits.shape[1] <= MOST_PARTS * PART.value
 
 
-def cross_entropy(logits, targets, losses, vocabulary):
+def cross_entropy(logits, targets, losses, vocabulary, softcap=0.0):
     """As cross_entropy_kernel with gradients: logits [N, columns] bfloat16, columns a multiple of SIDE."""
     rows, columns = logits.shape
     lines = columns // SIDE.value
@@ -120,6 +141,6 @@ def cross_entropy(logits, targets, losses, vocabulary):
     )
     with torch.cuda.device_of(logits):
         cross_entropy_hopper_kernel[(rows,)](
-            loads, logits, targets, losses, vocabulary, columns, WARPS,
+            loads, logits, targets, losses, softcap, vocabulary, columns, softcap > 0, WARPS,
             num_warps=WARPS, maxnreg=REGISTERS, enable_fp_fusion=True,
         )  # fmt: skip

@@ -285,7 +285,8 @@ def launch_training_kernels(dtype, dim, causal, group, features=False, length=40
         copies, scales = (tensor.to(torch.float8_e4m3fn) for tensor in (x, weight)), [scale] * 3
         module.matmul(*copies, "activate", kind=kind, bias=bias if features else None, scales=scales)
     targets = x.new_empty(length, dtype=torch.int64)
-    cross_entropy(x.new_empty(length, 50_304), targets, x.new_empty(length, dtype=torch.float32), 50_257)
+    for softcap in (0.0, 15.0):
+        cross_entropy(x.new_empty(length, 50_304), targets, x.new_empty(length, dtype=torch.float32), 50_257, softcap)
     state = torch.empty_like(weight, dtype=torch.float32)
     muon.blend(state, state, weight, 0.05, scale, scale)
     muon.update(state, weight, scale, 0.2, 0.1, True, scale)

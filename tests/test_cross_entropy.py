@@ -56,16 +56,18 @@ def test_value_and_gradients(dtype, rows, width, vocabulary, softcap, device, mo
 
 
 @pytest.mark.skipif(not ON_GPU, reason="the interpreter runs one program after another")
-def test_many_programs_at_once():
+@pytest.mark.parametrize("softcap", [0.0, 15.0])
+def test_many_programs_at_once(softcap):
     """Losses and gradients of GPT-2's vocabulary stay the same, in calls of more programs than run at once."""
     x, weight = torch.randn(8192, 64, device="cuda").bfloat16(), torch.randn(50_304, 64, device="cuda") / 8
     targets = torch.randint(len(weight), (len(x),), device="cuda")
     logits = (x @ weight.bfloat16().T).contiguous()
-    exact = F.cross_entropy(logits.float(), targets, reduction="none")
+    capped = softcap * torch.tanh(logits.float() / softcap) if softcap else logits.float()
+    exact = F.cross_entropy(capped, targets, reduction="none")
     first, losses = None, torch.empty_like(exact)
     for _ in range(40):
         gradients = logits.clone()
-        cross_entropy._launch(gradients, targets, losses.fill_(torch.nan), len(weight), 0.0, True)
+        cross_entropy._launch(gradients, targets, losses.fill_(torch.nan), len(weight), softcap, True)
         first = gradients if first is None else first
         torch.testing.assert_close(losses, exact, rtol=1e-4, atol=1e-4)
         assert torch.equal(gradients, first)
