@@ -132,7 +132,7 @@ def supports(logits, softcap):
     return logits.dtype == torch.bfloat16 and softcap <= MOST_CAP and logits.shape[1] <= MOST_PARTS * PART.value
 
 
-def cross_entropy(logits, targets, losses, vocabulary, softcap=0.0):
+def cross_entropy(logits, targets, losses, vocabulary, softcap):
     """As cross_entropy_kernel with gradients: logits [N, columns] bfloat16, columns a multiple of SIDE."""
     rows, columns = logits.shape
     lines = columns // SIDE.value
