@@ -1,4 +1,5 @@
-# The control of the recipes (benchmarks/recipes.py): nanoGPT's GPT-2 124M and AdamW on 150 million tokens of books.
+# The control of the recipes (benchmarks/recipes.py): nanoGPT's GPT-2 124M and AdamW on 150 million tokens of books. Its
+# batch size, learning rate, beta2 and weight decay are tuned for these books (benchmarks/LOG.md).
 #     python benchmarks/recipes.py split classic-books-markdown books      docs/data.md says how to get the books
 #     python train.py configs/gpt2_books.py
 data = "text"
@@ -12,15 +13,15 @@ block_size = 1024
 vocab_size = 50304  # 50257 rounded up to a multiple of 128: matmuls of even tiles are faster
 bias = False
 
-batch_size = 32  # x 1024 = 32,768 tokens
-steps = 4578  # 150 million tokens, about three epochs
-learning_rate = 6e-4
-min_learning_rate = 6e-5  # a tenth, by a cosine
-warmup_steps = 200
-beta2 = 0.95
-weight_decay = 0.1
-eval_every = 572
-eval_batches = 50  # 1.6 million tokens
+batch_size = 16  # x 1024 = 16,384 tokens
+steps = 9156  # 150 million tokens, about three epochs
+learning_rate = 1.1e-3
+min_learning_rate = 1.1e-4  # a tenth, by a cosine
+warmup_steps = 400
+beta2 = 0.99
+weight_decay = 1.0  # three epochs overfit with nanoGPT's 0.1
+eval_every = 1144
+eval_batches = 100  # 1.6 million tokens
 
 # Without a GPU: the same recipe at a size that ends.
 cpu = dict(

@@ -21,12 +21,12 @@ logit_softcap = 15.0
 tie_head = False
 zero_init = True
 embed_skip = True
+value_residual = True
 value_embeds = 3
 
 batch_size = 32  # x 1024 = 32,768 tokens
 steps = 2289  # 75 million tokens, half of the control's
 optimizer = "muon"
-polar_express = True
 cautious_decay = True
 learning_rate = 2e-3
 muon_scale = 0.5

@@ -47,7 +47,9 @@ def test_metrics_of_a_run(folder, run):
     seconds = [record["seconds"] for record in records]
     assert seconds == sorted(seconds) and 0 < seconds[0]
     names = {"step", "seconds", "loss", "learning_rate", "grad_norm", "skipped_steps", "tokens_per_second", "tflops"}
-    assert all(record.keys() - {"mfu", "peak_memory"} == names and record["tokens_per_second"] > 0 for record in trained)
+    assert all(
+        record.keys() - {"mfu", "peak_memory"} == names and record["tokens_per_second"] > 0 for record in trained
+    )
     model = GPT(Config(**FAST).model(BYTES))
     flops = [record["tflops"] / record["tokens_per_second"] * 1e12 for record in trained]
     assert flops == pytest.approx([model.flops_per_token()] * 4)

@@ -65,8 +65,6 @@ class Config(GPTConfig):
     """muon: orthogonalised steps for the matrices of the blocks, AdamW for the rest."""
     muon_scale: float = 1.0
     """With muon, the learning rate of the blocks' matrices, as a multiple of learning_rate; try up to 2."""
-    polar_express: bool = False
-    """With muon: steps closer to orthogonal, by other coefficients (Amsel et al. 2025)."""
     normuon: bool = False
     """With muon: divide each row of a step by the root mean square of its past steps (Li et al. 2025)."""
     cautious_decay: bool = False
@@ -161,7 +159,7 @@ class Config(GPTConfig):
         )
         for name in ("muon_scale", "embed_scale", "head_scale"):
             require(getattr(self, name) > 0, f"{name}={getattr(self, name)} must be positive")
-        for name in ("polar_express", "normuon", "cautious_decay"):
+        for name in ("normuon", "cautious_decay"):
             of_muon = self.optimizer == "muon" or not getattr(self, name)
             require(of_muon, f"{name}=True needs --optimizer muon")
         untied = self.head_scale == 1 or not self.tie_head

@@ -12,13 +12,7 @@ from training.fsdp import is_spread, local, on_whole
 MOMENTUM = 0.95  # of Muon
 SQUARES = 0.95  # NorMuon's decay of the average of squares
 TINY = 1e-7  # added to divisors that may be 0
-# coefficients a, b, c of the polynomials a x + b x^3 + c x^5 that move singular values in (0, 1] close to 1, in turn
-QUINTIC = [(3.4445, -4.7750, 2.0315)] * 5
-POLAR_EXPRESS = [  # 1.01 leaves room for rounding errors
-    (a / 1.01, b / 1.01**3, c / 1.01**5)
-    for a, b, c in [(8.2872, -23.5959, 17.3004), (4.1071, -2.9478, 0.5448), (3.9487, -2.9089, 0.5518),
-                    (3.3184, -2.4885, 0.5100), (2.3007, -1.6689, 0.4188)]
-]  # fmt: skip
+QUINTIC = 3.4445, -4.7750, 2.0315  # a, b, c: a x + b x^3 + c x^5, repeated, moves singular values in (0, 1] close to 1
 BATCH_ELEMENTS = 1 << 26  # elements of matrices that take a step together; it bounds the memory for temporaries
 
 
@@ -54,7 +48,7 @@ def parameter_groups(model, config):
     if config.optimizer == "muon":
         for block in model.blocks:  # q, k and v are matrices of their own
             block.attention.qkv.weight.parts = block.attention.rows
-        options = {name: getattr(config, name) for name in ("polar_express", "normuon", "cautious_decay")}
+        options = {name: getattr(config, name) for name in ("normuon", "cautious_decay")}
         options |= dict(momentum=MOMENTUM, relative=config.muon_scale)
         special.append(({p for p in model.blocks.parameters() if p.dim() == 2}, options))
     others = [p for p in model.parameters() if not any(p in some for some, _ in special)]
@@ -152,11 +146,11 @@ class Muon(AdamW):
     Parameters of one shape take a step together; if FSDP spreads them, their whole matrices are divided over the
     ranks. Gradients are divided by `grad_scale`, and if `found_inf` is 1, nothing changes: both as in a fused AdamW.
 
-    A Muon group also has the options "polar_express", "normuon" and "cautious_decay" of Config.
+    A Muon group also has the options "normuon" and "cautious_decay" of Config.
 
     Sources: Jordan et al. 2024, Muon: an optimizer for hidden layers in neural networks (step and coefficients); Liu et
     al. 2025, Muon is scalable for LLM training, section 2.2 (size of a step); Li et al. 2025, NorMuon; Chen et al.
-    2025, Cautious weight decay; Amsel et al. 2025, The Polar Express, algorithm 1 (coefficients).
+    2025, Cautious weight decay.
     """
 
     def __setstate__(self, state):
@@ -205,8 +199,7 @@ class Muon(AdamW):
         parts = getattr(like, "parts", [len(like)])
 
         def orthogonal_parts(matrices):
-            parts_of = matrices.split(parts, dim=1)
-            return torch.cat([orthogonal(part, group["polar_express"]) for part in parts_of], dim=1)
+            return torch.cat([orthogonal(part) for part in matrices.split(parts, dim=1)], dim=1)
 
         directions = on_whole(orthogonal_parts, blended, like) if is_spread(like) else orthogonal_parts(blended)
         size = 0.2 * math.sqrt(max(*parts, like.shape[1]))  # RMS of a direction: 1 / sqrt(larger side)
@@ -265,12 +258,13 @@ def unit_rms(matrices):
     return matrices / (matrices.square().mean((1, 2), keepdim=True).sqrt() + TINY)
 
 
-def orthogonal(matrices, polar_express=False):
-    """Matrices [n, rows, columns] with their singular values moved close to 1, by Newton-Schulz iterations."""
+def orthogonal(matrices):
+    """Matrices [n, rows, columns] with their singular values moved close to 1, by five Newton-Schulz iterations."""
     wide = matrices.shape[-2] <= matrices.shape[-1]
     x = matrices if wide else matrices.mT  # so that x @ x.mT is the smaller product
     x = x / (x.norm(dim=(-2, -1), keepdim=True) + TINY)
-    for a, b, c in POLAR_EXPRESS if polar_express else QUINTIC:
+    a, b, c = QUINTIC
+    for _ in range(5):
         square = x @ x.mT
         x = torch.baddbmm(x, torch.baddbmm(square, square, square, beta=b, alpha=c), x, beta=a)
     return x if wide else x.mT
