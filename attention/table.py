@@ -134,8 +134,8 @@ def loops_over_group(problem, programs, device):
     """Whether dk/dv loops over the query group in each of `programs` programs (no extra memory) or writes partials.
 
     Looping is right in short sequences, if there are programs enough to keep every multiprocessor busy to the end:
-    under a causal mask some take much longer than others. Measured on an H200, see benchmarks/LOG.md. In exact float32
-    it adds one by one, over a group of 8 with 2.8 times the rounding error of PyTorch, which sums each head by itself.
+    under a causal mask some take much longer than others. Measured on an H200, see benchmarks/LOG.md. Not in exact
+    float32: one long sum over a group of 8 has up to 2.7 times the error of PyTorch, which sums each head by itself.
     """
     if problem.tile.precision == "ieee":
         return False

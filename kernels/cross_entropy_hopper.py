@@ -11,7 +11,7 @@ from kernels.gluon import TensorDescriptor, gl, gluon, mbarrier, tma_load
 SIDE = gl.constexpr(64)
 PART = gl.constexpr(SIDE * SIDE)  # logits of a part, which shared memory holds as SIDE x SIDE
 MOST_PARTS = 27  # that fit in a multiprocessor's shared memory
-MOST_CAP = 60  # e^60 a hundred thousand times is less than the largest float32
+MOST_CAP = 60  # 110,592 times e^60 is below the largest float32
 WARPS = 8
 REGISTERS = 2**16 // (2 * 32 * WARPS)  # of a thread: half of a multiprocessor's
 LAYOUT = gl.NVMMASharedLayout.get_default_for([1, SIDE.value, SIDE.value], gl.bfloat16)
@@ -20,7 +20,7 @@ LOG2E = gl.constexpr(1.4426950408889634)
 
 @gluon.jit
 def capped(z, softcap, CAPPED: gl.constexpr):
-    """Logits with the cap in base 2, and its slope."""
+    """(Logits in base 2, capped if CAPPED; the slope of the cap)."""
     slope = 1.0
     if CAPPED:
         t = 1 - 2 / (gl.exp2(z * (2 * LOG2E / softcap)) + 1)  # tanh
@@ -32,7 +32,7 @@ def capped(z, softcap, CAPPED: gl.constexpr):
 def read_part(
     parts, number, softcap, VOCABULARY: gl.constexpr, CAPPED: gl.constexpr, MASKED: gl.constexpr, TILE: gl.constexpr
 ):
-    """As capped(), of a part, float32 [SIDE, SIDE], with MASKED -inf from column VOCABULARY on; and the columns."""
+    """(capped() of a part, float32 [SIDE, SIDE], its columns). MASKED: logits are -inf from column VOCABULARY on."""
     z, slope = capped(parts.index(number).load(TILE).to(gl.float32), softcap, CAPPED)
     lines = gl.arange(0, SIDE, gl.SliceLayout(1, TILE))[:, None] * SIDE
     column = lines + gl.arange(0, SIDE, gl.SliceLayout(0, TILE))[None, :] + number * PART
@@ -101,7 +101,7 @@ def cross_entropy_hopper_kernel(
     chosen = gl.load(logits + target, (target >= 0) & (target < VOCABULARY), float("nan")).to(gl.float32)
     chosen2, _ = capped(chosen, softcap, CAPPED)
 
-    top = 0.0  # no sum of exponentials overflows: see supports()
+    top = 0.0  # enough if capped: see MOST_CAP
     if not CAPPED:
         highest = gl.full([SIDE, SIDE], float("-inf"), gl.float32, TILE)
         for number in range(WHOLE):

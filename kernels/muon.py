@@ -12,7 +12,8 @@ BLOCK, WARPS = 4096, 8
 
 def blend(momentum, gradient, out, share, scale, skip):
     """As blend() of training/optimizer.py."""
-    launch(blend_kernel, momentum, momentum, gradient.contiguous(), out, scale, skip, share)
+    assert out.is_contiguous()
+    launch(blend_kernel, momentum, gradient.contiguous(), out, scale, skip, share)
 
 
 @triton.jit
@@ -20,11 +21,11 @@ def blend_kernel(momentum, gradient, out, scale, skip, share, count, BLOCK: tl.c
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     exists = at < count
     old = tl.load(momentum + at, exists)
-    slope = tl.load(gradient + at, exists).to(tl.float32)
+    g = tl.load(gradient + at, exists).to(tl.float32)
     if scale is not None:
-        slope /= tl.load(scale)
-    new = old + share * (slope - old)
-    tl.store(out + at, (new + share * (slope - new)).to(out.dtype.element_ty), exists)
+        g /= tl.load(scale)
+    new = old + share * (g - old)
+    tl.store(out + at, (new + share * (g - new)).to(out.dtype.element_ty), exists)
     if skip is not None:
         new = tl.where(tl.load(skip) > 0, old, new)
     tl.store(momentum + at, new, exists)
@@ -32,7 +33,7 @@ def blend_kernel(momentum, gradient, out, scale, skip, share, count, BLOCK: tl.c
 
 def update(weight, direction, rate, size, decay, cautious, skip):
     """As update() of training/optimizer.py."""
-    launch(update_kernel, weight, weight, direction.contiguous(), rate, skip, size, decay, CAUTIOUS=cautious)
+    launch(update_kernel, weight, direction.contiguous(), rate, skip, size, decay, CAUTIOUS=cautious)
 
 
 @triton.jit
@@ -50,11 +51,11 @@ def update_kernel(weight, direction, rate, skip, size, decay, count, CAUTIOUS: t
     tl.store(weight + at, new, exists)
 
 
-def launch(kernel, like, *args, **constants):
-    """Start a kernel over the elements of `like`."""
-    assert like.is_contiguous()
-    count = like.numel()
-    with torch.cuda.device_of(like):
+def launch(kernel, target, *args, **constants):
+    """Start a kernel that updates the elements of `target`, its first argument."""
+    assert target.is_contiguous()
+    count = target.numel()
+    with torch.cuda.device_of(target):
         kernel[(triton.cdiv(count, BLOCK),)](
-            *args, count, BLOCK=BLOCK, num_warps=WARPS, enable_fp_fusion=True, **constants
+            target, *args, count, BLOCK=BLOCK, num_warps=WARPS, enable_fp_fusion=True, **constants
         )

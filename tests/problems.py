@@ -210,9 +210,9 @@ def check(draw, dtype, impls=None, yardstick=None):
 
     The bound is never below twice the error of a sum in float32, see roundoff(), because eager PyTorch is sometimes
     better than that. For a single key and a scale of 0, its LSE is exact, and so is the gradient of a bias that comes
-    from this LSE. For a single query it sums more exactly than one by one. The gradient of a bias is a sum of P dP less
-    P delta, so its bound comes from the size of P dP: for a query that sees a single key, eager PyTorch's is exactly 0.
-    This bound applies only after 128 draws, or after 8 if the error is over 20 times eager PyTorch's.
+    from this LSE. For a single query it sums more exactly than one by one. For the gradient of a bias, dbias = P dP - P
+    delta, this float32 bound is relative to P dP: if a query sees one key, the two cancel exactly in eager PyTorch. It
+    applies only after 128 draws, or after 8 if the error is over 20 times eager PyTorch's.
     """
     squares = {}  # (implementation, result) -> sums over draws, by row: errors of ours, eager's, a float32 sum's; truth
     for count in range(1, 129):
@@ -263,20 +263,27 @@ def worst_row(rows, held_to):
 
 
 def minuend(problem):
-    """P dP, summed as the gradient of a bias is, at the mean size of dP; P is the gradient of the LSE."""
+    """Size of P dP, summed as the gradient of a bias is, at the mean size of dP, with random signs.
+
+    P is the gradient of the LSE. A sum of n random signs is the sum of the sizes divided by sqrt(n).
+    """
     arguments, dout, _ = problem
     dp = dout.double().norm(dim=-1).transpose(1, 2) * arguments["v"].double().square().mean().sqrt()
-    return results(reference, (arguments, torch.zeros_like(dout), dp), torch.float64)["dbias"]
+    terms = dp.numel() * arguments["k"].shape[1] / arguments["bias"].numel()  # of each element
+    return results(reference, (arguments, torch.zeros_like(dout), dp), torch.float64)["dbias"] / terms**0.5
 
 
 def roundoff(name, problem):
     """Mean relative error of a float32 sum over the head dim n: 0.3 sqrt(n) roundoffs; of the LSE: 1 roundoff.
 
-    The LSE of a single key is a score, so a sum over the head dim.
+    The LSE of a single key is a score, so a sum over the head dim of q and k.
     """
     arguments, dout, _ = problem
-    of_score = name != "lse" or arguments["k"].shape[1] == 1
-    roundoffs = 0.3 * max(dout.shape[-1], arguments["q"].shape[-1]) ** 0.5 if of_score else 1
+    dim, value_dim, keys = arguments["q"].shape[-1], dout.shape[-1], arguments["k"].shape[1]
+    if name == "lse":
+        roundoffs = 1 if keys > 1 else 0.3 * dim**0.5
+    else:
+        roundoffs = 0.3 * max(dim, value_dim) ** 0.5
     return roundoffs * torch.finfo(torch.float32).eps / 2
 
 

@@ -230,7 +230,7 @@ def test_kill_9_while_preparing(tmp_path, data_root, monkeypatch):
 
 MEASURE = """
 import os, re, sys
-os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[:2])  # two processes, for each holds some documents
+os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[:2])  # prepare() starts a process for each CPU
 from data.corpus import prepare
 memory = lambda name: int(re.search(rf"{name}:\\s+(\\d+) kB", open("/proc/self/status").read())[1]) / 1000
 before = memory("VmRSS")

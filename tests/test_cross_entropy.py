@@ -61,9 +61,11 @@ def test_many_programs_at_once(softcap):
     """Losses and gradients of GPT-2's vocabulary stay the same, in calls of more programs than run at once."""
     x, weight = torch.randn(8192, 64, device="cuda").bfloat16(), torch.randn(50_304, 64, device="cuda") / 8
     targets = torch.randint(len(weight), (len(x),), device="cuda")
-    logits = (x @ weight.bfloat16().T).contiguous() * max(softcap, 1)  # many reach the cap
-    capped = softcap * torch.tanh(logits.float() / softcap) if softcap else logits.float()
-    exact = F.cross_entropy(capped, targets, reduction="none")
+    logits = (x @ weight.bfloat16().T).contiguous() * max(3 * softcap, 1)  # most reach the cap
+    z = logits.float().requires_grad_()
+    exact = F.cross_entropy(softcap * torch.tanh(z / softcap) if softcap else z, targets, reduction="none")
+    (exact_gradients,) = torch.autograd.grad(exact.sum(), z)
+    exact = exact.detach()
     first, losses = None, torch.empty_like(exact)
     for _ in range(40):
         gradients = logits.clone()
@@ -71,6 +73,7 @@ def test_many_programs_at_once(softcap):
         first = gradients if first is None else first
         torch.testing.assert_close(losses, exact, rtol=1e-4, atol=1e-4)
         assert torch.equal(gradients, first)
+    torch.testing.assert_close(first.float(), exact_gradients, rtol=2**-7, atol=1e-5)
 
 
 def test_without_gradients(device):

@@ -243,7 +243,7 @@ def update(weight, direction, rate, size, decay, cautious, skip):
 def norm_rows(directions, squares, parts, skip):
     """NorMuon's directions [n, rows, columns]: rows divided by the root of their mean squares, parts of RMS 1.
 
-    squares: n averages of the mean squares, [rows, 1] each, which are moved on unless `skip` is 1.
+    squares: n averages of the mean squares, [rows, 1] each, updated in place unless `skip` is 1.
     """
     old = torch.stack(squares)
     new = old.lerp(directions.square().mean(2, keepdim=True), 1 - SQUARES)
