@@ -279,9 +279,9 @@ def roundoff(name, problem):
     The LSE of a single key is a score, so a sum over the head dim of q and k.
     """
     arguments, dout, _ = problem
-    dim, value_dim, keys = arguments["q"].shape[-1], dout.shape[-1], arguments["k"].shape[1]
+    dim, value_dim = arguments["q"].shape[-1], dout.shape[-1]
     if name == "lse":
-        roundoffs = 1 if keys > 1 else 0.3 * dim**0.5
+        roundoffs = 1 if arguments["k"].shape[1] > 1 else 0.3 * dim**0.5
     else:
         roundoffs = 0.3 * max(dim, value_dim) ** 0.5
     return roundoffs * torch.finfo(torch.float32).eps / 2
