@@ -194,6 +194,11 @@ def test_a_changed_option_needs_allow_changes(folder, refuse):
         assert getattr(load_config([*resume, f"--{name}", str(value), "--allow_changes"]), name) == value
 
 
+def test_resume_ignores_an_option_that_is_gone_only_if_it_was_off(folder, refuse):
+    assert load_config(["--resume", str(make_run("off", polar_express=False, steps=7))]).steps == 7
+    assert "polar_express" in refuse("--resume", str(make_run("on", polar_express=True)))
+
+
 def test_help_lists_the_options_by_subject(capsys):
     with pytest.raises(SystemExit) as end:
         load_config(["--help"])

@@ -227,7 +227,9 @@ def load_config(argv):
 def resumed_config(folder, flags):
     """Config of the run in a folder, changed by flags; ValueError if the changes need --allow_changes."""
     require(folder.is_dir(), f"{folder} does not exist; --resume needs a run's folder")
-    record = json.loads((folder / "config.json").read_text())
+    record, options = json.loads((folder / "config.json").read_text()), {field.name for field in fields(Config)}
+    # an option that this version no longer has may be left out only if it was off
+    record = {name: value for name, value in record.items() if name in options or value}
     record |= {"resume": str(folder), "allow_changes": False}  # changes are allowed only once
     if record.get("tokenizer", "").startswith("run:") and checkpoints(folder):
         record["tokenizer"] = f"run:{folder}"  # the same tokenizer; its own run may be gone
