@@ -67,8 +67,6 @@ class GPTConfig:
     """Add the token's embedding to the input of each block, with learned factors that begin at 0."""
     value_residual: bool = False
     """Mix the values of attention with the first block's, by learned shares that begin at 1/2 (Zhou et al. 2024)."""
-    value_embeds: int = 0
-    """Tables of token embeddings that are added to the values, each in one of the first and one of the last blocks."""
     window: int | None = None
     """Keys that a query sees, its own included; every fourth block sees all keys, and with None all blocks do."""
     dropout: float = 0.0
@@ -86,7 +84,7 @@ class GPTConfig:
             kind = " or ".join(choices) if one_of else getattr(field.type, "__name__", field.type)
             right = value in choices if one_of else isinstance(value, field.type | int)
             require(right, f"{field.name}={value!r} must be {kind}")
-        for name, least in dict(vocab_size=0, n_layer=1, n_head=1, n_embd=1, block_size=1, value_embeds=0).items():
+        for name, least in dict(vocab_size=0, n_layer=1, n_head=1, n_embd=1, block_size=1).items():
             require(getattr(self, name) >= least, f"{name}={getattr(self, name)} must be at least {least}")
         rule = f"n_embd={self.n_embd} / n_head={self.n_head} is the head dim, which must be a multiple of 8 up to 256"
         require(self.n_embd % self.n_head == 0 and self.head_dim % 8 == 0 and self.head_dim <= 256, rule)
@@ -95,7 +93,6 @@ class GPTConfig:
         require(0 <= self.dropout < 1, f"dropout={self.dropout} must be in [0, 1)")
         require(self.logit_softcap is None or self.logit_softcap > 0, "logit_softcap must be positive, or None (off)")
         require(self.window is None or self.window >= 1, f"window={self.window} must be at least 1, or None (off)")
-        require(2 * self.value_embeds <= self.n_layer, f"value_embeds={self.value_embeds} must be at most n_layer / 2")
 
     @property
     def head_dim(self):
@@ -107,10 +104,8 @@ class GPTConfig:
 
     @property
     def mlp_width(self):
-        width = 4 * self.n_embd
-        if self.mlp == "swiglu":  # three matrices instead of two: two thirds of the width keep the parameter count
-            width = math.ceil(width * 2 / 3 / 64) * 64
-        return width
+        # swiglu has three matrices instead of two: two thirds of the width keep the parameter count
+        return math.ceil(4 * self.n_embd * 2 / 3 / 64) * 64 if self.mlp == "swiglu" else 4 * self.n_embd
 
 
 class RMSNorm(nn.RMSNorm):
@@ -155,28 +150,25 @@ class Attention(nn.Module):
         if config.value_residual and index > 0:
             self.share = nn.Parameter(torch.empty(1))  # of the first values, minus 1/2
 
-    def forward(self, x, seed, first_v, more_v, rotary, documents, layer):
+    def forward(self, x, seed, first_v, rotary, documents, layer):
         """(Attention of x [B, T, C], first_v).
 
-        seed: of dropout; None draws one. first_v: the first block's values, or None. more_v: added to the values.
+        seed: of dropout; None draws one. first_v: the first block's values, or None.
         """
         (B, T, C), config = x.shape, self.config
         heads = (config.n_head, config.kv_heads, config.kv_heads)
         options = dict(window=self.window, dropout=config.dropout if self.training else 0.0, impl=config.attention)
         if config.attention != "sdpa":  # SDPA draws its own
             options["seed"] = seed
-        rows = B, T
-        if documents is not None:  # packed in one row
-            rows = 1, B * T
+        rows = (B, T) if documents is None else (1, B * T)  # documents are packed in one row
+        if documents is not None:
             options |= dict(cu_seqlens=documents, max_seqlen=T)
         qkv = self.qkv(x)
-        mixed = config.value_residual or more_v is not None
-        if rotary is None and layer is None and not config.qk_norm and not mixed:  # one gradient for all three
+        together = rotary is None and layer is None and not config.qk_norm and not config.value_residual
+        if together:  # one gradient for all three
             y = attention_qkv(qkv.view(*rows, -1), config.n_head, config.kv_heads, causal=True, **options)
         else:
             q, k, v = qkv.view(B, T, -1, config.head_dim).split(heads, dim=2)  # slices, no copies
-            if more_v is not None:
-                v = v + more_v.view_as(v).type_as(v)
             if first_v is not None:
                 v = v.lerp(first_v, (0.5 + self.share).type_as(v))
             elif config.value_residual:
@@ -258,8 +250,6 @@ class GPT(nn.Module):
         self.drop = nn.Dropout(config.dropout)
         self.blocks = nn.ModuleList(Block(config, index) for index in range(config.n_layer))
         self.norm = make_norm(config)
-        table = config.vocab_size, config.kv_heads * config.head_dim
-        self.value_embeds = nn.ModuleList(nn.Embedding(*table) for _ in range(config.value_embeds))
         self.head = nn.Linear(config.n_embd, config.vocab_size, bias=False)
         if config.tie_head:
             self.head.weight = self.embed.weight
@@ -302,7 +292,7 @@ class GPT(nn.Module):
 
         cache: for generation, a View of generation.cache.Cache. The tokens then continue the rows in it.
         """
-        T, block_size, documents, first_v = tokens.shape[1], self.config.block_size, None, None
+        T, block_size, documents, y, first_v = tokens.shape[1], self.config.block_size, None, None, None
         require(T <= block_size, f"{T} tokens do not fit in block_size={block_size}; crop the context")
         positions, layers = cache or (slice(T), [None] * self.config.n_layer)  # positions: [B, T] or a slice
         if self.config.mask_documents and cache is None:
@@ -316,14 +306,10 @@ class GPT(nn.Module):
             x = x + self.embed_position.weight[positions].type_as(x)
         else:
             rotary = self.rotary_cos[positions], self.rotary_sin[positions]
-        tables = [table(tokens) for table in self.value_embeds]
-        values = [*tables, *[None] * (len(self.blocks) - 2 * len(tables)), *tables]
         seeds = draw_seeds(x, self.config.dropout if self.training else 0.0, 2 * len(self.blocks) + 1)
-        x, y = self.drop(x), None
-        embedded = x
-        for index, (block, more_v, layer) in enumerate(zip(self.blocks, values, layers, strict=True)):
-            own = seeds[2 * index : 2 * index + 2]
-            x, y, first_v = block(x, y, embedded, own, first_v, more_v, rotary, documents, layer)
+        x = embedded = self.drop(x)
+        for index, (block, layer) in enumerate(zip(self.blocks, layers, strict=True)):
+            x, y, first_v = block(x, y, embedded, seeds[2 * index : 2 * index + 2], first_v, rotary, documents, layer)
         x, h = add_norm(x, y, self.norm, self.drop, seeds[-1])
         return h.type_as(x)
 

@@ -31,31 +31,26 @@ def blend_kernel(momentum, gradient, out, scale, skip, share, count, BLOCK: tl.c
     tl.store(momentum + at, new, exists)
 
 
-def update(weight, direction, rate, size, decay, cautious, skip):
+def update(weight, direction, rate, size, decay, skip):
     """As update() of training/optimizer.py."""
-    launch(update_kernel, weight, direction.contiguous(), rate, skip, size, decay, CAUTIOUS=cautious)
+    launch(update_kernel, weight, direction.contiguous(), rate, skip, size, decay)
 
 
 @triton.jit
-def update_kernel(weight, direction, rate, skip, size, decay, count, CAUTIOUS: tl.constexpr, BLOCK: tl.constexpr):
+def update_kernel(weight, direction, rate, skip, size, decay, count, BLOCK: tl.constexpr):
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     exists = at < count
     old = tl.load(weight + at, exists)
     step = size * tl.load(direction + at, exists).to(tl.float32)
-    shrink = decay * old
-    if CAUTIOUS:
-        shrink = tl.where(shrink * step > 0, shrink, 0.0)
-    new = old - tl.load(rate) * (step + shrink)
+    new = old - tl.load(rate) * (step + decay * old)
     if skip is not None:
         new = tl.where(tl.load(skip) > 0, old, new)
     tl.store(weight + at, new, exists)
 
 
-def launch(kernel, target, *args, **constants):
+def launch(kernel, target, *args):
     """Start a kernel that updates the elements of `target`, its first argument."""
     assert target.is_contiguous()
     count = target.numel()
     with torch.cuda.device_of(target):
-        kernel[(triton.cdiv(count, BLOCK),)](
-            target, *args, count, BLOCK=BLOCK, num_warps=WARPS, enable_fp_fusion=True, **constants
-        )
+        kernel[(triton.cdiv(count, BLOCK),)](target, *args, count, BLOCK=BLOCK, num_warps=WARPS, enable_fp_fusion=True)

@@ -27,7 +27,7 @@ CHECKPOINT = "runs/run/checkpoint.pt"
         ({}, 1),
         (dict(steps=4, eval_every=2), 2),
         (dict(optimizer="muon", n_kv_head=1), 1),
-        (dict(optimizer="muon", normuon=True, cautious_decay=True, ema=0.9, **PATHS), 1),
+        (dict(optimizer="muon", ema=0.9, **PATHS), 1),
     ],
     ids=["adamw", "2 threads", "muon", "recipe"],
 )

@@ -128,7 +128,6 @@ def test_a_boolean_flag_alone_means_true(typed, value):
         (["--muon_scale", "0"], ["muon_scale=0.0"]),
         (["--embed_scale", "-1"], ["embed_scale=-1.0"]),
         (["--head_scale", "0.5"], ["head_scale=0.5", "--tie_head False", "embed_scale"]),
-        (["--normuon"], ["normuon=True", "--optimizer muon"]),
         (["--window", "0"], ["window=0"]),
         (["--learning_rate", "nan"], ["learning_rate=nan"]),
         (["nowhere.py"], ["nowhere.py"]),

@@ -18,9 +18,7 @@ CONFIGS = {
     "gpt2": GPTConfig(**SMALL, bias=True),
     "modern": GPTConfig(**SMALL, **MODERN, logit_softcap=15.0),
     "swiglu": GPTConfig(**SMALL, norm="rmsnorm", position="rope", mlp="swiglu", n_kv_head=1),
-    "paths": GPTConfig(
-        **SMALL, **MODERN, norm_weight=False, embed_skip=True, value_residual=True, value_embeds=1, window=7
-    ),
+    "paths": GPTConfig(**SMALL, **MODERN, norm_weight=False, embed_skip=True, value_residual=True, window=7),
 }
 
 
@@ -151,7 +149,7 @@ def test_zero_init():
     assert torch.equal(inputs[0], model.embed(tokens)) and model.embed.weight.std() > 0.01
 
 
-@pytest.mark.parametrize("name", ["embed_skip", "value_residual", "value_embeds", "window"])
+@pytest.mark.parametrize("name", ["embed_skip", "value_residual", "window"])
 def test_each_path_changes_the_network(name):
     """Without it the logits are others; with it a step changes the parameters that it adds."""
     config = CONFIGS["paths"]
@@ -168,13 +166,13 @@ def test_the_window_is_that_of_three_of_four_blocks():
     config = dataclasses.replace(CONFIGS["gpt2"], n_layer=4, window=3)
     for index, block in enumerate(make_model(config).blocks):
         x = torch.randn(1, 24, 32, requires_grad=True)
-        block(x, None, x.detach(), [None] * 2, *[None] * 5)[0][0, 20].sum().backward()
+        block(x, None, x.detach(), [None] * 2, *[None] * 4)[0][0, 20].sum().backward()
         reached = (x.grad[0].abs().amax(1) > 0).nonzero().flatten().tolist()
         assert reached == ([18, 19, 20] if index < 3 else [*range(21)])
 
 
 def test_values_are_mixed_as_the_options_say():
-    """v + table of the token, then a share of the first block's; keys and queries stay as they are."""
+    """A share of the first block's; keys and queries stay as they are."""
     model = make_model(CONFIGS["paths"])
     first, second = (block.attention for block in model.blocks)
     tokens = torch.randint(50, (2, 24))
@@ -183,9 +181,8 @@ def test_values_are_mixed_as_the_options_say():
     for block in model.blocks:
         block.norm_1.register_forward_hook(lambda module, given, output: states.append(output))
     model.hidden(tokens, (slice(24), [layer, layer]))
-    table = model.value_embeds[0](tokens).view(2, 24, 2, 8)
     own = [
-        attention.qkv(x).split(attention.rows, -1)[2].view(2, 24, 2, 8) + table
+        attention.qkv(x).split(attention.rows, -1)[2].view(2, 24, 2, 8)
         for attention, x in zip((first, second), states, strict=True)
     ]
     share = 0.5 + second.share
@@ -259,8 +256,6 @@ def test_the_loss_on_a_cpu_equals_that_of_the_gpu_kernel(name, device):
         dict(logit_softcap=0.0),
         dict(n_layer=0),
         dict(window=0),
-        dict(value_embeds=2),
-        dict(value_embeds=-1),
     ],
     ids=str,
 )

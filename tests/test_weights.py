@@ -153,7 +153,6 @@ def test_transformers_makes_the_same_tokens(folder, spec):
         (dict(logit_softcap=15.0), "logit_softcap=15.0"),
         (MODERN | dict(embed_skip=True), "embed_skip=True"),
         (MODERN | dict(value_residual=True), "value_residual=True"),
-        (MODERN | dict(value_embeds=1), "value_embeds=1"),
         (dict(window=8), "window=8"),
         (MODERN | dict(window=8), "window=8"),
         (MODERN | dict(qk_norm=True, window=1), "window=1"),

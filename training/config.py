@@ -65,10 +65,6 @@ class Config(GPTConfig):
     """muon: orthogonalised steps for the matrices of the blocks, AdamW for the rest."""
     muon_scale: float = 1.0
     """With muon, the learning rate of the blocks' matrices, as a multiple of learning_rate; try up to 2."""
-    normuon: bool = False
-    """With muon: divide each row of a step by the root mean square of its past steps (Li et al. 2025)."""
-    cautious_decay: bool = False
-    """With muon: no weight decay where a step moves a weight away from 0 (Chen et al. 2025)."""
     embed_scale: float = 1.0
     """Learning rate of embeddings and a tied head, as a multiple of learning_rate."""
     head_scale: float = 1.0
@@ -159,9 +155,6 @@ class Config(GPTConfig):
         )
         for name in ("muon_scale", "embed_scale", "head_scale"):
             require(getattr(self, name) > 0, f"{name}={getattr(self, name)} must be positive")
-        for name in ("normuon", "cautious_decay"):
-            of_muon = self.optimizer == "muon" or not getattr(self, name)
-            require(of_muon, f"{name}=True needs --optimizer muon")
         untied = self.head_scale == 1 or not self.tie_head
         require(untied, f"head_scale={self.head_scale} needs --tie_head False; embed_scale is that of a tied head")
         with_fsdp = self.parallel == "fsdp" or not self.cpu_offload

@@ -59,7 +59,7 @@ def _their_config(config, end):
     """config.json for a network; ValueError if Hugging Face's Transformers has no such network."""
     kind = "gpt2" if config.position == "learned" else "qwen3" if config.qk_norm else "llama"
     wanted = WRITABLE[kind] | dict(logit_softcap=[None], mask_documents=[False])
-    wanted |= dict(embed_skip=[False], value_residual=[False], value_embeds=[0])
+    wanted |= dict(embed_skip=[False], value_residual=[False])
     wanted |= {"n_kv_head": [None, config.n_head]} if kind == "gpt2" else {}
     for name, values in wanted.items():
         found, only = getattr(config, name), " or ".join(map(str, values))

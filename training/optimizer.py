@@ -6,20 +6,17 @@ from contextlib import contextmanager
 
 import torch
 
-from model import HAS_TRITON, require
+from model import HAS_TRITON
 from training.fsdp import is_spread, local, on_whole
 
 MOMENTUM = 0.95  # of Muon
-SQUARES = 0.95  # NorMuon's decay of the average of squares
 TINY = 1e-7  # added to divisors that may be 0
 QUINTIC = 3.4445, -4.7750, 2.0315  # a, b, c: a x + b x^3 + c x^5, repeated, moves singular values in (0, 1] close to 1
 BATCH_ELEMENTS = 1 << 26  # elements of matrices that take a step together; it bounds the memory for temporaries
 
 
 def make_optimizer(model, config, ranks):
-    """AdamW or Muon for a model; ValueError if FSDP spreads it and an option needs whole matrices."""
-    whole = not (config.normuon and ranks.sharded)
-    require(whole, "normuon=True needs whole matrices, not FSDP; leave it out, or take --parallel ddp")
+    """AdamW or Muon for a model."""
     on_gpu = ranks.on_gpu and not config.cpu_offload
 
     def rate(value):  # a tensor on the GPU, so that a CUDA graph reads the current value
@@ -48,9 +45,8 @@ def parameter_groups(model, config):
     if config.optimizer == "muon":
         for block in model.blocks:  # q, k and v are matrices of their own
             block.attention.qkv.weight.parts = block.attention.rows
-        options = {name: getattr(config, name) for name in ("normuon", "cautious_decay")}
-        options |= dict(momentum=MOMENTUM, relative=config.muon_scale)
-        special.append(({p for p in model.blocks.parameters() if p.dim() == 2}, options))
+        matrices = {p for p in model.blocks.parameters() if p.dim() == 2}
+        special.append((matrices, dict(momentum=MOMENTUM, relative=config.muon_scale)))
     others = [p for p in model.parameters() if not any(p in some for some, _ in special)]
     return [
         {"params": [p for p in others if p.dim() >= 2], "weight_decay": config.weight_decay},
@@ -64,7 +60,7 @@ def parameter_groups(model, config):
 def moment_bytes(model, config):
     """Bytes that the optimizer keeps for a whole GPT: one float32 moment per element of Muon's matrices, else two.
 
-    And one for the average of config.ema. NorMuon's average, one number per row, is not counted.
+    And one for the average of config.ema.
     """
     groups, ema = parameter_groups(model, config), config.ema > 0
     return sum(4 * p.numel() * (ema + (1 if "momentum" in group else 2)) for group in groups for p in group["params"])
@@ -146,11 +142,8 @@ class Muon(AdamW):
     Parameters of one shape take a step together; if FSDP spreads them, their whole matrices are divided over the
     ranks. Gradients are divided by `grad_scale`, and if `found_inf` is 1, nothing changes: both as in a fused AdamW.
 
-    A Muon group also has the options "normuon" and "cautious_decay" of Config.
-
     Sources: Jordan et al. 2024, Muon: an optimizer for hidden layers in neural networks (step and coefficients); Liu et
-    al. 2025, Muon is scalable for LLM training, section 2.2 (size of a step); Li et al. 2025, NorMuon; Chen et al.
-    2025, Cautious weight decay.
+    al. 2025, Muon is scalable for LLM training, section 2.2 (size of a step).
     """
 
     def __setstate__(self, state):
@@ -175,8 +168,6 @@ class Muon(AdamW):
         for p in parameters:
             if not self.state[p]:
                 self.state[p]["momentum"] = torch.zeros_like(p)
-            if group["normuon"] and "squares" not in self.state[p]:
-                self.state[p]["squares"] = torch.zeros_like(p[:, :1])
             alike.setdefault((p.shape, *getattr(p, "parts", ())), []).append(p)
         for (shape, *_), some in alike.items():
             ranks = some[0].device_mesh.size() if is_spread(some[0]) else 1
@@ -203,10 +194,8 @@ class Muon(AdamW):
 
         directions = on_whole(orthogonal_parts, blended, like) if is_spread(like) else orthogonal_parts(blended)
         size = 0.2 * math.sqrt(max(*parts, like.shape[1]))  # RMS of a direction: 1 / sqrt(larger side)
-        if group["normuon"]:
-            directions, size = norm_rows(size * directions.float(), [own["squares"] for own in state], parts, skip), 0.2
         for weight, direction in zip(weights, directions, strict=True):
-            update(weight, direction, group["lr"], size, group["weight_decay"], group["cautious_decay"], skip)
+            update(weight, direction, group["lr"], size, group["weight_decay"], skip)
 
 
 def blend(momentum, gradient, out, share, scale, skip):
@@ -224,38 +213,17 @@ def blend(momentum, gradient, out, share, scale, skip):
     momentum.copy_(new if skip is None else torch.where(skip > 0, momentum, new))
 
 
-def update(weight, direction, rate, size, decay, cautious, skip):
-    """weight -= rate (size direction + decay weight); where cautious, only decay with the sign of the direction.
+def update(weight, direction, rate, size, decay, skip):
+    """weight -= rate (size direction + decay weight).
 
     rate: a number, on a GPU a scalar tensor. skip: if it is 1, the weight stays; or None.
     """
     if weight.is_cuda and HAS_TRITON:
         from kernels import muon
 
-        return muon.update(weight, direction, rate, size, decay, cautious, skip)
-    step, shrink = size * direction.to(weight.dtype), decay * weight
-    if cautious:
-        shrink = shrink * (shrink * step > 0)
-    new = weight - rate * (step + shrink)
+        return muon.update(weight, direction, rate, size, decay, skip)
+    new = weight - rate * (size * direction.to(weight.dtype) + decay * weight)
     weight.copy_(new if skip is None else torch.where(skip > 0, weight, new))
-
-
-def norm_rows(directions, squares, parts, skip):
-    """NorMuon's directions [n, rows, columns]: rows divided by the root of their mean squares, parts of RMS 1.
-
-    squares: n averages of the mean squares, [rows, 1] each, updated in place unless `skip` is 1.
-    """
-    old = torch.stack(squares)
-    new = old.lerp(directions.square().mean(2, keepdim=True), 1 - SQUARES)
-    for own, value in zip(squares, new if skip is None else torch.where(skip > 0, old, new), strict=True):
-        own.copy_(value)
-    directions = directions / (new.sqrt() + TINY)
-    return torch.cat([unit_rms(part) for part in directions.split(parts, dim=1)], dim=1)
-
-
-def unit_rms(matrices):
-    """Matrices [n, rows, columns], each divided by the root mean square of its entries."""
-    return matrices / (matrices.square().mean((1, 2), keepdim=True).sqrt() + TINY)
 
 
 def orthogonal(matrices):

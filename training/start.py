@@ -60,10 +60,7 @@ class KernelsAhead:
         grouped = model_config.kv_heads != model_config.n_head
         self.rows = micro_batch if micro_batch % 16 or grouped else 16
         # the first blocks have all kinds of kernels
-        tables, layers = min(1, model_config.value_embeds), 1
-        if tables or model_config.window:
-            layers = min(4, model_config.n_layer)
-        small = replace(model_config, n_layer=layers, value_embeds=tables)
+        small = replace(model_config, n_layer=min(4, model_config.n_layer) if model_config.window else 1)
         jobs = (self.evaluate, self.train) if ranks.on_gpu else ()
         self.threads = [Thread(target=self.quietly, args=(job, small), daemon=True) for job in jobs]
 
