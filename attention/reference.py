@@ -1,6 +1,6 @@
 """attention() in eager PyTorch, with every feature, in any dtype: the specification that kernels are tested against.
 
-Memory is O(Tq Tk). Letters: B batch, T sequence, H query heads, G key heads, D head dim.
+Memory is O(Tq Tk). Letters: B batch, T sequence, H query heads, D head dim.
 """
 
 import math

@@ -116,12 +116,12 @@ def tanh(x):
 
 
 @triton.jit
-def slope2(slopes, head, seq):
+def alibi_slope2(slopes, head, seq):
     """ALiBi's slope of a head, in base 2; 0 without slopes."""
-    slope = 0.0
+    found = 0.0
     if slopes is not None:
-        slope = tl.load(address(slopes, seq.index, head, 0)) * LOG2E
-    return slope
+        found = tl.load(address(slopes, seq.index, head, 0)) * LOG2E
+    return found
 
 
 @triton.jit
@@ -156,7 +156,7 @@ def shape_scores(qk, q_pos, k_pos, head, seq, terms, RULE: tl.constexpr, MASKED:
             distance = tl.abs(q_pos - k_pos).to(tl.float32)
         else:
             distance = tl.abs(q_pos.to(tl.float32) - k_pos.to(tl.float32))  # exact up to MAX_ALIBI_LENGTH
-        scores = tl.fma(distance, -slope2(terms.slopes, head, seq), scores)
+        scores = tl.fma(distance, -alibi_slope2(terms.slopes, head, seq), scores)
     if terms.bias is not None:
         scores = tl.fma(bias, LOG2E, scores)
     if MASKED:

@@ -33,7 +33,7 @@ from .gluon import (
 from .layouts import accumulator, operand_layout, scores_layout, staged
 from .ragged import corner
 from .rows import WIDTH
-from .tiles import Dropout, dropout_key, keep_columns, kept, ramp, slope2, tanh
+from .tiles import Dropout, alibi_slope2, dropout_key, keep_columns, kept, ramp, tanh
 from .work import advance, hides, plan_work
 
 
@@ -66,7 +66,7 @@ class Step(NamedTuple):
     tile: gl.tensor  # of queries, of its head
     number: gl.tensor  # of that tile, counted over all heads
     edge: gl.tensor  # whether some pair of the tiles may be hidden
-    slope2: gl.tensor  # of ALiBi and the head, in base 2; 0 if there is none
+    alibi_slope2: gl.tensor  # of ALiBi and the head, in base 2; 0 if there is none
     gates: Gates  # if there are any
 
 
@@ -143,7 +143,7 @@ def weigh(scores, lse2, step, dropout, work, scale, RULE: gl.constexpr, PLAN: gl
         row = gl.arange(0, PLAN.block_k, gl.SliceLayout(1, scores_layout(PLAN)))
         after = step.tile * PLAN.block_q + work.shift - work.k_start - row
         distance = ramp(scores, after) if RULE.causal else gl.abs(ramp(scores, after))
-        offset += distance * step.slope2
+        offset += distance * step.alibi_slope2
     if RULE.decay:
         offset += (step.gates.keys2 - step.gates.query2)[:, None]
     if RULE.softcap > 0:
@@ -175,7 +175,7 @@ def weigh(scores, lse2, step, dropout, work, scale, RULE: gl.constexpr, PLAN: gl
 
 
 @gluon.jit
-def score_gradient(sloped, dweights, delta, dropout, RULE: gl.constexpr):
+def sloped_score_gradient(sloped, dweights, delta, dropout, RULE: gl.constexpr):
     """dS times the slope, without the scale, from results of weigh() and dO.v."""
     if RULE.dropout:
         dweights = gl.where(sloped > 0, dweights, 0.0) * (1 / (1 - dropout.probability))
@@ -214,7 +214,7 @@ def backward_step(
         dweights = warpgroup_mma_wait(0, deps=(dweights,))
         dv = warpgroup_mma(shared.weights, dout, dv, is_async=True)
         delta = shared.dout.rows.index(slot).load(queries)[None, :]
-        shared.dscores.store(score_gradient(sloped, dweights, delta, dropout, RULE).to(dtype))
+        shared.dscores.store(sloped_score_gradient(sloped, dweights, delta, dropout, RULE).to(dtype))
         fence_async_shared()
         partition_barrier()
         left = shared.dscores
@@ -223,7 +223,7 @@ def backward_step(
         dweights = warpgroup_mma_wait(0, deps=(dweights,))
         dv = warpgroup_mma(left, dout, dv, is_async=True)
         delta = shared.dout.rows.index(slot).load(queries)[None, :]
-        dscores = score_gradient(sloped, dweights, delta, dropout, RULE).to(dtype)
+        dscores = sloped_score_gradient(sloped, dweights, delta, dropout, RULE).to(dtype)
         left = gl.convert_layout(dscores, operand_layout(PLAN, PLAN.dim))
         if PLAN.early:
             dk = warpgroup_mma(left, q, dk, is_async=True)
@@ -287,7 +287,7 @@ def consumer(
         number = work.first_tile + member * work.q_tiles + tile
         head = work.head + member
         own_gates = gates_of(gates, dgate, head, tile, work, RULE, PLAN)
-        step = Step(count, tile, number, edge, slope2(slopes, head, work), own_gates)
+        step = Step(count, tile, number, edge, alibi_slope2(slopes, head, work), own_gates)
         dropout = Dropout(key, probability)
         sums = backward_step(sums, k, v, step, dropout, dq_sum, shared, work, scale, RULE, PLAN, TAIL)
         tile, member = advance(tile, member, work)

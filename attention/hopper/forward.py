@@ -81,7 +81,7 @@ def weigh(
     if RULE.alibi:
         rows = gl.arange(0, scores.shape[0], gl.SliceLayout(1, scores.type.layout))
         ahead = ramp(scores, start - edge - rows)  # how far a key is ahead of a query
-        slope = sizes.slope2 / factor
+        slope = sizes.alibi_slope2 / factor
         if RULE.causal:
             scores += ahead * slope
         else:

@@ -7,7 +7,7 @@ from ..tiles import Sequence
 from .channel import Channel, acquire, barriers, commit, fill, filled, release, shared_layout, wait_full
 from .gluon import gl, gluon, mbarrier
 from .ragged import Rows, corner
-from .tiles import Dropout, bounds, dropout_key, listed, meeting_range, query_tile, slope2
+from .tiles import Dropout, alibi_slope2, bounds, dropout_key, listed, meeting_range, query_tile
 
 ROWS = gl.constexpr(64)  # queries of a consumer: what one warpgroup multiplies at a time
 MAILBOX = gl.constexpr(2)  # tiles on their way from the loader to the consumers
@@ -42,7 +42,7 @@ class Sizes(NamedTuple):
     k_len: gl.tensor
     scale: gl.tensor
     dropout: gl.tensor  # probability
-    slope2: gl.tensor = 0.0  # of ALiBi and the head of a tile, in base 2
+    alibi_slope2: gl.tensor = 0.0  # of ALiBi and the head of a tile, in base 2
 
 
 @gluon.jit
@@ -82,7 +82,7 @@ def encode(q_start, head, seq, seed, slopes, RULE: gl.constexpr, TILE: gl.conste
     if RULE.dropout:
         message += (gl.cast(dropout_key(seq.index, head, seed, RULE), gl.int32),)
     if RULE.alibi:
-        message += (slope2(slopes, head, seq).to(gl.int32, bitcast=True),)
+        message += (alibi_slope2(slopes, head, seq).to(gl.int32, bitcast=True),)
     if RULE.decay:
         message += (seq.k_start,)
     return message

@@ -22,7 +22,7 @@ listed = gluon.jit(ragged.listed.fn)
 meeting_range = gluon.jit(tiles.meeting_range.fn)
 philox = gluon.jit(score.philox.fn)
 query_tile = gluon.jit(tiles.query_tile.fn)
-slope2 = gluon.jit(score.slope2.fn)
+alibi_slope2 = gluon.jit(score.alibi_slope2.fn)
 tanh = gluon.jit(score.tanh.fn)
 
 

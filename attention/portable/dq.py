@@ -112,7 +112,7 @@ def dq_kernel(
     q_len, k_len, ragged, scale, dropout, seed, bias, gate, slopes,
     RULE: tl.constexpr, TILE: tl.constexpr, OUTPUTS: tl.constexpr,
 ):  # fmt: skip
-    """dQ = scale dS K and the query half of dgate [B, H, Tk], for one tile of queries; walks the keys.
+    """dQ = scale (dS slope) K and the query half of dgate [B, H, Tk], for one tile of queries; walks the keys.
 
     OUTPUTS = "both" writes delta too, which it finds from `out`; "delta" writes that alone, found by a walk over the
     keys, and "dq" reads it. In one kernel these two walks would spill at head dim 256.

@@ -87,7 +87,7 @@ def forward_kernel(
     """out = softmax(rule(q k^T)) v and lse2 = log2 sum 2^score, for one tile of queries of one head.
 
     max_logit2 [H], if not None, is raised to the largest score.
-    On chip: the query tile, one key and one value tile (double-buffered), and the Softmax state in registers.
+    On chip: the query tile, the key and value tiles in use and those loaded ahead, and the Softmax state in registers.
     Source: Dao, FlashAttention-2, algorithm 1; scores in base 2.
     """
     tile, head, index = locate_query_tile(tl.cdiv(q_len, TILE.block_q), k_len, RULE, TILE)
@@ -124,9 +124,9 @@ def forward_kernel(
     logit = None
     if sink is not None:  # a row that sees no key has no sink either
         logit = tl.where(state.total > 0, tl.load(sink + head).to(tl.float32) * LOG2E, float("-inf"))
-    lse, factor = end_softmax(state.top, state.total, logit)
+    row_lse2, factor = end_softmax(state.top, state.total, logit)
     store_tile(out, state.acc * factor[:, None], q_start, seq.q_len, TILE.block_q, TILE.value_dim)
     if max_logit2 is not None:
         top = tl.where(tl.arange(0, TILE.block_q) < count, state.top, float("-inf"))
         tl.atomic_max(max_logit2 + head, tl.max(top, 0), sem="relaxed")
-    store_rows(lse2, lse, seq.row, head, seq.q_start + q_start, 0, count, TILE.block_q)
+    store_rows(lse2, row_lse2, seq.row, head, seq.q_start + q_start, 0, count, TILE.block_q)

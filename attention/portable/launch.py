@@ -149,13 +149,13 @@ def launch_dkdv(problem, inputs, dk, dv, k_gate):
 def dkdv_launcher(problem, outputs, heads):
     """outputs: of dkdv_kernel; heads: over which programs are spread."""
     tile = problem.tile_for(launch := problem.launches[outputs], heads=heads)
-    constants = (problem.rule, tile, problem.tile.heads // heads, outputs)
-    return Launcher(dkdv_kernel, problem.programs(tile, "k"), launch, constants)
+    members = problem.tile.heads // heads
+    return Launcher(dkdv_kernel, problem.programs(tile, "k"), launch, (problem.rule, tile, members, outputs))
 
 
-def launch_group_sum(problem, partial, total):
-    """Fill total [B, Tk, Hkv, D] with the sums over groups of partial [B, Tk, H, D] float32."""
-    problem.once(group_sum_launcher, total.shape).start(view(partial), view(total), total.shape[1])
+def launch_group_sum(problem, parts, total):
+    """Fill total [B, Tk, Hkv, D] with the sums over groups of parts [B, Tk, H, D] float32."""
+    problem.once(group_sum_launcher, total.shape).start(view(parts), view(total), total.shape[1])
 
 
 def group_sum_launcher(problem, shape):
