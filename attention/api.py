@@ -178,7 +178,7 @@ def call_of(q, k, v, /, **arguments):
     """The Call of attention(q, k, v, **arguments)."""
     for name in arguments:
         if name not in DEFAULTS:
-            raise TypeError(f"attention_qkv() and explain() take the keywords of attention(), and {name!r} is none")
+            raise TypeError(f"attention_qkv() and explain() take the keywords of attention(); {name!r} is not one")
     return Call(q, k, v, **DEFAULTS | arguments)
 
 

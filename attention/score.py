@@ -1,4 +1,4 @@
-"""The one score rule: scale, softcap, decay, ALiBi, bias, mask and dropout, shared by forward, dq, dk/dv and dbias.
+"""The score rule of the portable kernels: scale, softcap, decay, ALiBi, bias, mask and dropout.
 
 Functions here are elementwise and free of orientation: the caller passes positions that broadcast to its tile, so the
 same formula serves [queries, keys] and [keys, queries]. Positions of queries are counted in keys: query i of Tq stands

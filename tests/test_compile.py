@@ -158,7 +158,7 @@ if COMPILE_ALL:
 
 @pytest.mark.parametrize("chip, dims, ways", GROUPED)
 def test_grouped_kernels_fit_the_chip(chip, dims, ways):
-    """In float16, with both tables of launch.py."""
+    """In float16, with both tables of table.py."""
     options = ["--dtypes", "float16", "--groups", "2", "--dims", *map(str, dims), "--ways", *ways]
     kernels = compile_kernels(chip, *options, *([] if COMPILE_ALL else ["--masks", "causal"]))
     compiled = {(k["kernel"], k["dim"]) for k in kernels}

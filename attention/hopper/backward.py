@@ -34,7 +34,7 @@ from .layouts import accumulator, operand_layout, scores_layout, staged
 from .ragged import corner
 from .rows import WIDTH
 from .tiles import Dropout, alibi_slope2, dropout_key, keep_columns, kept, ramp, tanh
-from .work import advance, hides, plan_work
+from .work import advance, has_mask, plan_work
 
 
 class BackwardMemory(NamedTuple):
@@ -151,7 +151,7 @@ def weigh(scores, lse2, step, dropout, work, scale, RULE: gl.constexpr, PLAN: gl
         weights = gl.exp2(cap * (RULE.softcap * LOG2E) - offset)
     else:
         weights = gl.exp2(scores * (scale * LOG2E) - offset)
-    if hides(RULE) or TAIL:
+    if has_mask(RULE) or TAIL:
         edge = True
         if PLAN.branch:
             edge = step.edge

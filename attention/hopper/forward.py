@@ -24,17 +24,17 @@ from .gluon import (
 )
 from .pipeline import (
     MAILBOX,
-    ROWS,
+    PER_CONSUMER,
     ForwardMemory,
     Sizes,
     blocks,
     channel,
-    decode,
     loader,
     pass_turn,
     receive,
     skip,
     take_turn,
+    unpack_message,
     words,
 )
 from .ragged import Rows, corner
@@ -108,12 +108,12 @@ def weigh(
 
 @gluon.jit
 def pack(weights, DTYPE: gl.constexpr):
-    """float32 [ROWS, keys] -> pairs of 16 bits, int32 [ROWS, keys / 2].
+    """float32 [PER_CONSUMER, keys] -> pairs of 16 bits, int32 [PER_CONSUMER, keys / 2].
 
     In assembly, because the compiler would unpack them again before the next iteration.
     """
     PAIRS: gl.constexpr = weights.shape[1] // 2
-    even, odd = gl.split(weights.reshape([ROWS, PAIRS, 2]))
+    even, odd = gl.split(weights.reshape([PER_CONSUMER, PAIRS, 2]))
     CONVERT: gl.constexpr = "cvt.rn.bf16x2.f32 $0, $2, $1;" if DTYPE == gl.bfloat16 else "cvt.rn.f16x2.f32 $0, $2, $1;"
     return gl.inline_asm_elementwise(CONVERT, "=r,f,f", [even, odd], dtype=gl.int32, is_pure=True, pack=1)
 
@@ -123,7 +123,7 @@ def unpack(pairs, acc, DTYPE: gl.constexpr):
     """What was packed as the left operand of a product that adds to acc."""
     COLS: gl.constexpr = pairs.shape[1] * 2
     weights = gl.join(pairs.to(gl.int16), (pairs >> 16).to(gl.int16)).to(DTYPE, bitcast=True)
-    return gl.convert_layout(weights.reshape([ROWS, COLS]), gl.DotOperandLayout(0, acc.type.layout, 2))
+    return gl.convert_layout(weights.reshape([PER_CONSUMER, COLS]), gl.DotOperandLayout(0, acc.type.layout, 2))
 
 
 @gluon.jit
@@ -134,7 +134,7 @@ def attend(
 ):  # fmt: skip
     """Absorb `steps` blocks of keys, from `start` down; the values of each while the next is weighed."""
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, TILE.block_k, 16])
-    none = gl.full([ROWS, TILE.block_k], 0.0, gl.float32, layout)
+    none = gl.full([PER_CONSUMER, TILE.block_k], 0.0, gl.float32, layout)
     acc = state.acc
     for _ in range(steps):
         k_tile = filled(shared.k, count).permute((1, 0))
@@ -164,7 +164,7 @@ def end_rows(state, edge, lane, decay, sink, sizes, RULE: gl.constexpr, TILE: gl
     """The log-sum-exp of a consumer's queries, their largest scores, and the factor of their sums."""
     top = state.top
     if RULE.decay:
-        position = edge + gl.arange(0, ROWS, top.type.layout)
+        position = edge + gl.arange(0, PER_CONSUMER, top.type.layout)
         top += gate2(decay, position, (position >= 0) & (position < sizes.k_len))
     logit = None
     if sink is not None:  # a row that sees no key has no sink either
@@ -179,7 +179,7 @@ def consumer(
     INDEX: gl.constexpr, shared, out, lse2, max_logit2, sink, gates, sizes,
     RULE: gl.constexpr, TILE: gl.constexpr, PIPE: gl.constexpr,
 ):  # fmt: skip
-    """Attention of ROWS queries of each tile."""
+    """Attention of PER_CONSUMER queries of each tile."""
     dtype: gl.constexpr = shared.q.tiles.dtype
     qk_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, TILE.block_k, 16])
     out_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, TILE.value_dim, 16])
@@ -190,11 +190,11 @@ def consumer(
     message = receive(shared.mail, visit)
     while message[0] >= 0:
         tile_start, lane = message[0], message[1]
-        first, first_key, own, dropout = decode(message, sizes, RULE, PIPE)
+        first, first_key, own, dropout = unpack_message(message, sizes, RULE, PIPE)
         # which blocks are this consumer's; where it has no queries one, so that the code below holds
-        q_start = tile_start + INDEX * ROWS
+        q_start = tile_start + INDEX * PER_CONSUMER
         tile_begin, _, _, tile_end = blocks(tile_start, TILE.block_q, own, RULE, TILE)
-        begin, full_begin, full_end, end = blocks(q_start, ROWS, own, RULE, TILE)
+        begin, full_begin, full_end, end = blocks(q_start, PER_CONSUMER, own, RULE, TILE)
         end = gl.minimum(end, tile_end)
         begin = gl.where(q_start < own.q_len, gl.minimum(begin, end - 1), end - 1)
         full_end = gl.maximum(gl.minimum(full_end, end - 1), begin)
@@ -213,10 +213,10 @@ def consumer(
         count = skip(shared, count, tile_end - end, INDEX, PIPE)
         start = (end - 1) * TILE.block_k
         state = State(
-            gl.full([ROWS, TILE.value_dim], 0.0, gl.float32, out_layout),
-            pack(gl.full([ROWS, TILE.block_k], 0.0, gl.float32, qk_layout), dtype),
-            gl.full([ROWS], float("-inf"), gl.float32, row_layout),
-            gl.full([ROWS], 0.0, gl.float32, row_layout),
+            gl.full([PER_CONSUMER, TILE.value_dim], 0.0, gl.float32, out_layout),
+            pack(gl.full([PER_CONSUMER, TILE.block_k], 0.0, gl.float32, qk_layout), dtype),
+            gl.full([PER_CONSUMER], float("-inf"), gl.float32, row_layout),
+            gl.full([PER_CONSUMER], 0.0, gl.float32, row_layout),
         )
         state, count, start = attend(
             state, q, shared, count, 1, edge, start, dropout, decay, own,
@@ -241,7 +241,7 @@ def consumer(
         acc = warpgroup_mma(unpack(state.weights, state.acc, dtype), v_tile, state.acc, is_async=True)
 
         lse, top, factor = end_rows(state, edge, lane, decay, sink, own, RULE, TILE)
-        offset = q_start + gl.arange(0, ROWS, row_layout)
+        offset = q_start + gl.arange(0, PER_CONSUMER, row_layout)
         rows = lse2 + (lane.to(gl.int64) * sizes.q_len + first)
         gl.store(rows + offset, lse, offset < own.q_len)
 
@@ -282,14 +282,14 @@ def hopper_forward_kernel(
     tile_list: those of ragged sequences as list_kernel lists them; else n_tiles of each lane, and a 0 to count them.
     """
     sizes = Sizes(q_len, k_len, scale, dropout)
-    q_channel = channel(PIPE.consumers, ROWS, TILE.dim, q.dtype, 1)
+    q_channel = channel(PIPE.consumers, PER_CONSUMER, TILE.dim, q.dtype, 1)
     mail_layout: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     shared = ForwardMemory(
         q_channel,
         channel(PIPE.stages, TILE.block_k, TILE.dim, q.dtype, PIPE.consumers),
         channel(PIPE.stages, TILE.block_k, TILE.value_dim, q.dtype, PIPE.consumers),
         q_channel.tiles if PIPE.reuse else gl.allocate_shared_memory(
-            q.dtype, [PIPE.consumers, ROWS, TILE.value_dim], q_channel.tiles.layout
+            q.dtype, [PIPE.consumers, PER_CONSUMER, TILE.value_dim], q_channel.tiles.layout
         ),
         barriers(PIPE.consumers, 1) if PIPE.turns else 0,  # unused ones would share their memory with other values
         Channel(

@@ -20,7 +20,7 @@ from .backward import backward_kernel
 from .decay import split_gate
 from .forward import hopper_forward_kernel
 from .gluon import TensorDescriptor, gl
-from .pipeline import ROWS, Pipeline
+from .pipeline import PER_CONSUMER, Pipeline
 from .ragged import POSITIONS, blank_kernel, end_shape, end_strides, list_kernel
 from .rows import WIDTH, finish_kernel, prepare_kernel
 from .work import Plan
@@ -88,7 +88,7 @@ def reachable(x, ragged):
 
 
 @lru_cache(None)
-def shared_layout(block, dtype):
+def tma_layout(block, dtype):
     """Layout of a block in shared memory."""
     if len(block) == 1:
         return gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=1)
@@ -99,7 +99,7 @@ def shared_layout(block, dtype):
 def described(x, block, shape=None, strides=None):
     """TMA descriptor of a tensor in blocks; past its end they hold zeros, and are not written."""
     shape, strides = shape or x.shape, strides or x.stride()
-    return TensorDescriptor(x, list(shape), list(strides), list(block), shared_layout(block, x.dtype))
+    return TensorDescriptor(x, list(shape), list(strides), list(block), tma_layout(block, x.dtype))
 
 
 def described_tiles(x, rows, ragged):
@@ -156,7 +156,7 @@ def forward(q, k, v, options):
     q, k, v = (reachable(x, options.bounded) for x in options.split(q, k, v))
     problem = describe(q, k, v, of_whole_rows(options, q, k))
     _, tile, _ = problem.once(forward_launcher).constants
-    rows, block_k, n_tiles = ROWS.value, tile.block_k, -(-problem.q_len // tile.block_q)
+    rows, block_k, n_tiles = PER_CONSUMER.value, tile.block_k, -(-problem.q_len // tile.block_q)
     out = empty(q, None if q.shape[3] == v.shape[3] else (*q.shape[:3], v.shape[3]))
     lse2 = output(problem, q, (problem.batch, tile.heads, problem.q_len), fill=float("-inf"), dtype=torch.float32)
     max_logit2 = q.new_full((tile.heads,), float("-inf"), dtype=torch.float32) if options.max_logit else None
@@ -183,7 +183,7 @@ def forward_launcher(problem):
     settings = FORWARD_WITH_DROPOUT_OR_DECAY if rule.dropout or rule.decay else FORWARD
     block_k, pipe, registers = settings[dim, value_dim]
     pipe = pipe._replace(flip=problem.terms.scale < 0, ragged=problem.bounded)
-    block_q = ROWS.value * pipe.consumers
+    block_q = PER_CONSUMER.value * pipe.consumers
     tile = problem.tile._replace(block_q=block_q, block_k=block_k, dim=dim, value_dim=value_dim)
     programs = min(slots(problem, problem.q_len, block_q) * tile.heads, processors(problem.device))
     constants = (rule, tile, pipe)
@@ -204,9 +204,9 @@ def share(problem):
     """The Share of a problem."""
     plan, registers = BACKWARD[tile_dims(problem)]
     heads, group = problem.tile.heads, problem.tile.group
-    k_tiles = -(-problem.k_len // plan.block_k) * problem.batch
+    programs = -(-problem.k_len // plan.block_k) * problem.batch * (heads // group)
     # the group in one program if that leaves two programs per multiprocessor, else each query head in its own
-    members = group if k_tiles * (heads // group) >= 2 * processors(problem.device) else 1
+    members = group if programs >= 2 * processors(problem.device) else 1
     q_slots, k_slots = slots(problem, problem.q_len, plan.block_q), slots(problem, problem.k_len, plan.block_k)
     return Share(plan._replace(ragged=problem.bounded), registers, q_slots, k_slots, members)
 

@@ -9,7 +9,7 @@ from .gluon import gl, gluon, mbarrier
 from .ragged import Rows, corner
 from .tiles import Dropout, alibi_slope2, bounds, dropout_key, listed, meeting_range, query_tile
 
-ROWS = gl.constexpr(64)  # queries of a consumer: what one warpgroup multiplies at a time
+PER_CONSUMER = gl.constexpr(64)  # queries of a consumer: what one warpgroup multiplies at a time
 MAILBOX = gl.constexpr(2)  # tiles on their way from the loader to the consumers
 
 
@@ -65,12 +65,12 @@ def channel(SLOTS: gl.constexpr, ROWS: gl.constexpr, DIM: gl.constexpr, DTYPE: g
 
 @gluon.constexpr_function
 def words(rule, pipe):
-    """How many words a message has: see encode()."""
+    """How many words a message has: see pack_message()."""
     return 2 + 3 * pipe.ragged + rule.dropout + rule.alibi + rule.decay
 
 
 @gluon.jit
-def encode(q_start, head, seq, seed, slopes, RULE: gl.constexpr, TILE: gl.constexpr, PIPE: gl.constexpr):
+def pack_message(q_start, head, seq, seed, slopes, RULE: gl.constexpr, TILE: gl.constexpr, PIPE: gl.constexpr):
     """The message about a tile: its first query, or -1 when there are no more, and its head of all sequences.
 
     If sequences are ragged also where its own begins in its row, and how many queries and keys that has; with dropout
@@ -89,8 +89,8 @@ def encode(q_start, head, seq, seed, slopes, RULE: gl.constexpr, TILE: gl.conste
 
 
 @gluon.jit
-def decode(message, sizes, RULE: gl.constexpr, PIPE: gl.constexpr):
-    """Unpack a message of encode() -> (first query and key of the sequence in its row, its Sizes, its Dropout)."""
+def unpack_message(message, sizes, RULE: gl.constexpr, PIPE: gl.constexpr):
+    """What pack_message() packed -> (first query and key of the sequence in its row, its Sizes, its Dropout)."""
     NEXT: gl.constexpr = 2 + 3 * PIPE.ragged
     first = 0
     q_len, k_len = sizes.q_len, sizes.k_len
@@ -168,10 +168,10 @@ def loader(
     while number < total:
         tile, head, seq = tile_at(number, total, n_tiles, tile_list, ragged, sizes, RULE, TILE, PIPE)
         q_start = tile * TILE.block_q
-        send(shared.mail, visit, encode(q_start, head, seq, seed, slopes, RULE, TILE, PIPE))
+        send(shared.mail, visit, pack_message(q_start, head, seq, seed, slopes, RULE, TILE, PIPE))
         queries = Rows(seq.row, seq.row * sizes.q_len + seq.q_start + seq.q_len, seq.q_len)
         for index in gl.static_range(CONSUMERS):
-            at = corner(queries, q_start + index * ROWS, head, PIPE.ragged)
+            at = corner(queries, q_start + index * PER_CONSUMER, head, PIPE.ragged)
             fill(shared.q, visit * CONSUMERS + index, q, at)
         keys = Rows(seq.row, seq.row * sizes.k_len + seq.k_start + seq.k_len, seq.k_len)
         kv_head = head // TILE.group

@@ -60,7 +60,7 @@ class Work(NamedTuple):
 
 
 @gluon.constexpr_function
-def hides(rule):
+def has_mask(rule):
     """Whether a query may be unable to see a key."""
     return rule.causal or rule.window > 0
 
@@ -131,7 +131,7 @@ def plan_work(
     full_lo = gl.where(k_start + PLAN.block_k > k_len, hi, full_lo)
     # Programs of one head add to dQ at the same time: let them begin apart. Masks have them do so anyway.
     start = lo
-    if not hides(RULE):
+    if not has_mask(RULE):
         tiles = gl.cdiv(k_len, PLAN.block_k)
         if PLAN.ragged:  # a program past the end of the list has none
             tiles = gl.maximum(tiles, 1)
