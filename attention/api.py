@@ -28,9 +28,9 @@ def attention(
     key gives 0, lse = -inf and gradients of 0. All arguments compose, but for what Raises names.
 
     Args:
-        q: [B, Tq, H, D] float16, bfloat16 or float32; any strides as long as the last dimension is contiguous;
-            multiples of 8 elements from a 16-byte boundary need no copy. The Hopper kernels also copy what is broadcast
-            and, with lengths, rows that do not follow each other.
+        q: [B, Tq, H, D] float16, bfloat16 or float32, the last dimension contiguous. It is copied unless it starts at
+            a multiple of 16 bytes and its other strides are multiples of 8 elements. The Hopper kernels also copy what
+            is broadcast and, with lengths, rows that do not follow each other.
         k, v: [B, Tk, Hkv, D] and [B, Tk, Hkv, Dv], dtype and device of q.
         causal: a query sees the keys up to its own position.
         window: a query at key position i sees keys i - window + 1 .. i, and without causal also the window - 1 after
@@ -63,18 +63,19 @@ def attention(
         return_lse: also return the logarithm of the softmax denominator (with the sink), natural log, differentiable.
         return_max_logit: also return the largest logit of each query head: of all scores that its softmax sees, after
             scale, softcap, decay, slopes and bias, without the sink. For QK-clip, and to watch a run. Has no gradient.
-        impl: "auto" takes, where they passed a self-check, the Hopper kernels on their chip for the calls they serve,
-            else Triton on a CUDA GPU; SDPA elsewhere where it can express the call, else the reference. The first call
-            on a device in a dtype prints which and why, once more where Hopper kernels could not serve, and for their
-            first lengths or packed sequences; explain() says it of a call. "hopper", "triton", "sdpa" and "reference"
-            never fall back. Another window or softcap compiles other kernels; another dropout probability, seed or
-            scale does not. float32 matmuls follow torch.set_float32_matmul_precision. Two runs give the same bits, but
-            for dq and the gradient of decay from the Hopper kernels: torch.use_deterministic_algorithms(True) has the
-            backward of "triton" serve there.
+        impl: "hopper", "triton", "sdpa" or "reference", which never fall back; or "auto": the Hopper kernels on their
+            chip for the calls they serve, else Triton's on a CUDA GPU, else SDPA if it can express the call, else the
+            reference. Kernels that fail a self-check are not taken. The first call of each kind prints what serves it
+            and why; explain() says it of any call.
 
     Returns:
         [B, Tq, H, Dv] in the dtype of q; with return_lse also [B, H, Tq] float32, -inf where a row sees no key; with
         return_max_logit also [H] float32, -inf for a head whose queries see no key.
+
+    Compilation: another window or softcap compiles other kernels; another dropout probability, seed or scale does not.
+    Precision: float32 matmuls follow torch.set_float32_matmul_precision().
+    Determinism: two runs give the same bits, except dq and the gradient of decay from the Hopper kernels. With
+    torch.use_deterministic_algorithms(True) Triton's kernels compute the backward in their place.
 
     Raises:
         ValueError: an argument breaks a rule above; decay without causal; lengths together with cu_seqlens;
@@ -86,9 +87,9 @@ def attention(
     Forgetting Transformer (2025), for decay; Press et al., ALiBi (2022).
     """
     q, k, v = _cast_for_autocast(q=q, k=k, v=v)
-    terms = bias, decay, alibi_slopes, sink
-    given = q, k, v, causal, window, scale, softcap, dropout, seed, *terms, lengths, cu_seqlens, max_seqlen
-    return _attend(Call(*given, prefix_lengths, return_lse, return_max_logit, impl))
+    scores = causal, window, scale, softcap, dropout, seed, bias, decay, alibi_slopes, sink
+    sequences = lengths, cu_seqlens, max_seqlen, prefix_lengths
+    return _attend(Call(q, k, v, *scores, *sequences, return_lse, return_max_logit, impl))
 
 
 DEFAULTS = attention.__kwdefaults__

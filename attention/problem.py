@@ -28,7 +28,7 @@ class Problem(NamedTuple):
     tile: Tile  # but for its blocks
     launches: dict  # kernel -> Launch, of launches_for
     device: torch.device
-    ragged: Ragged | None  # None as remembered, if it holds tensors
+    ragged: Ragged | None  # these two are None in what describe() remembers, if they hold tensors
     terms: Terms | None
 
     def once(self, make, *args):
