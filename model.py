@@ -59,12 +59,10 @@ class GPTConfig:
     """Biases in linear layers and LayerNorm, as in GPT-2; without them training is slightly faster and better."""
     tie_head: bool = True
     """Share one weight between the token embedding and the output head."""
-    zero_init: bool = False
-    """Begin with weights of 0 in the projections that end attention and MLP, and in an untied head."""
     logit_softcap: float | None = None
     """Replace logits by cap * tanh(logits / cap); None = off."""
     embed_skip: bool = False
-    """Add the token's embedding to the input of each block, with learned factors that begin at 0."""
+    """Make the input x of each block (1 + a) x + b (embedding of the token), with learned a and b that begin at 0."""
     value_residual: bool = False
     """Mix the values of attention with the first block's, by learned shares that begin at 1/2 (Zhou et al. 2024)."""
     window: int | None = None
@@ -267,8 +265,6 @@ class GPT(nn.Module):
             value = torch.empty(parameter.shape, device=device)
             if parameter.dim() == 1:
                 value.fill_(1.0 if name.endswith("weight") else 0.0)
-            elif self.config.zero_init and name.endswith(("project.weight", "head.weight")):
-                value.zero_()
             else:
                 # 2 n_layer branches add up in the residual stream (GPT-2, section 2.3)
                 branches = 2 * self.config.n_layer if name.endswith("project.weight") else 1

@@ -60,8 +60,8 @@ class Outcome(NamedTuple):
 def split(books, folder, megabytes):
     """Divide a folder of books, by whole books, into folder/train and folder/test.txt.
 
-    A hash of a book's path orders the books and says which are for the test, so more books leave the others where they
-    are. The data path takes the development books from folder/train, by a hash too. megabytes: take the first books in
+    A hash of a book's path orders the books and says which are for the test, so adding books does not move the others.
+    The data path takes the development books from folder/train, by a hash too. megabytes: take the first books in
     this order, up to this size.
     """
     require(not folder.exists(), f"{folder} exists; name a new folder")
@@ -154,14 +154,15 @@ def append(path, outcome):
         writer.writerow(outcome)
 
 
+def mean(outcomes, field):
+    return statistics.mean(getattr(outcome, field) for outcome in outcomes)
+
+
 def show(outcomes):
     """Print a table of one row per name, tokens and command, with means over the seeds, the best loss first."""
     groups = {}
     for outcome in outcomes:
         groups.setdefault((outcome.tokens, outcome.command, outcome.name), []).append(outcome)
-
-    def mean(some, field):
-        return statistics.mean(getattr(outcome, field) for outcome in some)
 
     print(
         "\n| change | tokens | runs | loss | spread | bits/byte | test | seconds | training | tokens/s | GFLOP/token |"
@@ -182,9 +183,13 @@ def series(args):
     for seed in args.seeds:
         for name, options in args.changes.items():
             argv = [args.base, *args.options, *options]
-            alike = [x for x in outcomes if (x.name, x.seed, x.command) == (name, seed, shlex.join(argv))]
-            alike = [x for x in alike if abs(x.tokens / args.tokens - 1) < 0.01]  # whole steps
-            alike = [x for x in alike if args.test is None or not math.isnan(x.test)]
+            alike = [
+                x
+                for x in outcomes
+                if (x.name, x.seed, x.command) == (name, seed, shlex.join(argv))
+                and abs(x.tokens / args.tokens - 1) < 0.01  # whole steps
+                and (args.test is None or not math.isnan(x.test))
+            ]
             if not alike:
                 if time.perf_counter() - start + longest > args.seconds:
                     print(f"{name} seed {seed}: no time is left", flush=True)
@@ -219,13 +224,10 @@ def compare(outcomes, base):
     require(enough, f"{base} needs runs with {most:,} tokens, as most runs have, and with another number; add them")
     slope = statistics.linear_regression([math.log(x.tokens) for x in of_base], [x.loss for x in of_base]).slope
 
-    def mean(name, field):
-        return statistics.mean(getattr(outcome, field) for outcome in groups[name])
-
     found = {}
-    for name in groups:
-        loss = mean(name, "loss") - mean(base, "loss")
-        found[name] = loss, loss + slope * math.log(mean(name, "rate") / mean(base, "rate"))
+    for name, some in groups.items():
+        loss = mean(some, "loss") - mean(groups[base], "loss")
+        found[name] = loss, loss + slope * math.log(mean(some, "rate") / mean(groups[base], "rate"))
     return found
 
 

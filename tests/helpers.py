@@ -23,8 +23,8 @@ TINY = dict(
 )  # fmt: skip
 FAST = TINY | dict(input="corpus.txt", attention="sdpa", dropout=0.1)
 PATHS = dict(
-    norm="rmsnorm", norm_weight=False, qk_norm=True, tie_head=False, zero_init=True, embed_skip=True,
-    value_residual=True, window=9, embed_scale=5.0, head_scale=0.5,
+    norm="rmsnorm", norm_weight=False, qk_norm=True, tie_head=False, embed_skip=True,
+    value_residual=True, window=9, embed_scale=5.0,
 )  # fmt: skip
 ON_GPU = dict(device="cuda", dtype="bfloat16", attention="auto", n_embd=128, deterministic=True, compile="off")
 TWO_GPUS = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")

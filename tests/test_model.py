@@ -138,17 +138,6 @@ def test_gpt2_initialisation():
     assert model.head.weight is model.embed.weight
 
 
-def test_zero_init():
-    """The blocks leave the embeddings as they are, and all tokens are equally likely."""
-    config = dataclasses.replace(CONFIGS["paths"], zero_init=True)
-    model = GPT(config)
-    tokens, targets = torch.randint(50, (2, 2, 24))
-    inputs = []
-    model.norm.register_forward_hook(lambda module, given, output: inputs.append(given[0]))
-    assert model(tokens, targets).item() == pytest.approx(math.log(50))
-    assert torch.equal(inputs[0], model.embed(tokens)) and model.embed.weight.std() > 0.01
-
-
 @pytest.mark.parametrize("name", ["embed_skip", "value_residual", "window"])
 def test_each_path_changes_the_network(name):
     """Without it the logits are others; with it a step changes the parameters that it adds."""
@@ -169,6 +158,20 @@ def test_the_window_is_that_of_three_of_four_blocks():
         block(x, None, x.detach(), [None] * 2, *[None] * 4)[0][0, 20].sum().backward()
         reached = (x.grad[0].abs().amax(1) > 0).nonzero().flatten().tolist()
         assert reached == ([18, 19, 20] if index < 3 else [*range(21)])
+
+
+def test_embeddings_skip_to_each_block():
+    """The first norm of a block gets (1 + a) x + b (embedding of the token), where x comes from the block before."""
+    model = make_model(CONFIGS["paths"])
+    tokens, given, left = torch.randint(50, (2, 24)), [], []
+    for block in model.blocks:
+        block.norm_1.register_forward_hook(lambda module, inputs, output: given.append(inputs[0]))
+        block.register_forward_hook(lambda module, inputs, output: left.append(output[0]))
+    model(tokens)
+    embedded = model.embed(tokens)
+    for block, x, found in zip(model.blocks, [embedded, *left[:-1]], given, strict=True):
+        a, b = block.skip
+        torch.testing.assert_close(found, (1 + a) * x + b * embedded)
 
 
 def test_values_are_mixed_as_the_options_say():

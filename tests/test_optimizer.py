@@ -153,15 +153,15 @@ def test_every_parameter_is_in_one_group_and_has_its_rate(model):
     assert [group["lr"] for group in optimizer.param_groups] == pytest.approx([5e-4, 5e-4, 1e-2])
 
 
-def test_embeddings_and_head_may_have_rates_of_their_own():
+def test_embeddings_may_have_a_rate_of_their_own():
     config = GPTConfig(vocab_size=8, n_layer=2, n_head=2, n_embd=16, block_size=8, tie_head=False)
     model = GPT(config)
-    optimizer = make(model, learning_rate=1e-3, embed_scale=30.0, head_scale=0.5, tie_head=False)
+    optimizer = make(model, learning_rate=1e-3, embed_scale=30.0, tie_head=False)
     of = {p: group for group in optimizer.param_groups for p in group["params"]}
     assert [of[layer.weight]["lr"] for layer in (model.embed, model.embed_position)] == pytest.approx([3e-2] * 2)
     set_learning_rate(optimizer, 2e-3)
     rates = [of[p]["lr"] for p in (model.embed.weight, model.head.weight, model.norm.weight)]
-    assert rates == pytest.approx([6e-2, 1e-3, 2e-3]) and len(of) == len(list(model.parameters()))
+    assert rates == pytest.approx([6e-2, 2e-3, 2e-3]) and len(of) == len(list(model.parameters()))
 
 
 def test_cosine_decay():

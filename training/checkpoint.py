@@ -30,7 +30,7 @@ from training.fsdp import from_rank_0, gather
 RUNS = Path("runs")
 FORMAT = 1
 # options that do not come with weights
-HERE_ONLY = ("dropout", "attention", "mask_documents", "end_of_text", "zero_init")
+HERE_ONLY = ("dropout", "attention", "mask_documents", "end_of_text")
 
 
 class Run:
@@ -82,7 +82,7 @@ class Run:
         if saved:
             load_weights(model, saved, self.ranks)
             same_optimizer = len(saved["optimizer"]["param_groups"]) == len(optimizer.param_groups)
-            another = "another --optimizer, --embed_scale or --head_scale; change it back"
+            another = "another --optimizer or --embed_scale; change it back"
             require(same_optimizer, f"{self.folder} was trained with {another}")
             options = [{k: v for k, v in group.items() if k != "params"} for group in optimizer.param_groups]
             parameters = [p for group in optimizer.param_groups for p in group["params"]]

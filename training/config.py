@@ -19,6 +19,8 @@ FREE_ON_RESUME = {
     "resume", "allow_changes", "data", "input", "verify", "keep", "max_bad_steps", "log_every", "sample_every", "wandb",
     "save_every", "parallel", "cpu_offload", "checkpoint_activations",
 }  # fmt: skip
+# Values without effect of options that this version no longer has; of all others False or 0.
+NO_EFFECT = {"head_scale": 1.0}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,8 +49,7 @@ class Config(GPTConfig):
     """Sequences per forward pass of one GPU: 0 takes the GPU's whole share of a batch, auto as many as fit into memory.
     """
     small_batches: float = 0.0
-    """Share of the steps, from the first one, in which each micro-batch makes its own update: at first, small batches
-    learn more from the same number of tokens."""
+    """For this first share of the steps, update the weights after each micro-batch."""
 
     # optimizer
     steps: int = 5000
@@ -66,9 +67,7 @@ class Config(GPTConfig):
     muon_scale: float = 1.0
     """With muon, the learning rate of the blocks' matrices, as a multiple of learning_rate; try up to 2."""
     embed_scale: float = 1.0
-    """Learning rate of embeddings and a tied head, as a multiple of learning_rate."""
-    head_scale: float = 1.0
-    """Learning rate of an untied head, as a multiple of learning_rate."""
+    """Learning rate of embeddings and a tied head, and so their weight decay, as a multiple of learning_rate."""
     weight_decay: float = 0.1
     """Weight decay of matrices and embeddings; norms and biases have none."""
     beta2: float = 0.99
@@ -153,10 +152,8 @@ class Config(GPTConfig):
             ordered,
             f"learning_rate={self.learning_rate} must be above 0 and min_learning_rate={self.min_learning_rate}",
         )
-        for name in ("muon_scale", "embed_scale", "head_scale"):
+        for name in ("muon_scale", "embed_scale"):
             require(getattr(self, name) > 0, f"{name}={getattr(self, name)} must be positive")
-        untied = self.head_scale == 1 or not self.tie_head
-        require(untied, f"head_scale={self.head_scale} needs --tie_head False; embed_scale is that of a tied head")
         with_fsdp = self.parallel == "fsdp" or not self.cpu_offload
         require(with_fsdp, "cpu_offload=True needs --parallel fsdp, under torchrun")
         for name in ("cooldown", "small_batches"):
@@ -221,8 +218,8 @@ def resumed_config(folder, flags):
     """Config of the run in a folder, changed by flags; ValueError if the changes need --allow_changes."""
     require(folder.is_dir(), f"{folder} does not exist; --resume needs a run's folder")
     record, options = json.loads((folder / "config.json").read_text()), {field.name for field in fields(Config)}
-    # an option that this version no longer has may be left out only if it was off
-    record = {name: value for name, value in record.items() if name in options or value}
+    # an option that this version no longer has may be left out only if it had no effect
+    record = {k: v for k, v in record.items() if k in options or v not in (False, NO_EFFECT.get(k))}
     record |= {"resume": str(folder), "allow_changes": False}  # changes are allowed only once
     if record.get("tokenizer", "").startswith("run:") and checkpoints(folder):
         record["tokenizer"] = f"run:{folder}"  # the same tokenizer; its own run may be gone

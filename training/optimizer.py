@@ -34,14 +34,12 @@ def make_optimizer(model, config, ranks):
 def parameter_groups(model, config):
     """Groups of a GPT's parameters: matrices with weight decay, norms and other vectors without.
 
-    Muon's matrices have their own group. So do embeddings and an untied head if their rate differs (`relative`).
+    Muon's matrices have their own group. So do embeddings if their rate differs (`relative`).
     """
     special = []
     if config.embed_scale != 1:
         embeddings = {m.weight for m in model.modules() if isinstance(m, torch.nn.Embedding)}
         special.append((embeddings, dict(relative=config.embed_scale)))
-    if config.head_scale != 1:
-        special.append(({model.head.weight}, dict(relative=config.head_scale)))
     if config.optimizer == "muon":
         for block in model.blocks:  # q, k and v are matrices of their own
             block.attention.qkv.weight.parts = block.attention.rows
