@@ -17,6 +17,7 @@ from training.checkpoint import FORMAT, empty_model, load_checkpoint, save_check
 from training.config import Config
 from training.distributed import Ranks
 from training.step import evaluate
+from training.weights import load_model
 
 CHECKPOINT = "runs/run/checkpoint.pt"
 
@@ -45,6 +46,18 @@ def test_resume_is_bit_exact(folder, run, options, threads):
         torch.set_num_threads(before)
     assert same(contents(CHECKPOINT), whole) and losses(folder) == whole_losses
     assert whole["step"] == len(whole_losses) and whole["threads"] == threads
+
+
+def test_a_checkpoint_with_options_that_are_gone(folder, run):
+    """It can be read and resumed if they had no effect on the trained network."""
+    assert run()[0] == 0
+    saved = contents(CHECKPOINT)
+    torch.save(saved | dict(model_config=saved["model_config"] | dict(value_embeds=3)), CHECKPOINT)
+    with pytest.raises(ValueError, match=r"another version.*value_embeds"):
+        load_model(CHECKPOINT)
+    torch.save(saved | dict(model_config=saved["model_config"] | dict(value_embeds=0, zero_init=True)), CHECKPOINT)
+    load_model(CHECKPOINT)
+    assert run("--resume", "--allow_changes", "--steps", "41")[0] == 0
 
 
 def test_float16_resumes_with_its_scaler(folder, run, monkeypatch):

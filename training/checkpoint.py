@@ -16,7 +16,7 @@ import sys
 import zipfile
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import asdict
+from dataclasses import asdict, fields
 from pathlib import Path
 
 import filelock
@@ -31,6 +31,8 @@ RUNS = Path("runs")
 FORMAT = 1
 # options that do not come with weights
 HERE_ONLY = ("dropout", "attention", "mask_documents", "end_of_text")
+# Options that this version no longer has, and their value without effect on a trained network; of others False or 0.
+GONE = {"head_scale": 1.0, "zero_init": True}
 
 
 class Run:
@@ -250,6 +252,12 @@ class SkipInitialisation(TorchFunctionMode):
         return function(*args, **kwargs or {})
 
 
+def known_options(saved, kind):
+    """Saved options of the dataclass `kind`, without those that it no longer has, if they had no effect."""
+    known = {field.name for field in fields(kind)}
+    return {name: value for name, value in saved.items() if name in known or value not in (False, GONE.get(name))}
+
+
 def empty_model(config, device="cpu"):
     """A GPT with arbitrary weights, or on the device "meta" with none."""
     with torch.device(device), SkipInitialisation():
@@ -259,7 +267,7 @@ def empty_model(config, device="cpu"):
 
 def load_weights(model, contents, ranks):
     """Copy the weights of a loaded checkpoint into a GPT; ValueError if its configuration differs."""
-    saved = asdict(GPTConfig(**contents["model_config"]))
+    saved = asdict(GPTConfig(**known_options(contents["model_config"], GPTConfig)))
     for name, value in asdict(model.config).items():
         same = saved[name] == value or name in HERE_ONLY
         require(same, f"the checkpoint holds another model: its {name} is {saved[name]!r}, not {value!r}")

@@ -12,15 +12,13 @@ import tyro
 
 from data import end_of_text
 from model import GPTConfig, require
-from training.checkpoint import checkpoints, newest_run
+from training.checkpoint import checkpoints, known_options, newest_run
 
 # Options that may change when a run is resumed. For `data` and `input`, the tokens are compared instead.
 FREE_ON_RESUME = {
     "resume", "allow_changes", "data", "input", "verify", "keep", "max_bad_steps", "log_every", "sample_every", "wandb",
     "save_every", "parallel", "cpu_offload", "checkpoint_activations",
 }  # fmt: skip
-# Values without effect of options that this version no longer has; of all others False or 0.
-NO_EFFECT = {"head_scale": 1.0}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -217,9 +215,7 @@ def load_config(argv):
 def resumed_config(folder, flags):
     """Config of the run in a folder, changed by flags; ValueError if the changes need --allow_changes."""
     require(folder.is_dir(), f"{folder} does not exist; --resume needs a run's folder")
-    record, options = json.loads((folder / "config.json").read_text()), {field.name for field in fields(Config)}
-    # an option that this version no longer has may be left out only if it had no effect
-    record = {k: v for k, v in record.items() if k in options or v not in (False, NO_EFFECT.get(k))}
+    record = known_options(json.loads((folder / "config.json").read_text()), Config)
     record |= {"resume": str(folder), "allow_changes": False}  # changes are allowed only once
     if record.get("tokenizer", "").startswith("run:") and checkpoints(folder):
         record["tokenizer"] = f"run:{folder}"  # the same tokenizer; its own run may be gone

@@ -16,7 +16,7 @@ from data.hub import download_files
 from data.tokenizer import UNTRAINED
 from data.tokenizer_json import vocabulary_of
 from model import GPTConfig, require
-from training.checkpoint import HERE_ONLY, checkpoints, copy_weights, empty_model, load_first, newest_run
+from training.checkpoint import HERE_ONLY, checkpoints, copy_weights, empty_model, known_options, load_first, newest_run
 
 GPT2_SIZES = ("gpt2", "gpt2-medium", "gpt2-large", "gpt2-xl")
 GPT2_VOCABULARY = 50257
@@ -106,7 +106,7 @@ def _require_weights(path, weights, config):
 def _restore(path, network, tokenizer):
     """(GPTConfig, tokenizer) of stored dicts."""
     try:
-        return GPTConfig(**network), from_state(tokenizer)
+        return GPTConfig(**known_options(network, GPTConfig)), from_state(tokenizer)
     except (TypeError, KeyError, ValueError) as error:
         another = "is damaged or from another version of this repository"
         raise ValueError(f"{path} {another} ({error}); get it again or use that version") from None
