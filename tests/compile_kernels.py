@@ -289,7 +289,7 @@ def launch_training_kernels(dtype, dim, causal, group, features=False, length=40
         cross_entropy(x.new_empty(length, 50_304), targets, x.new_empty(length, dtype=torch.float32), 50_257, softcap)
     state = torch.empty_like(weight, dtype=torch.float32)
     muon.blend(state, state, weight, 0.05, scale, scale)
-    muon.update(state, weight, scale, 0.2, 0.1, True, scale)
+    muon.update(state, weight, scale, 0.2, 0.1, scale)
     for width in (6 * dim, WIDEST):
         x, weight = (x.new_empty(*shape, width, dtype=t) for shape, t in (((length,), dtype), ((), torch.float32)))
         seed = x.new_empty(1, dtype=torch.int64)
