@@ -107,31 +107,3 @@ def test_arguments_of_other_packages():
     mask |= torch.eye(10, dtype=torch.bool)
     bias = torch.zeros_like(mask, dtype=q.dtype).masked_fill(~mask, float("-inf"))
     torch.testing.assert_close(attention(q, k, v, causal=False, bias=bias), sdpa(q, k, v, attn_mask=mask))
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(not HAS_TRITON, reason="Triton exists for Linux only")
-def test_attention_installs_alone(tmp_path):
-    """Away from this repository, and without a package other than PyTorch and Triton."""
-    shutil.copytree(ROOT / "attention", tmp_path / "source", ignore=shutil.ignore_patterns("__pycache__"))
-    site = tmp_path / "site"
-    install = [sys.executable, "-m", "pip", "install", "-q", "--no-deps", "--target", site, tmp_path / "source"]
-    subprocess.run(install, check=True, capture_output=True)
-    code = """
-import sys
-import torch, triton
-before = set(sys.modules)
-import attention, attention.hopper, attention.portable.launch
-new = {name.partition(".")[0] for name in set(sys.modules) - before}
-assert new <= {"attention", "torch", "triton", *sys.stdlib_module_names}, new
-q, k, v = torch.randn(3, 1, 40, 2, 16)
-out = attention.attention(q, k, v, impl=sys.argv[1])
-assert (out - attention.attention(q, k, v, impl="reference")).abs().max() < 1e-5
-print(attention.__file__)
-"""
-    impl = "triton" if os.environ.get("TRITON_INTERPRET") == "1" else "auto"
-    environment = os.environ | {"PYTHONPATH": str(site)}
-    command = [sys.executable, "-c", code, impl]
-    run = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
-    assert run.returncode == 0, run.stderr
-    assert run.stdout.strip() == str(site / "attention" / "__init__.py")
