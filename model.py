@@ -62,7 +62,7 @@ class GPTConfig:
     logit_softcap: float | None = None
     """Replace logits by cap * tanh(logits / cap); None = off."""
     embed_skip: bool = False
-    """Make the input x of each block (1 + a) x + b (embedding of the token), with learned a and b that begin at 0."""
+    """Give each block (1 + a) x + b (embedding of the token) in place of x; a and b are learned and begin at 0."""
     value_residual: bool = False
     """Mix the values of attention with the first block's, by learned shares that begin at 1/2 (Zhou et al. 2024)."""
     window: int | None = None

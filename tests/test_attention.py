@@ -32,7 +32,7 @@ def test_half_precision(case, dtype, device, poisoned):
 
 
 def test_check_finds_one_bad_row(device, monkeypatch):
-    """Of 1,120, with about 20 times eager PyTorch's error: the norm of the whole result is within its bound."""
+    """One row of 1,120 has about 20 times eager PyTorch's error; the norm of the whole result stays in its bound."""
 
     def spoiled(*, impl, **arguments):
         found = attention(**arguments, impl="reference")

@@ -31,7 +31,8 @@ RUNS = Path("runs")
 FORMAT = 1
 # options that do not come with weights
 HERE_ONLY = ("dropout", "attention", "mask_documents", "end_of_text")
-# Options that this version no longer has, and their value without effect on a trained network; of others False or 0.
+# Options that this version no longer has: the value that changes nothing in a trained network. For all others that
+# are gone it is False or 0.
 GONE = {"head_scale": 1.0, "zero_init": True}
 
 
