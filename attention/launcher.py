@@ -1,4 +1,5 @@
-"""How a problem starts a kernel. From the second time on nothing is looked up, which can take longer than the kernel.
+"""How a problem starts a kernel. From the second time on it skips Triton's lookups, which can take
+longer than the kernel.
 
 All that bypasses Triton's own launch is in this file. benchmarks/LOG.md ("fewer and cheaper starts") has what it saves.
 """
@@ -60,8 +61,8 @@ class Launcher:
 def descriptor(problem, name, x, make, *args):
     """TMA descriptor of a tensor, as make(x, *args) makes it.
 
-    It is made and checked, which takes as long as a launch, for the first tensor of a name: the others of the problem
-    differ from that in where they begin.
+    To make and check one takes as long as a launch. So this is done once for each name: later tensors of that name
+    differ only in their address.
     """
     known = problem.layouts.get((name, make))
     if known is None:

@@ -11,7 +11,7 @@ from .tiles import Ragged, Tile, View, pair_view, per_head_view, rows_view, view
 
 
 class Problem(NamedTuple):
-    """One call: its sizes, and the arguments that all kernels share.
+    """One pass of a call: its sizes, and the arguments that all kernels share.
 
     What depends on the shapes of its tensors alone is made for the first of the calls that are alike: see once() and
     view(), and descriptor() in launcher.py.
@@ -28,7 +28,7 @@ class Problem(NamedTuple):
     tile: Tile  # but for its blocks
     launches: dict  # kernel -> Launch, of launches_for
     device: torch.device
-    ragged: Ragged | None  # these two are None in what describe() remembers, if they hold tensors
+    ragged: Ragged | None  # of a call with optional tensors, describe() does not remember these two
     terms: Terms | None
 
     def once(self, make, *args):

@@ -1,4 +1,4 @@
-"""The score rule of the portable kernels: scale, softcap, decay, ALiBi, bias, mask and dropout.
+"""The score rule: scale, softcap, decay, ALiBi, bias, mask and dropout. The Hopper kernels share parts of it.
 
 Functions here are elementwise and free of orientation: the caller passes positions that broadcast to its tile, so the
 same formula serves [queries, keys] and [keys, queries]. Positions of queries are counted in keys: query i of Tq stands

@@ -124,10 +124,10 @@ def launch_dkdv(problem, inputs, dk, dv, k_gate):
     are added afterwards.
     """
     (batch, k_len, kv_heads, _), heads = dk.shape, problem.tile.heads
-    parts = ("dkdv",) if "dkdv" in problem.launches else [x for x in ("dk", "dv") if x in problem.launches]
+    kernels = ("dkdv",) if "dkdv" in problem.launches else [x for x in ("dk", "dv") if x in problem.launches]
     partials = False
     if heads != kv_heads:
-        programs = problem.once(dkdv_launcher, parts[0], kv_heads).programs
+        programs = problem.once(dkdv_launcher, kernels[0], kv_heads).programs
         partials = not loops_over_group(problem, programs, problem.device)
     dk_sum, dv_sum = dk, dv
     if partials:
@@ -138,7 +138,7 @@ def launch_dkdv(problem, inputs, dk, dv, k_gate):
         problem.view("k_gate", k_gate), problem.q_len, problem.k_len, problem.ragged, *problem.terms,
     )  # fmt: skip
     q, _, _, dout, *_ = inputs
-    for outputs in parts:
+    for outputs in kernels:
         tiles = tiles_for(problem, outputs, q.ptr, dout.ptr)
         problem.once(dkdv_launcher, outputs, kv_heads).start(*inputs, *tiles, *args)
     if partials:
