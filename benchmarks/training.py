@@ -86,11 +86,11 @@ def jobs(ranks, small):
             4.0 if small else 1.4721,  # nanoGPT's best loss on an H200 (docs/results.md)
         ),
         "modern": Job(
-            "bpe:512",
-            16 * 128 if small else 64 * 256,
+            "bpe:384",
+            16 * 128 if small else 16 * 1024,
             ["configs/shakespeare.py", *(["--device=cpu", "--steps=20", "--eval_every=10"] if small else [])],
             None,
-            8.0 if small else 2.05,
+            8.0 if small else 2.0,
             "bits/byte",
         ),
     }  # fmt: skip
