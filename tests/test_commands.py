@@ -96,7 +96,7 @@ def hub(folder, monkeypatch, data_root):
         yield
 
 
-@pytest.mark.parametrize("page, count", [("README.md", 19), ("docs/guide.md", 25)])
+@pytest.mark.parametrize("page, count", [("README.md", 20), ("docs/guide.md", 25)])
 def test_commands(page, count, folder, hub, monkeypatch, capsys):
     for name in ("configs", "data"):
         (folder / name).symlink_to(ROOT / name)
