@@ -1,5 +1,6 @@
 # The control of the recipes (benchmarks/recipes.py): nanoGPT's GPT-2 124M and AdamW on 150 million tokens of books. Its
-# batch size, learning rate, beta2 and weight decay are tuned for these books (benchmarks/LOG.md).
+# batch size, learning rate, beta2 and weight decay are tuned for these books. A longer warm-up is better after 50
+# million tokens, and was not run to the end yet (benchmarks/LOG.md).
 #     python benchmarks/recipes.py split classic-books-markdown books --megabytes 220     docs/data.md: how to get them
 #     python train.py configs/gpt2_books.py
 data = "text"
