@@ -1,6 +1,6 @@
 # The showcase: a modern network on subword tokens.
 data = "shakespeare"
-tokenizer = "bpe:384"  # more text per context than single characters; with 512 it overfits sooner
+tokenizer = "bpe:384"  # more text per context than single characters
 
 norm = "rmsnorm"
 position = "rope"
@@ -10,7 +10,7 @@ logit_softcap = 15.0
 n_layer = 6
 n_head = 6
 n_embd = 384
-block_size = 1024  # with 256 the loss is 0.04 bits/byte higher
+block_size = 1024  # with 512 the loss is about 0.015 bits/byte higher
 dropout = 0.25  # a megabyte of text overfits within a few epochs
 
 batch_size = 16
