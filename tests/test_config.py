@@ -119,8 +119,6 @@ def test_a_boolean_flag_alone_means_true(typed, value):
         (["--weight_decay", "-1"], ["weight_decay=-1.0"]),
         (["--cooldown", "1.5"], ["cooldown=1.5"]),
         (["--ema", "1"], ["ema=1.0"]),
-        (["--small_batches", "-0.1"], ["small_batches=-0.1"]),
-        (["--small_batches", "0.5"], ["small_batches=0.5", "--micro_batch N"]),
         (["--data", "text"], ["--input"]),
         (["--name", "../x"], ["name='../x'"]),
         (["--batch_size", "8", "extra"], ["extra"]),

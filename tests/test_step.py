@@ -116,19 +116,6 @@ def test_micro_batches_give_the_same_losses_as_one_batch(micro_batch, batches):
     assert parts == [pytest.approx(pair, rel=1e-5) for pair in whole]
 
 
-def test_small_batches_are_steps_of_their_own(batches):
-    """In the first half of 4 steps, 4 micro-batches of 2 make 4 updates; after that they make one."""
-    model, take_step = make_step(2, steps=4, small_batches=0.5)
-    other, one_step = make_step(2)
-    for step in range(4):
-        inputs, targets = batches.batch(step)
-        loss, norm = take_step(step, inputs, targets, 1e-2)
-        rows = [slice(row, row + 2) for row in range(0, 8, 2)] if step < 2 else [slice(8)]
-        found = [one_step(step, inputs[each], targets[each], 1e-2) for each in rows]
-        assert loss.item() == pytest.approx(np.mean([x.item() for x, _ in found]), rel=1e-6) and norm == found[-1][1]
-        assert equal(state(model, take_step), state(other, one_step))
-
-
 @pytest.mark.parametrize("grad_clip, used", [(1e-2, 1e-2), (100.0, None), (0.0, None)])
 def test_gradient_clipping(grad_clip, used, batches):
     model, take_step = make_step(grad_clip=grad_clip)

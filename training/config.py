@@ -46,8 +46,6 @@ class Config(GPTConfig):
     micro_batch: int | Literal["auto"] = 0
     """Sequences per forward pass of one GPU: 0 takes the GPU's whole share of a batch, auto as many as fit into memory.
     """
-    small_batches: float = 0.0
-    """For this first share of the steps, update the weights after each micro-batch."""
 
     # optimizer
     steps: int = 5000
@@ -154,12 +152,8 @@ class Config(GPTConfig):
             require(getattr(self, name) > 0, f"{name}={getattr(self, name)} must be positive")
         with_fsdp = self.parallel == "fsdp" or not self.cpu_offload
         require(with_fsdp, "cpu_offload=True needs --parallel fsdp, under torchrun")
-        for name in ("cooldown", "small_batches"):
-            value = getattr(self, name)
-            require(0 <= value <= 1, f"{name}={value} must be in [0, 1], a share of the steps")
+        require(0 <= self.cooldown <= 1, f"cooldown={self.cooldown} must be in [0, 1], a share of the steps")
         require(0 <= self.ema < 1, f"ema={self.ema} must be at least 0 and below 1, such as 0.99")
-        sized = self.small_batches == 0 or self.micro_batch not in (0, "auto")
-        require(sized, f"small_batches={self.small_batches} needs --micro_batch N, the size of a small batch")
         with_input = self.data not in ("text", "tokens") or self.input
         require(with_input, f"data={self.data!r} needs --input PATH, a file or folder of yours")
         one_folder = Path(self.name).name == self.name and not self.name.startswith(".")

@@ -74,11 +74,9 @@ class TrainStep:
         """Take step number `step` at a learning rate, on this rank's inputs and targets [share, T].
 
         Returns:
-            (loss of the global batch in nats per token, norm of its gradient), [] float32 each, on the device. If each
-            micro-batch makes an update, the mean loss and the last norm.
+            (loss of the global batch in nats per token, norm of its gradient), [] float32 each, on the device.
         """
         set_learning_rate(self.optimizer, rate)
-        many_updates = step < self.config.small_batches * self.config.steps
         share, rank = len(inputs), self.ranks.rank
         batches = [x.to(self.ranks.device, non_blocking=True).split(self.micro_batch) for x in (inputs, targets)]
         if self.scales:
@@ -91,16 +89,12 @@ class TrainStep:
                 torch.manual_seed(int(seed))
             if share == self.micro_batch:
                 return (self.graph or self._whole_step)(*batch)
-            if many_updates:
-                own_loss, grad_norm = (self.graph or self._whole_step)(*batch)
-                loss = loss + own_loss * (self.micro_batch / share)
-                continue
             last = (index + 1) * self.micro_batch == share
             # FSDP sums the gradients of each micro-batch over the ranks, because no rank has room for all of them
             one_sum = self.ranks.world > 1 and not self.ranks.sharded
             with self.network.no_sync() if one_sum and not last else nullcontext():
                 loss = loss + self._backward(*batch, share)
-        return (loss, grad_norm) if many_updates else self._update(loss)
+        return self._update(loss)
 
     def _whole_step(self, inputs, targets):
         return self._update(self._backward(inputs, targets, len(inputs)))
