@@ -210,7 +210,8 @@ def compare(outcomes, base):
     """{name of a change: (its mean loss less that of `base`, the same at equal time)}, at the tokens of most runs.
 
     A change that slows training down would see fewer tokens in the same time. How much loss this costs is read from a
-    straight line over the logarithm of tokens, fitted to runs of `base` with two or more numbers of tokens.
+    straight line over the logarithm of tokens, fitted to runs of `base` with two or more numbers of tokens. The speed
+    of `base` is the mean of all its runs.
     """
     commands = {(outcome.name, outcome.command) for outcome in outcomes}
     unique = len(commands) == len({name for name, _ in commands})
@@ -222,12 +223,13 @@ def compare(outcomes, base):
     of_base = [outcome for outcome in outcomes if outcome.name == base]
     enough = base in groups and len({outcome.tokens for outcome in of_base}) > 1
     require(enough, f"{base} needs runs with {most:,} tokens, as most runs have, and with another number; add them")
+    rate = mean(of_base, "rate")
     slope = statistics.linear_regression([math.log(x.tokens) for x in of_base], [x.loss for x in of_base]).slope
 
-    found = {}
+    base_loss, found = mean(groups.pop(base), "loss"), {}
     for name, some in groups.items():
-        loss = mean(some, "loss") - mean(groups[base], "loss")
-        found[name] = loss, loss + slope * math.log(mean(some, "rate") / mean(groups[base], "rate"))
+        loss = mean(some, "loss") - base_loss
+        found[name] = loss, loss + slope * math.log(mean(some, "rate") / rate)
     return found
 
 
