@@ -1,6 +1,5 @@
 # The control of the recipes (benchmarks/recipes.py): nanoGPT's GPT-2 124M and AdamW on 150 million tokens of books. Its
-# batch size, learning rate, beta2 and weight decay are tuned for these books. A longer warm-up is better after 50
-# million tokens, and was not run to the end yet (benchmarks/LOG.md).
+# batch size, learning rate, warm-up, beta2 and weight decay are tuned for these books (docs/recipes.md).
 #     python benchmarks/recipes.py split classic-books-markdown books --megabytes 220     docs/data.md: how to get them
 #     python train.py configs/gpt2_books.py
 data = "text"
@@ -18,7 +17,7 @@ batch_size = 16  # x 1024 = 16,384 tokens
 steps = 9156  # 150 million tokens, about three epochs
 learning_rate = 1.1e-3
 min_learning_rate = 1.1e-4  # a tenth, by a cosine
-warmup_steps = 400
+warmup_steps = 1600  # better than 400, 800 and 3200; nanoGPT has 2000
 beta2 = 0.99
 weight_decay = 1.0  # better than nanoGPT's 0.1 and than 2.0
 eval_every = 1144
