@@ -210,8 +210,8 @@ def compare(outcomes, base):
     """{name of a change: (its mean loss less that of `base`, the same at equal time)}, at the tokens of most runs.
 
     A change that slows training down would see fewer tokens in the same time. How much loss this costs is read from a
-    straight line over the logarithm of tokens, fitted to runs of `base` with two or more numbers of tokens. The speed
-    of `base` is the mean of all its runs.
+    straight line over the logarithm of tokens, fitted to runs of `base` with two or more numbers of tokens. The line is
+    only good near these numbers. The speed of `base` is the mean of all its runs.
     """
     commands = {(outcome.name, outcome.command) for outcome in outcomes}
     unique = len(commands) == len({name for name, _ in commands})
@@ -226,7 +226,9 @@ def compare(outcomes, base):
     rate = mean(of_base, "rate")
     slope = statistics.linear_regression([math.log(x.tokens) for x in of_base], [x.loss for x in of_base]).slope
 
-    base_loss, found = mean(groups.pop(base), "loss"), {}
+    base_loss = mean(groups.pop(base), "loss")
+    require(groups, f"no other run has {most:,} tokens; add runs to compare with {base}")
+    found = {}
     for name, some in groups.items():
         loss = mean(some, "loss") - base_loss
         found[name] = loss, loss + slope * math.log(mean(some, "rate") / rate)
@@ -244,7 +246,7 @@ def chart(found, image, base):
     axis.barh(list(bars), equal_time, color="#2471a3", label="at equal time")
     axis.plot(equal_tokens, list(bars), "o", color="#c0392b", label="at equal tokens")
     axis.axvline(0, color="black", linewidth=0.8)
-    axis.set_xlabel(f"loss less that of {base} (nats per token); left is better")
+    axis.set_xlabel(f"loss minus that of {base} (nats per token); right of 0: the change is worse")
     axis.grid(axis="x", alpha=0.25)
     axis.legend(frameon=False)
     figure.savefig(image, dpi=130)
