@@ -1,44 +1,46 @@
-"""Measure how good a model is: its loss on a text, and its accuracy in multiple choice and in LAMBADA.
+"""Measure how good a model is: its loss on a text, and its accuracy in tasks of EleutherAI's lm-evaluation-harness.
 
 python evaluate.py                                            the newest run on all of its validation text
 python evaluate.py runs/NAME --text book.txt --stride 128     another text, each token with more context
-python evaluate.py runs/NAME --tasks hellaswag lambada mine.jsonl
-
-training/tasks.py lists the formats of a task's lines, and how they are scored.
+python evaluate.py runs/NAME --tasks hellaswag lambada_openai mine.yaml mine.jsonl
 """
 
+from errors import UserError, catch_ctrl_c, command, require
+
+if __name__ == "__main__":
+    catch_ctrl_c()
+
+import difflib
+import itertools
 import json
-import math
+import logging
+import random
 import sys
+from contextlib import redirect_stdout
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
 import numpy as np
-import torch
 import tyro
 from tqdm import tqdm
 
-from data import open_corpus
+from data import end_of_text, open_corpus
 from data.documents import read_text
-from data.files import require_file
 from data.tokenizer import encode
-from model import require
-from sample import load
-from training.config import parse_flags
-from training.score import score, windows
-from training.tasks import evaluate_task, read_task
-
-PIECE = 2**20  # tokens of a corpus that are read at once
+from generation import generate_batch
+from generation.score import evaluate_text, score
+from hf.weights import load
+from training.flags import parse_flags
 
 
 @dataclass(frozen=True, kw_only=True)
 class EvaluateConfig:
-    """Options of evaluate.py."""
+    """python evaluate.py [RUN] [--option value ...]"""
 
     run: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="RUN")] = ""
-    """Run folder (its best.pt is preferred), checkpoint file, Hugging Face folder or its .safetensors file, or gpt2,
-    gpt2-medium, gpt2-large, gpt2-xl; the default is the newest run."""
+    """NAME of runs/NAME or a run's folder (its best.pt is preferred), checkpoint file, Hugging Face folder or its
+    .safetensors file, or gpt2, gpt2-medium, gpt2-large, gpt2-xl; the default is the newest run."""
     text: str = ""
     """A UTF-8 file to compute the loss on."""
     split: str = ""
@@ -47,7 +49,7 @@ class EvaluateConfig:
     """Tokens from one window to the next: each token is scored once, after at least block_size - stride others. The
     default is block_size."""
     tasks: tuple[str, ...] = ()
-    """hellaswag, lambada, and files of JSON lines or Parquet; OWNER/NAME:PATH is a file of a data set on the hub."""
+    """Tasks of lm_eval, your own .yaml files, folders of them, or .jsonl files of questions (see docs/guide.md)."""
     limit: int = 0
     """Items of each task, from its first on; 0 = all."""
     batch_size: int = 16
@@ -58,58 +60,145 @@ class EvaluateConfig:
     """auto (CUDA, else MPS, else CPU), cpu, cuda, cuda:1, mps."""
 
 
-def evaluate_text(model, pieces, text_bytes, stride, batch_size):
-    """Nats per token, perplexity and bits per byte of a text of text_bytes bytes; pieces as for windows()."""
-    total, scored = 0.0, 0
-    with tqdm(unit=" tokens", unit_scale=True, disable=None, leave=False) as bar:
-        for likelihood, _, count in score(model, windows(pieces, model.config.block_size, stride), batch_size):
-            total, scored = total + likelihood, scored + count
-            bar.update(count)
-    require(scored, "the text has less than 2 tokens, of which the first is only context; give a longer one")
-    loss, tokens = -total / scored, scored + 1
-    bits = loss / math.log(2) * tokens / text_bytes  # as Corpus.bytes_per_token counts
-    return dict(loss=loss, perplexity=float(np.exp(loss)), bits_per_byte=bits, tokens=tokens, bytes=text_bytes)
-
-
-def evaluate_file(model, tokenizer, path, stride, batch_size):
-    """evaluate_text() of a file, which need not fit into memory."""
-    require_file(path, "--text needs a UTF-8 file")
-    text_bytes = sum(len(piece.encode()) for piece in read_text(path))
+def read_file(path, tokenizer):
+    """(tokens [count], bytes) of a file."""
+    text = "".join(read_text(path))
     try:
-        pieces = (encode(tokenizer, piece) for piece in read_text(path))
-        return evaluate_text(model, pieces, text_bytes, stride, batch_size)
-    except ValueError as error:
-        raise ValueError(f"{path}: {error}") from None
+        tokens = encode(tokenizer, text)
+    except UserError as error:
+        raise UserError(f"{path}: {error}") from None
+    require(len(tokens) > 1, f"{path} has less than 2 tokens, of which the first is only context; give a longer one")
+    return tokens, len(text.encode())
 
 
-def evaluate_split(model, contents, split, stride, batch_size):
-    """evaluate_text() of a part, val or train, of the corpus that a checkpoint was trained on."""
-    options = contents.get("config")
-    require(options, f"{contents['path']} names no corpus of its own; give --text FILE or --tasks")
+def read_split(contents, split):
+    """(tokens [count], bytes) of a part, val or train, of the corpus that a checkpoint was trained on."""
+    options, path = contents.get("config"), contents["path"]
+    require(options, f"{path} names no corpus of its own; give --text FILE or --tasks")
     expected, tokenizer = contents["tokens_sha256"], options["tokenizer"]
     if tokenizer.startswith("run:"):
-        tokenizer = f"run:{contents['path']}"  # the same tokenizer; its own run may be gone
+        tokenizer = f"run:{path}"  # the same tokenizer; its own run may be gone
     corpus = open_corpus(options["data"], tokenizer, options["input"] or None, sha256=expected)
-    require(
-        corpus.sha256 == expected,
-        f"the tokens in {corpus.folder} (sha256 {corpus.sha256[:12]}) are not those that {contents['path']} was "
-        f"trained on ({expected[:12]}); prepare the same text again, or give a text with --text",
-    )
-    tokens = getattr(corpus, split)
-    pieces = (shard[at : at + PIECE] for shard in tokens.shards for at in range(0, len(shard), PIECE))
-    return evaluate_text(model, pieces, tokens.text_bytes, stride, batch_size)
+    require(corpus.sha256 == expected, f"{corpus.folder} has other tokens than {path}; give the text with --text")
+    part = getattr(corpus, split)
+    return np.concatenate(part.shards), part.text_bytes
+
+
+def load_tasks(names):
+    """The tasks that --tasks names, as lm_eval.evaluate() takes them."""
+    try:
+        from lm_eval.tasks import TaskManager
+    except ImportError:
+        raise UserError("--tasks needs the package lm_eval; install it: pip install -e '.[eval]'") from None
+    logging.getLogger("lm_eval").setLevel(logging.ERROR)
+    random.seed(0)  # as lm_eval's own command: some tasks shuffle their choices
+    folders = [name for name in names if Path(name).is_dir()]
+    manager = TaskManager(include_path=folders, include_defaults=not all(Path(name).exists() for name in names))
+    tasks = []
+    for name in names:
+        if name in folders:
+            tasks += TaskManager(include_path=name, include_defaults=False).all_subtasks
+        elif name.endswith(".jsonl"):
+            tasks.append(question_task(Path(name)))
+        else:
+            close = ", ".join(difflib.get_close_matches(name, manager.all_tasks)) or "none"
+            known = name in manager.all_tasks or Path(name).exists()
+            require(known, f"--tasks {name} is no task of lm_eval and no file; names like it: {close}")
+            tasks.append(name)
+    try:
+        loaded = manager.load(tasks)
+    except Exception as error:  # of lm_eval, datasets, huggingface_hub and yaml, which have no common base class
+        reason = " ".join(str(error).split())
+        raise UserError(f"cannot load --tasks ({reason}); check the network and the files of your own tasks") from None
+    require(loaded["tasks"], f"there are no tasks in {', '.join(names)}; see docs/guide.md")
+    for task in loaded["tasks"].values():
+        task.set_fewshot_seed(1234)
+    return loaded
+
+
+def question_task(path):
+    """A task for lm_eval from a file with one question per line:
+
+    {"context" or "query": text, "choices": [text, ...], "label" or "gold": index of the right choice}
+    """
+    import datasets
+
+    questions = []
+    try:
+        for line in filter(str.strip, path.open(encoding="utf-8")):
+            row = json.loads(line)
+            context, choices = row["context" if "context" in row else "query"], row["choices"]
+            label = int(row["label" if "label" in row else "gold"])
+            require(isinstance(choices, list) and 0 <= label < len(choices), "the label must be the index of a choice")
+            questions.append(dict(context=str(context), choices=list(map(str, choices)), label=label))
+    except (KeyError, TypeError, ValueError) as error:
+        raise UserError(f"{path}, question {len(questions) + 1} is wrong ({error}); docs/guide.md shows one") from None
+    require(questions, f"{path} is empty; write one question per line")
+    return dict(
+        task=str(path), output_type="multiple_choice", test_split="test",
+        custom_dataset=lambda **_: {"test": datasets.Dataset.from_list(questions)},
+        doc_to_text="context", doc_to_choice="choices", doc_to_target="label",
+    )  # fmt: skip
+
+
+def evaluate_tasks(model, tokenizer, tasks, limit, batch_size):
+    """{name: {metric: value}} of the tasks of load_tasks(), and of groups. A context that is too long keeps its end."""
+    import lm_eval
+    from lm_eval.api.model import TemplateLM
+    from lm_eval.models.utils import normalize_gen_kwargs
+
+    class Model(TemplateLM):
+        @property
+        def eot_token_id(self):
+            end = end_of_text(tokenizer)
+            require(end is not None, f"a question has no context, and {tokenizer.name} no end of text to begin with")
+            return end
+
+        def tok_encode(self, string, add_special_tokens=None, **_):
+            return encode(tokenizer, string).tolist()
+
+        def _loglikelihood_tokens(self, requests, **_):
+            texts = []
+            for _, context, continuation in requests:
+                context = context or [self.eot_token_id]
+                texts.append((np.array(context + continuation), len(context)))
+            return list(zip(*score(model, texts, batch_size), strict=True))
+
+        def loglikelihood_rolling(self, requests, **_):
+            texts = [(None, [], self.tok_encode(*request.args)) for request in requests]
+            return [likelihood for likelihood, _ in self._loglikelihood_tokens(texts)]
+
+        def generate_until(self, requests, **_):
+            texts = []
+            for options, group in itertools.groupby(requests, key=lambda request: request.args[1]):
+                prompts, options = [request.args[0] for request in group], normalize_gen_kwargs(options)
+                settings = dict(max_tokens=options["max_gen_toks"], stop=options["until"], top_k=0)
+                settings["temperature"] = options.get("temperature", 0.0)
+                for start in tqdm(range(0, len(prompts), batch_size), disable=None, leave=False):
+                    texts += generate_batch(model, tokenizer, prompts[start : start + batch_size], **settings)
+            return texts
+
+    with redirect_stdout(sys.stderr):  # for what lm_eval prints
+        found = lm_eval.evaluate(Model(), tasks, limit=limit or None, bootstrap_iters=1000, log_samples=False)
+    results = {}
+    for name, values in found["results"].items():
+        if "sample_len" in values:  # a group need not have metrics of its own
+            values["items"] = values.pop("sample_len")
+            results[name] = {key.removesuffix(",none"): v for key, v in values.items() if not isinstance(v, str)}
+    return results
 
 
 def describe(name, result):
     """A result in one line."""
-    if "loss" in result:
-        return (
-            f"{name}: loss {result['loss']:.4f} nats/token, perplexity {result['perplexity']:.2f}, "
-            f"{result['bits_per_byte']:.4f} bits/byte ({result['tokens']:,} tokens, {result['bytes']:,} bytes)"
-        )
-    parts = [f"{key} {result[key]:.4f} ± {result[f'{key}_stderr']:.4f}" for key in ("acc", "acc_norm") if key in result]
-    parts += [f"perplexity {result['perplexity']:.2f}"] if "perplexity" in result else []
-    return f"{name}: {', '.join(parts)} ({result['items']:,} items)"
+    values, counts = [], []
+    for key, value in result.items():
+        if isinstance(value, int):
+            counts.append(f"{value:,} {key}")
+        elif "_stderr" in key:
+            values[-1] += f" ± {value:.4f}"
+        else:
+            values.append(f"{key} {value:.4f}")
+    return f"{name}: {', '.join(values)} ({', '.join(counts)})"
 
 
 def main(config):
@@ -117,35 +206,25 @@ def main(config):
     require(not (config.text and config.split), "--text and --split name two texts; choose one of them")
     require(config.batch_size >= 1, f"batch_size={config.batch_size} must be at least 1")
     require(config.limit >= 0, f"limit={config.limit} must be at least 0; 0 takes all items")
-    tasks = [(name, *read_task(name, config.limit)) for name in config.tasks]  # first, so that a mistake shows at once
+    tasks = load_tasks(config.tasks) if config.tasks else None  # first, so that a mistake shows at once
     model, tokenizer, contents = load(config.run, config.device, "float32")
     print(f"{contents['path']} on {model.embed.weight.device}", file=sys.stderr)
-    results, block_size = {}, model.config.block_size
-    stride = block_size if config.stride is None else config.stride
-    require(1 <= stride <= block_size, f"stride={stride} must be from 1 to the model's block_size, {block_size}")
-
-    def report(name, result):
-        results[name] = {k: v if math.isfinite(v) else None for k, v in result.items()}  # JSON has no NaN
-        if not config.json:
-            print(describe(name, result), flush=True)
-
+    results, stride, block_size = {}, config.stride, model.config.block_size
+    require(stride is None or 1 <= stride <= block_size, f"stride={stride} must be from 1 to block_size, {block_size}")
     if config.text:
-        report(config.text, evaluate_file(model, tokenizer, Path(config.text), stride, config.batch_size))
+        text = read_file(Path(config.text), tokenizer)
+        results[config.text] = evaluate_text(model, *text, stride, config.batch_size)
     elif config.split or not config.tasks:
         split = config.split or "val"
-        report(split, evaluate_split(model, contents, split, stride, config.batch_size))
-    for name, kind, items in tasks:
-        report(name, evaluate_task(model, tokenizer, name, kind, items, config.batch_size))
-    if config.json:
-        print(json.dumps({"checkpoint": str(contents["path"]), "results": results}))
+        results[split] = evaluate_text(model, *read_split(contents, split), stride, config.batch_size)
+    if tasks:
+        results |= evaluate_tasks(model, tokenizer, tasks, config.limit, config.batch_size)
+    lines = "\n".join(map(describe, results, results.values()))
+    print(json.dumps({"checkpoint": str(contents["path"]), "results": results}) if config.json else lines)
 
 
 if __name__ == "__main__":
-    try:
+    # lm_eval imports Hugging Face's package "evaluate", which this file's name would hide
+    sys.path.sort(key=lambda folder: folder == str(Path(__file__).parent))
+    with command(out_of_memory="take a smaller --batch_size"):
         main(parse_flags(EvaluateConfig, sys.argv[1:]))
-    except torch.OutOfMemoryError as error:
-        sys.exit(f"error: {str(error).split('. ')[0]}; take a smaller --batch_size")
-    except (ValueError, OSError) as error:
-        sys.exit(f"error: {error}")
-    except KeyboardInterrupt:
-        sys.exit(130)

@@ -13,26 +13,23 @@ from typing import Literal, get_args, get_origin
 
 import torch
 import torch.nn.functional as F
-from torch import nn
-from torch.utils.checkpoint import checkpoint
+from torch import Tensor, nn
 
 from attention import attention, attention_qkv
-from attention.decode import HAS_TRITON
-from kernels.add_norm import add, add_norm, draw_seeds
+from errors import require
+from kernels.activation import ACTIVATIONS
 from kernels.documents import find_documents
+from kernels.loss import head_logits, head_loss
 from kernels.mlp import mlp
 
-
-def require(condition, message):
-    """Raise ValueError unless the condition holds."""
-    if not condition:
-        raise ValueError(message)
+RMSNORM_EPSILON = torch.finfo(torch.float32).eps
 
 
 @dataclass(frozen=True, kw_only=True)
 class GPTConfig:
     """The network's options; training.config.Config adds those of a training run."""
 
+    # network
     vocab_size: int = 0
     """Rows of the embedding; 0 means the tokenizer's vocabulary size."""
     block_size: int = 256
@@ -51,7 +48,7 @@ class GPTConfig:
     """Learned weights in the norms."""
     position: Literal["learned", "rope"] = "learned"
     """Learned position embeddings, or rotary ones (RoPE)."""
-    mlp: Literal["gelu", "gelu_tanh", "relu2", "swiglu"] = "gelu"
+    mlp: Literal[*ACTIVATIONS, "swiglu"] = "gelu"
     """Activation of the MLP: gelu_tanh is GPT-2's approximation of GELU, relu2 is ReLU squared."""
     qk_norm: bool = False
     """Normalise the queries and keys of each head to unit RMS."""
@@ -107,26 +104,23 @@ class GPTConfig:
 
 
 class RMSNorm(nn.RMSNorm):
-    """RMSNorm computed in float32, as autocast computes LayerNorm."""
+    """RMSNorm, computed in float32 whatever the dtype of x."""
 
     def forward(self, x):
-        weight = None if self.weight is None else self.weight.float()  # FSDP gives it in the dtype of the matmuls
-        return F.rms_norm(x.float(), self.normalized_shape, weight, self.eps).type_as(x)
+        weight = None if self.weight is None else self.weight.type_as(x)  # of one dtype, they take one kernel
+        return F.rms_norm(x, self.normalized_shape, weight, self.eps)
 
 
 def make_norm(config):
     if config.norm == "rmsnorm":
-        return RMSNorm(config.n_embd, elementwise_affine=config.norm_weight)
+        return RMSNorm(config.n_embd, RMSNORM_EPSILON, config.norm_weight)
     return nn.LayerNorm(config.n_embd, elementwise_affine=config.norm_weight, bias=config.bias)
 
 
 def rotary_angles(config):
-    """cos and sin [block_size, 1, D / 2] of position * 10000^(-2i / D), in float32 (Su et al. 2021, RoFormer).
-
-    They are computed on the CPU even for a network on "meta", where these operations would import Dynamo.
-    """
+    """cos and sin [block_size, 1, D / 2] of position * 10000^(-2i / D), in float32 (Su et al. 2021, RoFormer)."""
     half = config.head_dim // 2
-    frequency = 10000.0 ** (-torch.arange(half, device="cpu") / half)
+    frequency = 10000.0 ** (-torch.arange(half, device="cpu") / half)  # on "meta" this would import Dynamo
     angle = torch.outer(torch.arange(config.block_size, device="cpu"), frequency)[:, None, :]
     return angle.cos(), angle.sin()
 
@@ -137,50 +131,53 @@ def rotate(x, cos, sin):
     return torch.cat((a * cos - b * sin, b * cos + a * sin), dim=-1).type_as(x)
 
 
+@dataclass
+class Context:
+    """What the blocks of a forward pass need besides x."""
+
+    rotary: tuple | None  # cos and sin of the positions
+    documents: Tensor | None  # cu_seqlens of the batch's documents, packed in one row
+    layers: list | None  # of the cache, in generation
+    first_v: Tensor | None = None  # the first block's values, which that block sets
+
+
 class Attention(nn.Module):
     def __init__(self, config, index):
         super().__init__()
-        self.config = config
-        self.qkv = nn.Linear(config.n_embd, (config.n_head + 2 * config.kv_heads) * config.head_dim, bias=config.bias)
-        self.rows = [heads * config.head_dim for heads in (config.n_head, config.kv_heads, config.kv_heads)]  # q, k, v
+        self.config, self.index, self.is_first = config, index, index == 0
+        self.heads = config.n_head, config.kv_heads, config.kv_heads  # of q, k and v
+        self.qkv = nn.Linear(config.n_embd, sum(self.heads) * config.head_dim, bias=config.bias)
         self.project = nn.Linear(config.n_embd, config.n_embd, bias=config.bias)
         self.window = None if index % 4 == 3 else config.window
         if config.value_residual and index > 0:
-            self.share = nn.Parameter(torch.empty(1))  # of the first values, minus 1/2
+            self.value_mix = nn.Parameter(torch.empty(1))  # of the first block's values, minus 1/2
 
-    def forward(self, x, seed, first_v, rotary, documents, layer):
-        """(Attention of x [B, T, C], first_v).
-
-        seed: of dropout; None draws one. first_v: the first block's values, or None.
-        """
+    def forward(self, x, context):
         (B, T, C), config = x.shape, self.config
-        heads = (config.n_head, config.kv_heads, config.kv_heads)
         options = dict(window=self.window, dropout=config.dropout if self.training else 0.0, impl=config.attention)
-        if config.attention != "sdpa":  # SDPA draws its own
-            options["seed"] = seed
-        rows = (B, T) if documents is None else (1, B * T)  # documents are packed in one row
-        if documents is not None:
-            options |= dict(cu_seqlens=documents, max_seqlen=T)
+        rows = (B, T)
+        if context.documents is not None:  # packed in one row
+            rows = (1, B * T)
+            options["cu_seqlens"] = context.documents
         qkv = self.qkv(x)
-        together = rotary is None and layer is None and not config.qk_norm and not config.value_residual
-        if together:  # one gradient for all three
+        if not (context.rotary or context.layers or config.qk_norm or config.value_residual):
             y = attention_qkv(qkv.view(*rows, -1), config.n_head, config.kv_heads, causal=True, **options)
+            return self.project(y.reshape(B, T, C))
+        q, k, v = qkv.view(B, T, -1, config.head_dim).split(self.heads, dim=2)  # slices, no copies
+        if config.value_residual and self.is_first:
+            context.first_v = v
+        elif config.value_residual:
+            v = v.lerp(context.first_v, (0.5 + self.value_mix).type_as(v))
+        if config.qk_norm:
+            q, k = (F.rms_norm(z, (config.head_dim,)) for z in (q, k))
+        if context.rotary:
+            q, k = (rotate(z, *context.rotary) for z in (q, k))
+        if context.layers:
+            y = context.layers[self.index].attend(q, k, v, self.window)
         else:
-            q, k, v = qkv.view(B, T, -1, config.head_dim).split(heads, dim=2)  # slices, no copies
-            if first_v is not None:
-                v = v.lerp(first_v, (0.5 + self.share).type_as(v))
-            elif config.value_residual:
-                first_v = v
-            if config.qk_norm:
-                q, k = (F.rms_norm(z, (config.head_dim,)) for z in (q, k))
-            if rotary is not None:
-                q, k = (rotate(z, *rotary) for z in (q, k))
-            if layer is not None:  # layer of a cache
-                y = layer.attend(q, k, v, self.window)
-            else:
-                q, k, v = (z.reshape(*rows, -1, config.head_dim) for z in (q, k, v))
-                y = attention(q, k, v, causal=True, **options)  # [B, T, H, D]
-        return self.project(y.reshape(B, T, C)), first_v
+            q, k, v = (z.reshape(*rows, -1, config.head_dim) for z in (q, k, v))
+            y = attention(q, k, v, causal=True, **options)  # [B, T, H, D]
+        return self.project(y.reshape(B, T, C))
 
 
 class MLP(nn.Module):
@@ -199,8 +196,6 @@ class MLP(nn.Module):
 
 
 class Block(nn.Module):
-    again = None  # options of torch's checkpoint(), if the backward pass is to compute the activations again
-
     def __init__(self, config, index):
         super().__init__()
         self.norm_1 = make_norm(config)
@@ -208,28 +203,11 @@ class Block(nn.Module):
         self.norm_2 = make_norm(config)
         self.mlp = MLP(config)
         self.drop = nn.Dropout(config.dropout)
-        self.skip = nn.Parameter(torch.empty(2)) if config.embed_skip else None  # (factor of x) - 1, factor of embedded
 
-    def forward(self, *inputs):
-        return checkpoint(self.compute, *inputs, **self.again) if self.again else self.compute(*inputs)
-
-    def compute(self, x, y, embedded, seeds, *others):
-        """(Residual stream x after this block, its last branch y, first block's values).
-
-        y: with dropout, the branch that the next norm adds to x, else None. seeds: two, for the mask of the given y
-        and for that of attention's branch. others: arguments of Attention.forward().
-        """
-        if self.skip is not None:
-            a, b = self.skip.float().split(1)
-            x, y = add(x, y, self.drop), None
-            x = ((1 + a) * x + b * embedded).type_as(x)
-        x, h = add_norm(x, y, self.norm_1, self.drop, seeds[0])
-        y, first_v = self.attention(h, seeds[1], *others)
-        x, h = add_norm(x, y, self.norm_2, self.drop, seeds[1])
-        y = self.mlp(h)
-        if self.drop.p == 0:  # a sum is one tensor, where activations are kept for the backward
-            x, y = x + y, None
-        return x, y, first_v
+    def forward(self, x, context):
+        x = x + self.drop(self.attention(self.norm_1(x), context))
+        x = x + self.drop(self.mlp(self.norm_2(x)))
+        return x
 
 
 class GPT(nn.Module):
@@ -247,72 +225,65 @@ class GPT(nn.Module):
                 self.register_buffer(name, angle, persistent=False)
         self.drop = nn.Dropout(config.dropout)
         self.blocks = nn.ModuleList(Block(config, index) for index in range(config.n_layer))
+        if config.embed_skip:
+            self.skips = nn.Parameter(torch.empty(2 * config.n_layer))  # a and b of each block
         self.norm = make_norm(config)
         self.head = nn.Linear(config.n_embd, config.vocab_size, bias=False)
         if config.tie_head:
             self.head.weight = self.embed.weight
         if seed is not None:
-            for parameter, value in self.first_weights(seed, self.embed.weight.device):
-                parameter.data.copy_(value)
+            self.initialise(seed)
 
-    def first_weights(self, seed, device):
-        """Yield (parameter, its initial value on a device), one at a time: GPT-2's initialisation.
-
-        Each is drawn as a whole by its own generator, so it depends only on the seed, the parameter's name and the kind
-        of device, not on the number of GPUs over which FSDP spreads the parameter.
-        """
+    @torch.no_grad()
+    def initialise(self, seed):
+        """Draw GPT-2's initial weights. Each depends only on the seed, its name, its shape and the kind of device."""
         for name, parameter in self.named_parameters():
-            value = torch.empty(parameter.shape, device=device)
             if parameter.dim() == 1:
-                value.fill_(1.0 if name.endswith("weight") else 0.0)
+                parameter.fill_(1.0 if name.endswith("weight") else 0.0)
             else:
                 # 2 n_layer branches add up in the residual stream (GPT-2, section 2.3)
                 branches = 2 * self.config.n_layer if name.endswith("project.weight") else 1
                 number = int.from_bytes(hashlib.sha256(f"{seed} {name}".encode()).digest()[:8])
-                generator = torch.Generator(device).manual_seed(number)
-                value.normal_(std=0.02 / math.sqrt(branches), generator=generator)
-            yield parameter, value
+                generator = torch.Generator(parameter.device).manual_seed(number)
+                parameter.normal_(std=0.02 / math.sqrt(branches), generator=generator)
 
     def forward(self, tokens, targets=None):
         """Logits [B, T, V] of tokens [B, T]; with targets [B, T], the mean cross-entropy in nats instead."""
-        hidden, softcap = self.hidden(tokens), self.config.logit_softcap
-        if targets is not None and hidden.is_cuda and HAS_TRITON:
-            from kernels.cross_entropy import linear_cross_entropy  # imports Triton, which not every machine has
-
-            return linear_cross_entropy(hidden.flatten(0, 1), self.head.weight, targets.flatten(), softcap, self.head)
-        logits = self.logits(hidden)
-        return logits if targets is None else F.cross_entropy(logits.flatten(0, 1), targets.flatten())
+        hidden = self.hidden(tokens)
+        if targets is None:
+            return self.logits(hidden)
+        return head_loss(hidden.flatten(0, 1), self.head, targets.flatten(), self.config.logit_softcap)
 
     def hidden(self, tokens, cache=None):
         """Hidden states [B, T, C] of tokens [B, T], which the head turns into logits.
 
         cache: for generation, a View of generation.cache.Cache. The tokens then continue the rows in it.
         """
-        T, block_size, documents, y, first_v = tokens.shape[1], self.config.block_size, None, None, None
-        require(T <= block_size, f"{T} tokens do not fit in block_size={block_size}; crop the context")
-        positions, layers = cache or (slice(T), [None] * self.config.n_layer)  # positions: [B, T] or a slice
-        if self.config.mask_documents and cache is None:
-            documents, positions = find_documents(tokens, self.config.end_of_text)
-        x = self.embed(tokens)
+        T, config, documents = tokens.shape[1], self.config, None
+        require(T <= config.block_size, f"{T} tokens do not fit in block_size={config.block_size}; crop the context")
+        positions, layers = cache or (slice(T), None)  # positions: [B, T] or a slice
+        if config.mask_documents and cache is None:
+            documents, positions = find_documents(tokens, config.end_of_text)
+        x, rotary = self.embed(tokens), None
         kind = x.device.type
         if torch.is_autocast_enabled(kind) and torch.get_autocast_dtype(kind) == torch.bfloat16:
             x = x.bfloat16()  # halves the memory traffic of the residual stream; float16 could overflow
-        rotary = None
-        if self.config.position == "learned":
+        if config.position == "learned":
             x = x + self.embed_position.weight[positions].type_as(x)
         else:
             rotary = self.rotary_cos[positions], self.rotary_sin[positions]
-        seeds = draw_seeds(x, self.config.dropout if self.training else 0.0, 2 * len(self.blocks) + 1)
         x = embedded = self.drop(x)
-        for index, (block, layer) in enumerate(zip(self.blocks, layers, strict=True)):
-            x, y, first_v = block(x, y, embedded, seeds[2 * index : 2 * index + 2], first_v, rotary, documents, layer)
-        x, h = add_norm(x, y, self.norm, self.drop, seeds[-1])
-        return h.type_as(x)
+        context = Context(rotary, documents, layers)
+        for index, block in enumerate(self.blocks):
+            if config.embed_skip:
+                a, b = self.skips[2 * index : 2 * index + 2].float().split(1)
+                x = ((1 + a) * x + b * embedded).type_as(x)
+            x = block(x, context)
+        return self.norm(x).type_as(x)
 
     def logits(self, hidden):
         """Float32 logits [..., V] of hidden states [..., C]."""
-        logits, softcap = self.head(hidden).float(), self.config.logit_softcap
-        return logits if softcap is None else softcap * torch.tanh(logits / softcap)
+        return head_logits(hidden, self.head, self.config.logit_softcap)
 
     def flops_per_token(self):
         """Floating-point operations per token, forward and backward, at full context.

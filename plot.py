@@ -3,36 +3,39 @@
 python plot.py runs/a runs/b                             by step, into losses.png
 python plot.py runs/* --x seconds --y bpb --out a.png    bits per byte by the time since training began
 
-The legend has the options in which the runs differ. Only bits per byte can be compared between tokenizers.
+The legend has the runs' names and, if there is room, the options in which they differ. Only bits per byte can be
+compared between tokenizers.
 """
+
+from errors import catch_ctrl_c, command, require
+
+if __name__ == "__main__":
+    catch_ctrl_c()
 
 import json
 import sys
-import textwrap
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Literal
 
 import tyro
 
-from data.files import read_json
-from model import require
+from data.files import read_json, writing
+from training.checkpoint import find_run
 from training.config import FREE_ON_RESUME, parse_flags
-from training.report import draw_losses, read_metrics
+from training.report import LEGEND_WIDTH, bits_per_nat, draw_losses, read_metrics
 
-COLORS = ("#c0392b", "#2471a3", "#1e8449", "#b9770e", "#7d3c98", "#117a65", "#5d6d7e", "#d35480")
-X_LABELS = {"step": "step", "tokens": "training tokens", "seconds": "time since training began (s)"}
-Y_LABELS = {"loss": "loss (nats per token)", "bpb": "loss (bits per byte)"}
 NOT_COMPARED = FREE_ON_RESUME - {"data", "input"} | {"name"}  # options that do not change a loss
-LEGEND_WIDTH = 100  # characters
+SUFFIXES = (".png", ".svg", ".pdf")
+LEGEND_LINES = 8  # up to which a line may have options
 
 
 @dataclass(frozen=True, kw_only=True)
 class PlotConfig:
-    """Options of plot.py."""
+    """python plot.py RUN [RUN ...] [--option value ...]"""
 
     runs: Annotated[tuple[Path, ...], tyro.conf.Positional, tyro.conf.arg(metavar="RUN [RUN ...]")]
-    """Run folders."""
+    """Folders of runs, or NAME of runs/NAME."""
     x: Literal["step", "tokens", "seconds"] = "step"
     y: Literal["loss", "bpb"] = "loss"
     """Nats per token, or bits per byte, which can be compared between tokenizers."""
@@ -40,8 +43,8 @@ class PlotConfig:
     """The image, whose suffix may also be .svg or .pdf."""
 
 
-def read_run(folder, x):
-    """(options, records) of a run; ValueError if there is nothing to draw over x."""
+def read_run(folder, x, y):
+    """(options, records) of a run; UserError if there is nothing to draw over x."""
     path = folder / "config.json"
     require(path.is_file(), f"{folder} is no run: it has no config.json; name folders such as runs/NAME")
     records = read_metrics(folder)
@@ -53,61 +56,40 @@ def read_run(folder, x):
     if x == "seconds":
         timed = all(record.get("seconds") is not None for record in drawn)
         require(timed, f"{folder} was trained by a version that recorded no seconds; take --x step or tokens")
+    no_bits = f"{folder} has no evaluation yet, from which bits per byte follow; take --y loss"
+    require(y != "bpb" or bits_per_nat(drawn), no_bits)
+    for record in drawn:
+        record["tokens"] = record["step"] * options["batch_size"] * options["block_size"]
     return options, drawn
 
 
-def bits_per_nat(folder, records):
-    """Factor from nats per token to bits per byte of a run, from its records."""
-    factors = [
-        record["val_bpb"] / record["val_loss"] for record in records if record.get("val_loss") and record.get("val_bpb")
-    ]
-    require(factors, f"{folder} has no evaluation yet, from which bits per byte follow; take --y loss")
-    return factors[0]
-
-
 def labels_of(folders, options):
-    """For each run, the options in which the runs differ, with its folder's name if they do not identify it."""
-    names = sorted({name for run in options for name in run} - NOT_COMPARED)
-    differing = [name for name in names if len({json.dumps(run.get(name)) for run in options}) > 1]
-    labels = [", ".join(f"{name}={run.get(name)}" for name in differing) for run in options]
-    return [
-        label if labels.count(label) == 1 and label else f"{folder.resolve().name}: {label}".removesuffix(": ")
-        for folder, label in zip(folders, labels, strict=True)
-    ]
+    """For each run, the name of its folder and, if there is room, the options in which the runs differ."""
+    resolved = [folder.resolve() for folder in folders]
+    names = [folder.name for folder in resolved]
+    if len(set(names)) < len(names):
+        names = [str(folder) for folder in folders]
+    keys = sorted({name for run in options for name in run} - NOT_COMPARED)
+    differing = [key for key in keys if len({json.dumps(run.get(key)) for run in options}) > 1]
+    changes = [", ".join(f"{key}={run.get(key)}" for key in differing) for run in options]
+    labels = [f"{name}: {change}" for name, change in zip(names, changes, strict=True)]
+    room = differing and len(labels) <= LEGEND_LINES and max(map(len, labels)) <= LEGEND_WIDTH
+    return labels if room else names
 
 
 def main(config):
-    from matplotlib.figure import Figure  # imported here, so that --help is fast
-
-    require(config.out.suffix, f"--out {config.out} has no suffix; end it in .png, .svg or .pdf")
+    require(config.out.suffix in SUFFIXES, f"--out {config.out} must end in {', '.join(SUFFIXES)}")
     require(config.runs, "plot.py needs at least one run folder, such as runs/NAME")
-    options, records = zip(*(read_run(folder, config.x) for folder in config.runs), strict=True)
-    if config.y == "loss" and len({run["tokenizer"] for run in options}) > 1:
-        print("note: the runs' tokenizers may differ, and so their tokens; --y bpb compares them", file=sys.stderr)
-    labels = ["\n".join(textwrap.wrap(label, LEGEND_WIDTH)) for label in labels_of(config.runs, options)]
-    lines = sum(label.count("\n") + 1 for label in labels)
-    figure = Figure(figsize=(8, 4.5 + 0.2 * lines), layout="constrained")
-    axis = figure.subplots()
-    for number, (folder, run, of_run, label) in enumerate(zip(config.runs, options, records, labels, strict=True)):
-        color = COLORS[number % len(COLORS)]
-        x, per_x = (config.x, 1) if config.x != "tokens" else ("step", run["batch_size"] * run["block_size"])
-        per_nat = bits_per_nat(folder, of_run) if config.y == "bpb" else 1
-        has_validation = any("val_loss" in record for record in of_run)
-        shown = (None, label) if has_validation else (label, None)
-        draw_losses(axis, of_run, (color, color), shown, x, per_x, per_nat)
-    axis.set(xlabel=X_LABELS[config.x], ylabel=Y_LABELS[config.y], title="training (thin) and validation (thick)")
-    legend = figure.legend(loc="outside lower left", frameon=False, fontsize="small")
-    for text in legend.get_texts():
-        text.set_parse_math(False)  # a name may contain $
-    try:
-        figure.savefig(config.out, dpi=130)
-    except (OSError, ValueError) as error:
-        raise ValueError(f"cannot write {config.out} ({error}); choose another --out") from None
+    options, records = zip(*(read_run(find_run(folder), config.x, config.y) for folder in config.runs), strict=True)
+    # tokenizers with the same name may differ, but then so does the length of their tokens
+    kinds = {(run["tokenizer"], f"{bits_per_nat(some) or 0:.9g}") for run, some in zip(options, records, strict=True)}
+    if config.y == "loss" and len(kinds) > 1:
+        print("note: tokenizers or texts differ, so nats per token do not compare; use --y bpb", file=sys.stderr)
+    with writing(config.out):
+        draw_losses(config.out, list(zip(labels_of(config.runs, options), records, strict=True)), config.x, config.y)
     print(config.out)
 
 
 if __name__ == "__main__":
-    try:
+    with command():
         main(parse_flags(PlotConfig, sys.argv[1:]))
-    except (ValueError, OSError) as error:
-        sys.exit(f"error: {error}")

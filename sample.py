@@ -1,8 +1,8 @@
 """Generate text with a trained model, and print it token by token.
 
-python sample.py                                        with the newest run
+python sample.py                                        with the newest run; sample.py NAME takes runs/NAME
 python sample.py --prompt "ROMEO:" --temperature 0.9    continue a text, a file (FILE:path) or standard input (-)
-python sample.py --interactive                          continue what you type; Ctrl-C stops a text, Ctrl-D ends
+python sample.py --interactive                          continue what you type
 
 In Python:
 
@@ -13,40 +13,43 @@ In Python:
         print(piece, end="", flush=True)
 """
 
+from errors import UserError, catch_ctrl_c, command, require
+
+if __name__ == "__main__":
+    catch_ctrl_c()
+
 import io
 import itertools
-import os
+import signal
 import sys
 from contextlib import suppress
 from dataclasses import dataclass, fields
 from pathlib import Path
+from typing import Annotated
 
 import torch
+import tyro
 
-from data import end_of_text
 from generation import Generator, Sampling, generate, generate_batch
-from generation.generate import to_bfloat16
-from model import require
-from training.config import parse_flags, resolve_device, resolve_dtype
-from training.weights import load_model
+from generation.text import NEW_TEXT, opening
+from hf.weights import load
+from training.flags import parse_flags
 
 __all__ = ["generate", "generate_batch", "load"]
-
-NEW_TEXT = "\n"  # the default prompt
 
 
 @dataclass(frozen=True, kw_only=True)
 class SampleConfig(Sampling):
-    """Options of sample.py."""
+    """python sample.py [RUN] [--option value ...]"""
 
-    run: str = ""
-    """Run folder (its best.pt is preferred), checkpoint file, Hugging Face folder or its .safetensors file, or gpt2,
-    gpt2-medium, gpt2-large, gpt2-xl; empty takes the newest run."""
+    run: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="RUN")] = ""
+    """NAME of runs/NAME or a run's folder (its best.pt is preferred), checkpoint file, Hugging Face folder or its
+    .safetensors file, or gpt2, gpt2-medium, gpt2-large, gpt2-xl; the default is the newest run."""
     prompt: str = NEW_TEXT
-    """Text to continue, FILE:path of a UTF-8 file, or - for standard input. The default, a line break, begins a text:
-    if the tokenizer has an end-of-text token, the model reads that token instead."""
+    """Text to continue, FILE:path of a UTF-8 file, or - for standard input. The default begins a text: with the
+    end-of-text token, else a line break, or the tokenizer's first character if it has neither."""
     interactive: bool = False
-    """Continue lines that you type: Ctrl-C stops a text, Ctrl-D ends."""
+    """Continue lines that you type; an empty one begins a text. Ctrl-C stops a text; exit or Ctrl-D ends."""
     max_tokens: int = 500
     """Tokens per sample."""
     num_samples: int = 1
@@ -73,23 +76,6 @@ class SampleConfig(Sampling):
         )
 
 
-def load(run="", device="auto", dtype="auto"):
-    """(GPT for generation, tokenizer, contents of the checkpoint or, for a Hugging Face model, {"path"}).
-
-    Args:
-        run: as of training.weights.read(); "" is the newest run. device: auto, cpu, cuda, cuda:N or mps.
-        dtype: of the weights, float32 or bfloat16; auto takes bfloat16 on a GPU that has it.
-
-    Raises:
-        ValueError: there is no run or checkpoint, it is damaged, or the device does not exist. OSError: no such file.
-    """
-    device = resolve_device(device)
-    model, tokenizer, contents = load_model(run)
-    if resolve_dtype(dtype, device) == torch.bfloat16:
-        to_bfloat16(model)
-    return model.to(device).eval(), tokenizer, contents
-
-
 def read_prompt(prompt):
     """The text that --prompt gives or names."""
     name = prompt.removeprefix("FILE:")
@@ -97,10 +83,10 @@ def read_prompt(prompt):
     try:
         if prompt == "-":
             name = "standard input"
-            return io.TextIOWrapper(sys.stdin.buffer, encoding="utf-8").read()
-        return prompt if name == prompt else Path(name).read_text(encoding="utf-8")
+            return io.TextIOWrapper(sys.stdin.buffer, encoding="utf-8-sig").read()
+        return prompt if name == prompt else Path(name).read_text(encoding="utf-8-sig")
     except UnicodeDecodeError:
-        raise ValueError(f"{name} is not UTF-8 text; convert it first") from None
+        raise UserError(f"{name} is not UTF-8 text; convert it first") from None
 
 
 def show(text):
@@ -108,10 +94,11 @@ def show(text):
 
 
 def print_samples(generator, prompt, config):
-    """Print the first sample as it is made, then the others."""
+    """Print the first sample as it is made, then the others; a prompt that was typed stands on the screen already."""
     prompts, others = [prompt] * config.num_samples, [""] * config.num_samples
     pieces = generator.stream(prompts, config.max_tokens, config.stop, config.ignore_eot)  # it checks the prompt
-    show(prompt)
+    if not config.interactive:
+        show(prompt)
     for number, piece in pieces:
         if number == 0:
             show(piece)
@@ -139,15 +126,19 @@ def interact(generator, config):
     with suppress(ImportError):  # Windows has none
         import readline  # noqa: F401, it gives input() its history
     generator.warm_up()
+    print("Type a text to continue. Ctrl-C stops the answer; exit or Ctrl-D ends.", file=sys.stderr)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     for number in itertools.count():
         try:
-            prompt = input("> ")
+            prompt = input("> ") or opening(generator.tokenizer)
         except EOFError:
             print()
             return
         except KeyboardInterrupt:
             print()
             continue
+        if prompt in ("exit", "quit"):
+            return
         try:
             generator.reseed((config.seed + number) % 2**62)
             print_samples(generator, prompt, config)
@@ -156,7 +147,7 @@ def interact(generator, config):
             print()
         except torch.OutOfMemoryError as error:
             print(f"error: {str(error).split('. ')[0]}; type a shorter prompt", file=sys.stderr)
-        except ValueError as error:
+        except UserError as error:
             print(f"error: {error}", file=sys.stderr)
 
 
@@ -165,8 +156,8 @@ def main(config):
     model, tokenizer, contents = load(config.run, config.device)
     print(f"{contents['path']} on {model.embed.weight.device}", file=sys.stderr)
     sampling = Sampling(**{field.name: getattr(config, field.name) for field in fields(Sampling)})
-    if prompt == NEW_TEXT and end_of_text(tokenizer) is not None:
-        prompt = ""
+    if prompt == NEW_TEXT:
+        prompt = opening(tokenizer)
     generator = Generator(model, tokenizer, config.num_samples, sampling, config.seed)
     if config.interactive:
         interact(generator, config)
@@ -176,14 +167,5 @@ def main(config):
 
 
 if __name__ == "__main__":
-    try:
+    with command(out_of_memory="take fewer --num_samples or a shorter --prompt"):
         main(parse_flags(SampleConfig, sys.argv[1:]))
-    except torch.OutOfMemoryError as error:
-        sys.exit(f"error: {str(error).split('. ')[0]}; take fewer --num_samples or a shorter --prompt")
-    except BrokenPipeError:  # the reader of standard output, such as head, has gone
-        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # Python writes there once more when it ends
-        sys.exit(1)
-    except (ValueError, OSError) as error:
-        sys.exit(f"error: {error}")
-    except KeyboardInterrupt:
-        sys.exit(130)

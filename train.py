@@ -8,103 +8,147 @@ A run writes runs/NAME/: config.json, metrics.jsonl, checkpoint.pt, best.pt and 
 terminal save and stop; SIGUSR1 saves and goes on.
 """
 
-import os
+from errors import UNFINISHED, catch_ctrl_c, command
+
+if __name__ == "__main__":
+    catch_ctrl_c()
+
 import sys
 from contextlib import closing
 from functools import partial
 
 import torch
+import torch.distributed as dist
+from tqdm import tqdm
 
 from data import Batches, validation_batches
 from generation import Generator
-from training.checkpoint import Run, checkpoints, load_on_rank_0
+from hf.weights import load_pretrained
+from training.batches import choose_micro_batch, training_batches
+from training.checkpoint import Run, checkpoints, load_first
 from training.config import load_config
-from training.distributed import STOP, Signals, end_distributed, fail, lost_a_rank, open_on_all_ranks, start_distributed
+from training.device import StartClock, as_graph, autocast, compile_network, eagerly, kernels_ahead, set_precision
+from training.distributed import STOP, Signals, end_distributed, fail, lost_rank, open_on_all_ranks, start_distributed
 from training.network import compile_and_wrap, make_model
-from training.optimizer import averaged, learning_rate, make_optimizer
+from training.optimizer import Optimizer, learning_rate, note_new_rate
 from training.report import Report
-from training.start import KernelsAhead, StartClock, compile_network
-from training.step import TrainStep, choose_micro_batch, eagerly, evaluate, prefetch
-from training.weights import load_pretrained
 
 SAMPLE_PROMPT, SAMPLE_TOKENS = 16, 100  # of --sample_every
+
+
+def take_step(network, optimizer, micro_batches):
+    """One update; returns the loss in nats per token and the norm of its gradient, [] on the device."""
+    loss = 0
+    for inputs, targets, weight in micro_batches:  # the weights add up to 1 over all ranks
+        part = network(inputs, targets) * weight
+        optimizer.backward(part)
+        loss = loss + part.detach()
+    grad_norm = optimizer.step(loss)
+    optimizer.zero_grad()
+    return loss, grad_norm
+
+
+@torch.no_grad()
+def evaluate(model, batches, config, ranks):
+    """Mean loss in nats per token of a GPT on validation_batches(), which are split over the ranks."""
+    losses = []
+    model.eval()
+    silent = None if ranks.rank == 0 else True  # None shows a bar on a terminal only
+    for first in tqdm(range(0, len(batches), ranks.world), "evaluation", delay=1, leave=False, disable=silent):
+        index = min(first + ranks.rank, len(batches) - 1)  # a rank without a batch takes part: FSDP needs all ranks
+        inputs, targets = (x.to(ranks.device) for x in batches[index]())
+        # compiling the evaluation takes longer than it saves
+        with eagerly(), autocast(config.dtype, ranks.device):
+            losses.append((model(inputs, targets), targets.numel() * (index == first + ranks.rank)))
+    model.train()
+    if ranks.sharded:
+        model.reshard()  # the next step must not find gathered weights: those of an average may have been evaluated
+    total = sum(loss.item() * count for loss, count in losses)  # at the end, so that the host does not wait for each
+    tokens = sum(count for _, count in losses)
+    if ranks.world > 1:
+        sums = torch.tensor([total, tokens], dtype=torch.float64, device=ranks.device)
+        dist.all_reduce(sums)
+        total, tokens = sums.tolist()
+    return total / tokens
 
 
 def train(config):
     """One run; returns the best validation loss in nats per token."""
     clock = StartClock()
     ranks = start_distributed(config)
-    config = ranks.share(config)  # with --resume alone, ranks may have found different runs
-    if config.deterministic:
-        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS requires it
-        torch.use_deterministic_algorithms(True)
-    if ranks.on_gpu:
-        torch.set_float32_matmul_precision("high")  # TF32 where float32 remains
-
-    saved = load_on_rank_0(checkpoints(config.resume), ranks) if config.resume else {}
+    config = ranks.broadcast(config)  # with --resume alone, ranks may have found different runs
+    set_precision(config.deterministic, ranks.on_gpu)
+    saved = load_first(checkpoints(config.resume)) if config.resume else {}
+    if saved and ranks.rank == 0:
+        note_new_rate(saved, config)
     corpus = open_on_all_ranks(config, ranks, saved.get("tokens_sha256"))
     batches = Batches(corpus.train, config.block_size, config.batch_size, config.seed)
     clock.end("data")
 
-    model, ranks = make_model(config, corpus.tokenizer, ranks)
+    model = make_model(config, corpus.tokenizer, ranks)
     if config.init_from and not saved:
-        load_pretrained(model, config.init_from, corpus.tokenizer, ranks)
-    optimizer = make_optimizer(model, config, ranks)
-    micro_batch = choose_micro_batch(model, config, ranks, saved.get("take_step", {}).get("micro_batch"))
+        load_pretrained(model, config.init_from, corpus.tokenizer)
+    optimizer = Optimizer(model, config, ranks)
+    size = choose_micro_batch(model, config, ranks, saved.get("micro_batch"))
     # evaluate the same tokens for any micro-batch
-    eval_batches = config.eval_batches * (config.batch_size // micro_batch) or None
-    validation = validation_batches(corpus.val, config.block_size, micro_batch, eval_batches)
+    validation = validation_batches(
+        corpus.val, config.block_size, size, config.eval_batches * (config.batch_size // size) or None
+    )
 
     run = Run(config, corpus, ranks, saved)
+    del saved  # run.load() drops it: a mapped file that is deleted takes up disk space until then
+    start, best = run.load(model, optimizer)  # 0 and infinity for a new run
+    loss = best
     network = compile_and_wrap(model, config, ranks)
-    take_step = TrainStep(network, optimizer, config, ranks, micro_batch)
-    start, best = run.load(model, optimizer, take_step)  # 0 and infinity for a new run
+    run_step = as_graph(take_step, network, optimizer, config, ranks, size)
     report = Report(run.folder, config, model, corpus, ranks, start)
-    with KernelsAhead(model.config, config, ranks, micro_batch):
-        report.describe(model, corpus, ranks, micro_batch)
+    with kernels_ahead(model.config, config, ranks, size):
+        report.describe(model, corpus, ranks, size)
         clock.end("model")
-        compile_network(network, config, ranks, micro_batch)
+        compile_network(network, config, ranks, size)
     clock.end("compilation")
 
-    steps = prefetch(batches, range(start, config.steps), ranks)
+    steps = training_batches(batches, range(start, config.steps), network, optimizer, config, ranks, size)
     with Signals(ranks) as signals, closing(steps):
         for step in range(start, config.steps + 1):
-            asked = signals.agreed()
-            last = step == config.steps
-            due = last or step % config.eval_every == 0
-            save = last or asked or step % (config.save_every or config.eval_every) == 0
-            if (due or save) and (step > start or step == 0):
-                take_step.check_bad_steps(step, batches, run.folder)
+            asked, last = signals.agreed(), step == config.steps
+            if step != run.step and (last or step % config.eval_every == 0):
+                optimizer.check_bad_steps(step, batches, run.folder)
+                with report.pause(), optimizer.averaged():
+                    loss = evaluate(model, validation, config, ranks)
+                    is_best = 0 < step and loss < best
+                    if is_best:
+                        best = loss
+                        run.save_best(step, best, model)
+                report.evaluation(step, loss, is_best)
+            if last or asked or step % (config.save_every or config.eval_every) == 0:
+                optimizer.check_bad_steps(step, batches, run.folder)
                 with report.pause():
-                    is_best = False
-                    if due:
-                        with averaged(optimizer):
-                            loss = evaluate(model, validation, config, ranks)
-                        is_best = 0 < step and loss < best
-                        best = loss if is_best else best
-                        report.evaluation(step, loss, is_best)
-                    if step > 0 and (save or is_best):
-                        run.save(step, best, is_best, model, optimizer, take_step, newest=save)
+                    trial = partial(evaluate, model, [partial(batches.batch, step - 1, slice(size))], config, ranks)
+                    run.save(step, best, loss, trial, model, optimizer, size)
             if asked == STOP or last:
                 break  # after config.steps updates and one last evaluation
 
-            if step == start:
-                clock.end("evaluation")
             rate = learning_rate(step, config)
-            loss, grad_norm = take_step(step, *next(steps), rate)
+            optimizer.set_rate(rate)
+            loss, grad_norm = run_step(next(steps))
+            optimizer.move_average(step)
             if step == start:
                 loss.item()  # waits for the device
                 clock.end("first step")
-                report.start(clock.parts)
+                UNFINISHED.clear()  # from here on an error leaves the run's folder
+                report.start(clock.times)
             if (step + 1) % config.log_every == 0:
-                report.step(step + 1, rate, loss, grad_norm, take_step.skipped)
-                take_step.check_bad_steps(step + 1, batches, run.folder)
+                report.step(step + 1, rate, loss, grad_norm, optimizer.skipped)
+                optimizer.check_bad_steps(step + 1, batches, run.folder)
             if config.sample_every and (step + 1) % config.sample_every == 0:
-                take_step.check_bad_steps(step + 1, batches, run.folder)  # waits for the steps before the sample
-                with averaged(optimizer):
+                with optimizer.averaged():
                     report.sample(step + 1, partial(write_sample, model, corpus, config))
+    try:
         run.close()
-    report.close(step, best)
+    finally:
+        with optimizer.averaged():
+            report.close(step, None if ranks.sharded else partial(write_sample, model, corpus, config))
     return best
 
 
@@ -123,17 +167,8 @@ def write_sample(model, corpus, config):
 
 def main(argv):
     try:
-        train(load_config(argv))
-    except (ValueError, OSError) as error:
-        fail(error)
-    except torch.OutOfMemoryError as error:
-        fail(f"{str(error).split('. ')[0]}; give a smaller --micro_batch, or --checkpoint_activations blocks")
-    except RuntimeError as error:
-        if not lost_a_rank(error):
-            raise
-        fail(f"another rank has ended and prints why ({str(error).splitlines()[0]})")
-    except KeyboardInterrupt:
-        sys.exit(130)
+        with command("give a smaller --micro_batch, or --checkpoint_activations blocks", fail), lost_rank():
+            train(load_config(argv))
     finally:
         end_distributed()
 

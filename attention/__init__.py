@@ -1,4 +1,5 @@
-"""Exact attention as Triton kernels, forward and backward: FlashAttention one can read. Stands alone."""
+"""Exact attention as Triton kernels, forward and backward: FlashAttention one can read. Stands alone. simple.py is the
+first text to read; __init__ imports the full one."""
 
 from .api import attention, attention_qkv, explain
 from .decode import decode

@@ -9,7 +9,7 @@ from .call import Call
 from .checks import DTYPES, check_is_tensor, check_qkv, count_sequences, pair
 from .choose import decide
 from .reference import reference_attention
-from .sdpa import sdpa_attention
+from .sdpa import packed_sdpa_attention, sdpa_attention
 
 # asked once, here: torch.compile cannot trace the question in PyTorch 2.11
 AUTOCAST_DEVICES = frozenset(d for d in ("cpu", "cuda", "mps", "xpu") if torch.amp.is_autocast_available(d))
@@ -17,8 +17,8 @@ AUTOCAST_DEVICES = frozenset(d for d in ("cpu", "cuda", "mps", "xpu") if torch.a
 
 def attention(
     q, k, v, *, causal=True, window=None, scale=None, softcap=None, dropout=0.0, seed=None, bias=None, decay=None,
-    alibi_slopes=None, sink=None, lengths=None, cu_seqlens=None, max_seqlen=None, prefix_lengths=None,
-    return_lse=False, return_max_logit=False, impl="auto",
+    alibi_slopes=None, sink=None, relative_bias=None, lengths=None, cu_seqlens=None, max_seqlen=None,
+    prefix_lengths=None, return_lse=False, return_max_logit=False, impl="auto",
 ):  # fmt: skip
     """Scaled dot-product attention, exact, in O(T) memory: dropout(softmax(mask(cap(scale q k^T) + terms))) v per head.
 
@@ -50,14 +50,16 @@ def attention(
         alibi_slopes: [H] or [B, H] float32, with cu_seqlens [H] or [N, H]: a score of query position i and key j gets
             -slope |i - j|, as in flash-attention. For up to 2^24 queries and keys. Has no gradient.
         sink: [H] floating, a logit that joins each row's softmax denominator and has no value. Has a gradient.
+        relative_bias: [H, R] floating and finite, or [2, H, R]: a score of query position i and key j gets
+            relative_bias[h, min(|i - j|, R - 1)], of the second table where j > i. Has a gradient, which costs one more
+            pass over the scores.
         lengths: [B] int32, how many tokens of each row are valid: keys past it are invisible, queries standing past it
             give 0.
         cu_seqlens: [N + 1] int32, where packed sequences start in the one row (B = 1), from 0 to at most T; a pair of
             such tensors, for queries and for keys, where they differ. Empty sequences are allowed; tokens behind the
-            last start belong to no sequence and give 0.
-        max_seqlen: length of the longest sequence, or a pair (queries, keys); None = T, which is safe and starts more
-            programs than needed. What a smaller one than the longest gives is undefined. Triton's kernels are looked
-            up anew for each value, as for each T and N: better round it up than pass that of every batch.
+            last start belong to no sequence and give 0. What passes the end of the row is cut off.
+        max_seqlen: length of the longest sequence, or a pair (queries, keys), as flash-attention asks for. It is not
+            needed: the kernels find where sequences end on the device.
         prefix_lengths: [B] int32, for prefix-LM: the keys at positions below it are visible to all queries of the row,
             before them too; 0 gives the causal mask. Needs causal; not with window, decay or cu_seqlens.
         return_lse: also return the logarithm of the softmax denominator (with the sink), natural log, differentiable.
@@ -80,19 +82,16 @@ def attention(
     Raises:
         ValueError: an argument breaks a rule above; decay without causal; lengths together with cu_seqlens;
             alibi_slopes that require a gradient.
-        RuntimeError: a second derivative of the kernels, or one in forward mode. Other transforms of torch.func work;
-            torch.vmap starts the kernels once per example.
+        RuntimeError: a second derivative of the kernels, one in forward mode, or is_grads_batched=True. Other
+            transforms of torch.func work; torch.vmap starts the kernels once per example.
 
     Source: Dao et al., FlashAttention (2022) and FlashAttention-2 (2023); Ainslie et al., GQA (2023); Lin et al.,
     Forgetting Transformer (2025), for decay; Press et al., ALiBi (2022).
     """
     q, k, v = _cast_for_autocast(q=q, k=k, v=v)
-    scores = causal, window, scale, softcap, dropout, seed, bias, decay, alibi_slopes, sink
+    scores = causal, window, scale, softcap, dropout, seed, bias, decay, alibi_slopes, sink, relative_bias
     sequences = lengths, cu_seqlens, max_seqlen, prefix_lengths
     return _attend(Call(q, k, v, *scores, *sequences, return_lse, return_max_logit, impl))
-
-
-DEFAULTS = attention.__kwdefaults__
 
 
 def attention_qkv(qkv, n_head, n_kv_head=None, **options):
@@ -129,6 +128,11 @@ def _attend(call, qkv=None):
     scale = q.shape[-1] ** -0.5 if call.scale is None else float(call.scale)
     if bias is not None:
         bias = bias.reshape((1,) * (4 - bias.dim()) + bias.shape)
+    tables = call.relative_bias
+    if tables is not None:
+        tables = tables.reshape(-1, *tables.shape[-2:])
+    if impl == "sdpa" and call.cu_seqlens is not None:
+        return packed_sdpa_attention(q, k, v, call.causal, call.window, scale, dropout, call.cu_seqlens)
     if impl == "sdpa":
         return sdpa_attention(q, k, v, call.causal, call.window, scale, dropout, bias)
     seed = _seed_tensor(call.seed, q.device) if dropout > 0 else None
@@ -136,17 +140,20 @@ def _attend(call, qkv=None):
         given = dict(zip(Call._fields, call, strict=True)) | dict(scale=scale, seed=seed, bias=bias)
         del given["impl"]
         return reference_attention(**given)
-    (q_starts, k_starts), (max_q_len, max_k_len) = pair(call.cu_seqlens), pair(call.max_seqlen)
+    bounds = call.lengths, *pair(call.cu_seqlens), call.prefix_lengths
+    lengths, q_starts, k_starts, prefix_lengths = (None if x is None else x.contiguous() for x in bounds)
+    max_q_len, max_k_len = pair(call.max_seqlen)
     options = ops.Options(
         bias=bias,
         gate=None if call.decay is None else _cumulative(call.decay, impl),
         sink=call.sink,
+        relative_bias=tables,
         alibi_slopes=None if slopes is None else slopes.expand(count_sequences(q, call.cu_seqlens), -1),
         seed=seed,
-        lengths=call.lengths,
+        lengths=lengths,
         q_starts=q_starts,
         k_starts=k_starts,
-        prefix_lengths=call.prefix_lengths,
+        prefix_lengths=prefix_lengths,
         max_q_len=q.shape[1] if max_q_len is None else max_q_len,
         max_k_len=k.shape[1] if max_k_len is None else max_k_len,
         causal=call.causal,
@@ -154,7 +161,7 @@ def _attend(call, qkv=None):
         softcap=call.softcap or 0.0,
         dropout=dropout,
         scale=scale,
-        hopper=impl == "hopper",
+        backend=impl,
         kv_heads=0 if qkv is None else k.shape[2],
         max_logit=call.return_max_logit,
     )
@@ -178,9 +185,9 @@ def explain(q, k, v, **arguments):
 def call_of(q, k, v, /, **arguments):
     """The Call of attention(q, k, v, **arguments)."""
     for name in arguments:
-        if name not in DEFAULTS:
+        if name not in Call._field_defaults:
             raise TypeError(f"attention_qkv() and explain() take the keywords of attention(); {name!r} is not one")
-    return Call(q, k, v, **DEFAULTS | arguments)
+    return Call(q, k, v, **arguments)
 
 
 def _cumulative(decay, impl):

@@ -5,6 +5,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from .features import features_of
+
 _SIMPLE = frozenset({bool, int, float, str, type(None)})
 
 
@@ -14,23 +16,24 @@ class Call(NamedTuple):
     q: Tensor
     k: Tensor
     v: Tensor
-    causal: bool
-    window: int | None
-    scale: float | None
-    softcap: float | None
-    dropout: float
-    seed: int | Tensor | None
-    bias: Tensor | None
-    decay: Tensor | None
-    alibi_slopes: Tensor | None
-    sink: Tensor | None
-    lengths: Tensor | None
-    cu_seqlens: Tensor | tuple | None
-    max_seqlen: int | tuple | None
-    prefix_lengths: Tensor | None
-    return_lse: bool
-    return_max_logit: bool
-    impl: str
+    causal: bool = True
+    window: int | None = None
+    scale: float | None = None
+    softcap: float | None = None
+    dropout: float = 0.0
+    seed: int | Tensor | None = None
+    bias: Tensor | None = None
+    decay: Tensor | None = None
+    alibi_slopes: Tensor | None = None
+    sink: Tensor | None = None
+    relative_bias: Tensor | None = None
+    lengths: Tensor | None = None
+    cu_seqlens: Tensor | tuple | None = None
+    max_seqlen: int | tuple | None = None
+    prefix_lengths: Tensor | None = None
+    return_lse: bool = False
+    return_max_logit: bool = False
+    impl: str = "auto"
 
 
 def is_ragged(call):
@@ -39,7 +42,7 @@ def is_ragged(call):
 
 
 def key_of(call):
-    """What decides which implementation serves a Call; None with tensors of terms, prefixes or a seed tensor.
+    """What decides which implementation serves a Call; None with tensors of features or a seed tensor.
 
     Left out are the seed and the values of lengths, cu_seqlens and max_seqlen, so each call must check them.
     """
@@ -48,8 +51,7 @@ def key_of(call):
         call.impl,
     )  # fmt: skip
     types = tuple(map(type, (*options, call.seed)))  # the types too, since True == 1
-    terms = any(x is not None for x in (call.bias, call.decay, call.alibi_slopes, call.sink))
-    if terms or call.prefix_lengths is not None or not _SIMPLE.issuperset(types) or torch.compiler.is_compiling():
+    if features_of(call) or not _SIMPLE.issuperset(types) or torch.compiler.is_compiling():
         return None
     given = call.lengths is not None, type(call.cu_seqlens), call.max_seqlen is not None  # one tensor, or a pair
     return (*((x.shape, x.stride(), x.dtype, x.device) for x in (call.q, call.k, call.v)), options, types, given)

@@ -9,26 +9,10 @@ import os
 import torch
 
 MAX_HEAD_DIM = 256
-MAX_ALIBI_LENGTH = 2**24  # distances are float32
-MAX_WINDOW = 2**29  # positions and their differences are 32-bit
+MAX_LENGTH = 2**29  # positions and their differences are 32-bit
 MAX_FLOAT = torch.finfo(torch.float32).max
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 IMPLEMENTATIONS = ("auto", "hopper", "triton", "sdpa", "reference")
-
-
-def check_call(call):
-    """Every rule of a Call."""
-    check_tensors(call.q, call.k, call.v)
-    check_options(
-        call.q, call.causal, call.window, call.scale, call.softcap, call.dropout, call.impl, call.return_lse, call.seed
-    )
-    check_is("return_max_logit", call.return_max_logit, bool)
-    check_terms(call.q, call.k, call.causal, call.bias, call.decay, call.sink)
-    check_ragged(call.q, call.k, call.lengths, call.cu_seqlens, call.max_seqlen)
-    if call.alibi_slopes is not None:
-        check_alibi(call.q, call.k, call.alibi_slopes, count_sequences(call.q, call.cu_seqlens))
-    if call.prefix_lengths is not None:
-        check_prefixes(call)
 
 
 def check_is_tensor(name, x):
@@ -60,6 +44,8 @@ def check_tensors(q, k, v):
     for name, x in (("q", q), ("k", k), ("v", v)):
         if x.dim() != 4:
             raise ValueError(f"{name} has shape {tuple(x.shape)}; it must be [batch, sequence, heads, head_dim]")
+        if x.shape[1] > MAX_LENGTH:
+            raise ValueError(f"{name} has {x.shape[1]} positions; at most {MAX_LENGTH} fit: split the sequence")
         if x.dtype not in (*DTYPES, torch.float64):
             raise ValueError(f"{name} is {x.dtype}; cast it to float16, bfloat16 or float32")
         if x.dtype != q.dtype or x.device != q.device:
@@ -103,7 +89,7 @@ def check_options(q, causal, window, scale, softcap, dropout, impl, return_lse, 
     check_is("causal", causal, bool)
     check_is("return_lse", return_lse, bool)
     if window is not None:
-        check_int("window", window, 1, MAX_WINDOW, "; it counts the query's own position, and None means no limit")
+        check_int("window", window, 1, MAX_LENGTH, "; it counts the query's own position, and None means no limit")
     if scale is not None:
         check_number("scale", scale, lambda x: abs(x) < MAX_FLOAT, "a finite float32; None means 1 / sqrt(head_dim)")
     if softcap is not None:
@@ -126,51 +112,9 @@ def check_seed(seed, device):
         check_int("seed", seed, -(2**63), 2**63 - 1)
 
 
-def check_terms(q, k, causal, bias, decay, sink):
-    """bias, decay and sink against the shapes of q [B, Tq, H, D] and k [B, Tk, Hkv, D]."""
-    (batch, q_len, heads, _), k_len = q.shape, k.shape[1]
-    for name, x in (("bias", bias), ("decay", decay), ("sink", sink)):
-        if x is None:
-            continue
-        check_is_tensor(name, x)
-        if not x.is_floating_point() or x.device != q.device:
-            raise ValueError(f"{name} is {x.dtype} on {x.device}; it must be floating point on {q.device}")
-    if bias is not None:
-        full = (batch, heads, q_len, k_len)
-        shape = (1,) * (4 - bias.dim()) + tuple(bias.shape)
-        if len(shape) != 4 or any(n != 1 and n != m for n, m in zip(shape, full, strict=True)):  # Dynamo errs at `in`
-            raise ValueError(f"bias has shape {tuple(bias.shape)}; it must broadcast to [B, H, Tq, Tk] = {full}")
-    if decay is not None:
-        if tuple(decay.shape) != (batch, k_len, heads):
-            raise ValueError(f"decay has shape {tuple(decay.shape)}; it must be [B, Tk, H] = {(batch, k_len, heads)}")
-        if decay.dtype not in (torch.float32, torch.float64):
-            raise ValueError(f"decay is {decay.dtype}; a sum over the sequence needs float32: compute the gates in it")
-        if not causal:
-            raise ValueError("decay with causal=False has no meaning for keys after the query; use causal=True")
-    if sink is not None and tuple(sink.shape) != (heads,):
-        raise ValueError(f"sink has shape {tuple(sink.shape)}; it must be [H] = ({heads},)")
-
-
-def check_alibi(q, k, slopes, sequences):
-    """sequences: their number, packed or not."""
-    heads, longest = q.shape[2], max(q.shape[1], k.shape[1])
-    check_is_tensor("alibi_slopes", slopes)
-    if slopes.dtype != torch.float32 or slopes.device != q.device:
-        raise ValueError(f"alibi_slopes is {slopes.dtype} on {slopes.device}; it must be torch.float32 on {q.device}")
-    if tuple(slopes.shape) not in ((heads,), (sequences, heads)):
-        raise ValueError(
-            f"alibi_slopes has shape {tuple(slopes.shape)}; it must be [H] = ({heads},), or one row for each sequence, "
-            f"({sequences}, {heads})"
-        )
-    if slopes.requires_grad and torch.is_grad_enabled():
-        raise ValueError("alibi_slopes requires a gradient, but gets none: detach() it")
-    if longest > MAX_ALIBI_LENGTH:
-        raise ValueError(f"alibi_slopes was given with {longest} positions; at most {MAX_ALIBI_LENGTH}: use decay")
-
-
 def count_sequences(q, cu_seqlens):
     """Rows of the batch, or packed sequences."""
-    return len(q) if cu_seqlens is None else len(pair(cu_seqlens)[0]) - 1
+    return q.shape[0] if cu_seqlens is None else pair(cu_seqlens)[0].shape[0] - 1
 
 
 def check_ragged(q, k, lengths, cu_seqlens, max_seqlen):
@@ -190,18 +134,16 @@ def check_ragged(q, k, lengths, cu_seqlens, max_seqlen):
             raise ValueError(
                 f"{name} is {x.dtype} of {x.dim()} dims on {x.device}; it must be int32, 1-D, on {q.device}"
             )
-        if x.stride(0) != 1:
-            raise ValueError(f"{name} has stride {x.stride(0)}; it must be 1: call .contiguous()")
-    if lengths is not None and len(lengths) != batch:
-        raise ValueError(f"lengths has {len(lengths)} elements; it must have one for each of the {batch} rows of q")
+    if lengths is not None and lengths.shape[0] != batch:
+        raise ValueError(f"lengths has {lengths.shape[0]} elements; it must have one for each of the {batch} rows of q")
     if starts[0] is not None:
         if lengths is not None:
             raise ValueError("lengths and cu_seqlens were both given; packed sequences need no lengths: leave them out")
         if batch != 1:
             raise ValueError(f"q has batch {batch}; with cu_seqlens all sequences lie in one row: reshape to batch 1")
-        if len(starts[0]) != len(starts[1]) or len(starts[0]) < 2:
+        if starts[0].shape != starts[1].shape or starts[0].shape[0] < 2:
             raise ValueError(
-                f"cu_seqlens has {len(starts[0])} and {len(starts[1])} elements for queries and keys; "
+                f"cu_seqlens has {starts[0].shape[0]} and {starts[1].shape[0]} elements for queries and keys; "
                 "both need one more than there are sequences"
             )
         if not isinstance(cu_seqlens, tuple) and q_len != k_len:
@@ -210,22 +152,9 @@ def check_ragged(q, k, lengths, cu_seqlens, max_seqlen):
         raise ValueError(f"max_seqlen={max_seqlen} was given without cu_seqlens; leave it out")
     for limit in limits:
         if limit is not None:
-            check_int("max_seqlen", limit, 1, MAX_WINDOW)
+            check_int("max_seqlen", limit, 1, MAX_LENGTH)
     if os.environ.get("ATTENTION_DEBUG") == "1" and not torch.compiler.is_compiling():  # a graph cannot raise
         check_contents(q_len, k_len, lengths, starts, limits)
-
-
-def check_prefixes(call):
-    """prefix_lengths against the rest of a Call."""
-    x, q = call.prefix_lengths, call.q
-    check_is_tensor("prefix_lengths", x)
-    if x.dtype != torch.int32 or x.shape != q.shape[:1] or x.device != q.device or not x.is_contiguous():
-        raise ValueError(
-            f"prefix_lengths is {x.dtype} of shape {tuple(x.shape)} on {x.device}; it must be int32 of shape "
-            f"({len(q)},), contiguous, on {q.device}"
-        )
-    if not call.causal or any(x is not None for x in (call.window, call.decay, call.cu_seqlens)):
-        raise ValueError("prefix_lengths needs causal=True, without window, decay and cu_seqlens: use a bias there")
 
 
 def pair(x):
@@ -235,7 +164,7 @@ def pair(x):
 
 def check_contents(q_len, k_len, lengths, starts, limits):
     """What the values of lengths and cu_seqlens must be; waits for the device."""
-    if lengths is not None and len(lengths) > 0 and (lengths.min() < 0 or lengths.max() > k_len):
+    if lengths is not None and lengths.numel() > 0 and (lengths.min() < 0 or lengths.max() > k_len):
         raise ValueError(f"lengths run from {lengths.min()} to {lengths.max()}; they must be from 0 to {k_len}")
     for start, limit, length in zip(starts, limits, (q_len, k_len), strict=True):
         if start is None:

@@ -3,18 +3,19 @@
 import os
 import sys
 import threading
-from concurrent.futures import Future
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from functools import cache
 from typing import NamedTuple
 
 import torch
 
 from . import ops
 from .call import is_ragged, key_of
-from .checks import DTYPES, check_call, check_ragged, check_seed
+from .checks import DTYPES, check_is, check_options, check_ragged, check_seed, check_tensors
+from .features import feature_lacking, features_of
+from .gpu import hopper_problem
 from .reference import reference_attention
-from .sdpa import sdpa_lacks
+from .sdpa import sdpa_problem
 
 MAX_HOPPER_LENGTH = 2**20  # products of lengths in its kernels are 32-bit
 
@@ -48,30 +49,51 @@ def decide(call):
     return found
 
 
+def check_call(call):
+    """Every rule of a Call."""
+    check_tensors(call.q, call.k, call.v)
+    check_options(
+        call.q, call.causal, call.window, call.scale, call.softcap, call.dropout, call.impl, call.return_lse, call.seed
+    )
+    check_is("return_max_logit", call.return_max_logit, bool)
+    check_ragged(call.q, call.k, call.lengths, call.cu_seqlens, call.max_seqlen)
+    for feature in features_of(call):
+        feature.check(call, feature.name, getattr(call, feature.name))
+
+
 def _choose(call):
     """The implementation that serves a call, and why, in words; ValueError if it is asked for and cannot."""
     q, asked = call.q, call.impl
     impl, reason = asked, "asked for"
-    misses = lack = None
+    no_hopper = lack = None
     if asked in ("auto", "hopper"):
-        misses = hopper_misses(q.device)
-        lack = misses or hopper_lacks(call)
+        no_hopper = hopper_problem(q.device)
+        lack = no_hopper or call_problem(call)
     if asked == "hopper" and lack:
         raise ValueError(f"the Hopper kernels do not serve {lack}; use impl='auto'")
     if asked == "auto" and q.dtype in DTYPES:
-        choice = implementation(q.device, q.dtype, not lack, not lack and is_ragged(call))
+        inexpressible = None if q.is_cuda else sdpa_problem(call)
+        dims = None if lack else hopper_dims(call)
+        choice = implementation(q.device, q.dtype, dims, not lack and is_ragged(call), inexpressible)
         impl, reason = choice.name, choice.reason  # by name: Dynamo of PyTorch 2.11 cannot unpack a Choice
-        if impl == "triton" and lack and not misses:
+        if impl == "triton" and lack and not no_hopper:
             reason = f"the Hopper kernels do not serve {lack}"
     elif asked == "auto":
         impl, reason = "sdpa", f"the kernels do not compute in {q.dtype}"
     if impl == "triton" and not (q.is_cuda or os.environ.get("TRITON_INTERPRET") == "1"):
         raise ValueError(f"impl='triton' needs tensors on a CUDA GPU, got {q.device}; use impl='auto' or 'sdpa'")
-    if impl == "sdpa" and (lack := sdpa_lacks(call)):
+    if impl == "sdpa" and (lack := sdpa_problem(call)):
         if asked == "sdpa":
             raise ValueError(f"SDPA cannot express {lack}; use impl='triton' or impl='reference'")
-        impl, reason = "reference", f"{reason}; SDPA cannot express {lack}"
+        impl, reason = by_reference(reason, lack)
     return impl, reason
+
+
+def by_reference(reason, lack):
+    return (
+        "reference",
+        f"{reason}; SDPA cannot express {lack}; the reference keeps all scores, and is many times slower",
+    )
 
 
 class Choice(NamedTuple):
@@ -86,16 +108,17 @@ _CHOICES = {}
 _CHOOSING = threading.Lock()  # threads whose first calls coincide share one check
 
 
-def implementation(device, dtype, hopper, ragged):
+def implementation(device, dtype, dims, ragged, inexpressible=None):
     """The Choice of impl="auto" on a torch.device for a dtype; decided once and said by the first call that asks.
 
-    hopper: whether the Hopper kernels could serve, ragged: and would be those for lengths and packed sequences. On a
+    dims: hopper_dims() if the Hopper kernels could serve, else None; ragged: whether they would be those for lengths
+    and packed sequences. inexpressible: elsewhere than on a CUDA GPU, what SDPA cannot express, in words, or None. On a
     CUDA GPU the kernels first compute a tiny case, which is compared with the reference: seconds, since they are
     compiled for it.
     """
     if device.type == "cuda" and device.index is None:
         device = torch.device("cuda", torch.cuda.current_device())
-    key = device, dtype, hopper, ragged
+    key = device, dtype, dims, ragged, inexpressible
     with _CHOOSING:
         if key not in _CHOICES:
             if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
@@ -103,38 +126,42 @@ def implementation(device, dtype, hopper, ragged):
                     "attention() checks itself when first called; call it once before capturing a CUDA graph"
                 )
             _CHOICES[key] = choice = _choose_for(*key)
-            _print_choice(choice, device, dtype)
+            _print_choice(choice, device, dtype, dims)
     return _CHOICES[key]
 
 
-def _print_choice(choice, device, dtype):
+def _print_choice(choice, device, dtype, dims):
     """On rank 0, and on each rank whose GPU fails: the others of torchrun's processes would say the same."""
     rank = os.environ.get("RANK", "0")
     if rank == "0" or choice.failed:
         where = f"{device}, {str(dtype).removeprefix('torch.')}" + (f", rank {rank}" if rank != "0" else "")
+        where += "" if dims is None else f", head dims up to {dims[0]}/{dims[1]}"
         with suppress(OSError):  # a full disk behind it
             print(f"attention  {choice.name} on {where}: {choice.reason}", file=sys.stderr, flush=True)
 
 
-def _choose_for(device, dtype, hopper, ragged=False):
+def _choose_for(device, dtype, dims, ragged=False, inexpressible=None):
     if device.type != "cuda":
-        return Choice("sdpa", f"the Triton kernels need a CUDA GPU, this is {device.type}")
+        reason = f"the Triton kernels need a CUDA GPU, this is {device.type}"
+        return Choice(*by_reference(reason, inexpressible) if inexpressible else ("sdpa", reason))
     failures = []
-    for impl in ("hopper", "triton") if hopper else ("triton",):
-        passed, reason = _passes(device, dtype, ragged, impl)
+    for impl in ("triton",) if dims is None else ("hopper", "triton"):
+        passed, reason = _passes(device, dtype, dims or (64, 64), ragged, impl)
         if passed:
             return Choice(impl, "; ".join([reason, *failures]), bool(failures))
         failures.append(reason)
     return Choice("sdpa", "; ".join(failures), True)
 
 
-def _passes(device, dtype, ragged, impl):
+def _passes(device, dtype, dims, ragged, impl):
     """Whether the kernels of an implementation compute a tiny case right, and how well or why not, in words.
 
     An error of too little memory is passed on: it says nothing about the kernels, and the next call tries again.
     """
     try:
-        worst = _apart(_self_check, device, dtype, ragged, impl)
+        # in a thread of its own, which stands in none of the caller's modes: inference, autocast, torch.func and so on
+        with ThreadPoolExecutor(1) as pool:
+            worst = pool.submit(_self_check, device, dtype, dims, ragged, impl).result()
     except Exception as error:  # what breaks here would break training later: a missing package, driver or compiler
         if "out of memory" in str(error):
             raise
@@ -144,36 +171,15 @@ def _passes(device, dtype, ragged, impl):
     return True, f"self-check passed, relative error {worst:.1e}"
 
 
-def _apart(function, *arguments):
-    """function(*arguments), in a thread of its own, which stands in none of the caller's modes.
-
-    Those are inference, autocast, fake tensors, torch.func, hooks of autograd. At the end of a program, when no thread
-    can be started, it is called here.
-    """
-    answer = Future()
-
-    def answer_it():
-        try:
-            answer.set_result(function(*arguments))
-        except BaseException as error:
-            answer.set_exception(error)
-
-    try:
-        threading.Thread(target=answer_it, daemon=True).start()
-    except RuntimeError:
-        with torch.inference_mode(False), torch.enable_grad(), torch.autocast("cpu", enabled=False):
-            answer_it()
-    return answer.result()
-
-
-def _self_check(device, dtype, ragged, impl):
+def _self_check(device, dtype, dims, ragged, impl):
     """Largest relative error of output and gradients on a tiny grouped, causal case of odd lengths.
 
     No autograd on the device: a GPU has one thread for it, on which the caller may stand, and wait.
     """
     generator = torch.Generator().manual_seed(0)
     options = dict(generator=generator, dtype=torch.float32, device="cpu")  # whatever the defaults are
-    tensors = [torch.randn(1, 70, heads, 64, **options) for heads in (2, 1, 1, 2)]
+    dim, value_dim = dims
+    tensors = [torch.randn(1, 70, *x, **options) for x in ((2, dim), (1, dim), (1, value_dim), (2, value_dim))]
     starts = torch.tensor([0, 33, 69], dtype=torch.int32, device="cpu") if ragged else None
 
     *leaves, dout = tensors
@@ -183,48 +189,36 @@ def _self_check(device, dtype, ragged, impl):
     q, k, v, dout = (x.detach().to(device, dtype) for x in tensors)
     starts = None if starts is None else starts.to(device)
     given = dict(q_starts=starts, k_starts=starts, max_q_len=70, max_k_len=70)
-    rule = dict(causal=True, window=0, softcap=0.0, dropout=0.0, scale=64**-0.5, hopper=impl == "hopper")
+    rule = dict(causal=True, window=0, softcap=0.0, dropout=0.0, scale=dim**-0.5, backend=impl)
     options = ops.Options(**dict.fromkeys(ops.Options._fields[: ops.TENSOR_OPTIONS]) | given | rule)
-    kernels = ops.host(options.hopper)
+    kernels = ops.host(impl)
     out, lse2 = kernels.forward(q, k, v, options)
-    own = dict(deterministic=False) if options.hopper else {}  # else the portable backward might be checked
-    found = out, *kernels.backward(q, k, v, out, lse2, dout, None, False, options, **own)[:3]
+    wanted = {name: name in ("q", "k", "v") for name in ops.GRADIENTS}
+    own = dict(deterministic=False) if impl == "hopper" else {}  # else the portable backward might be checked
+    gradients = kernels.backward(q, k, v, out, lse2, dout, None, wanted, options, **own)
+    found = out, gradients["q"], gradients["k"], gradients["v"]
     errors = [float((x.double().cpu() - truth).norm() / truth.norm()) for x, truth in zip(found, truths, strict=True)]
     return max(errors, key=lambda error: (error != error, error))  # NaN counts as the largest
 
 
-def hopper_misses(device):
-    """What a torch.device lacks to run the Hopper kernels, in words; None if nothing."""
-    return _hopper_misses(device)  # of a cached function itself Dynamo warns
+implementation._dynamo_marked_constant = True  # as hopper_problem() of gpu.py
 
 
-# Dynamo calls these while tracing and keeps the answer. It is what torch.compiler.assume_constant_result does, which
-# would import Dynamo: more than a second of each start.
-implementation._dynamo_marked_constant = hopper_misses._dynamo_marked_constant = True
+def hopper_dims(call):
+    """Head dims of keys and values as the tiles of the Hopper kernels hold them: each pair is a setting of its own."""
+    dim, value_dim = call.q.shape[-1], call.v.shape[-1]  # compared, since torch.compile may have symbols for them
+    return 64 if dim <= 64 else 128 if dim <= 128 else 256, 64 if value_dim <= 64 else 128 if value_dim <= 128 else 256
 
 
-@cache
-def _hopper_misses(device):
-    if device.type != "cuda" or not torch.cuda.is_available() or torch.cuda.get_device_capability(device) != (9, 0):
-        return f"{device}, which is no Hopper GPU (sm_90)"
-    try:
-        from .hopper import gluon  # noqa: F401
-    except (ImportError, AttributeError) as error:
-        return f"this Triton, whose Gluon is another: {error}"
-    return None
-
-
-def hopper_lacks(call):
+def call_problem(call):
     """What of a Call the Hopper kernels do not serve, in words; None if they serve all."""
     q, k, v = call.q, call.k, call.v
     if q.dtype not in (torch.float16, torch.bfloat16):
         return str(q.dtype)
-    if call.bias is not None:
-        return "bias"
+    if lacking := feature_lacking(call, "hopper"):
+        return lacking
     if call.decay is not None and call.softcap is not None:
         return "decay with softcap"
-    if call.prefix_lengths is not None:
-        return "prefix_lengths"
     if not 40 <= q.shape[-1] <= 256:
         return f"head dim {q.shape[-1]} (40 to 256)"
     if v.shape[-1] != q.shape[-1] and not q.shape[-1] > 128 >= v.shape[-1] > 64:

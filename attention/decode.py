@@ -4,18 +4,22 @@ Letters: B batch, Tq new tokens, S slots of the cache, H query heads, Hkv key/va
 """
 
 import os
-from importlib.util import find_spec
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
-from .checks import DTYPES, check_alibi, check_is, check_is_tensor, check_options, check_tensors, check_terms
+from . import ops
+from .api import AUTOCAST_DEVICES
+from .call import Call
+from .checks import DTYPES, check_is, check_is_tensor, check_options, check_tensors
+from .features import features_of
+from .gpu import HAS_TRITON
 from .ops import LIBRARY, TAGS, outside_graphs
 from .reference import reference_attention
 from .sdpa import sdpa_attention
 
-HAS_TRITON = find_spec("triton") is not None
 IMPLEMENTATIONS = ("auto", "triton", "eager")
 
 
@@ -68,9 +72,10 @@ def decode(
     triton = impl == "triton" or (impl == "auto" and HAS_TRITON and q.is_cuda and q.dtype in DTYPES)
     scale = q.shape[-1] ** -0.5 if scale is None else float(scale)
     if alibi_slopes is not None:
-        alibi_slopes = alibi_slopes.expand(len(q), -1)
+        alibi_slopes = alibi_slopes.expand(q.shape[0], -1)
+    lengths = lengths.contiguous()
     options = DecodeOptions(decay_sum, alibi_slopes, sink, window or 0, softcap or 0.0, scale, ring, triton)
-    if torch.compiler.is_compiling():
+    if torch.compiler.is_compiling() or ops.transformed():
         return torch.ops.attention.decode.default(q, k, v, lengths, *options)
     return serve(q, k, v, lengths, options)  # without PyTorch's dispatcher, which takes as long as a small kernel
 
@@ -86,17 +91,15 @@ def check_decode(q, k, v, lengths, window, scale, softcap, decay_sum, alibi_slop
         raise ValueError(f"impl='triton' needs tensors on a CUDA GPU, got {q.device}; use impl='auto'")
     check_options(q, True, window, scale, softcap, 0.0, impl if impl == "triton" else "auto", False, None)
     check_is("ring", ring, bool)
-    check_terms(q, k, True, None, None, sink)
-    if alibi_slopes is not None:
-        check_alibi(q, k, alibi_slopes, len(q))
+    call = Call(q, k, v, alibi_slopes=alibi_slopes, sink=sink)
+    for feature in features_of(call):
+        feature.check(call, feature.name, getattr(call, feature.name))
     (batch, q_len, heads, _), slots = q.shape, k.shape[1]
     if lengths.dtype != torch.int32 or lengths.shape != (batch,) or lengths.device != q.device:
         raise ValueError(
             f"lengths is {lengths.dtype} of shape {tuple(lengths.shape)} on {lengths.device}; "
             f"it must be int32 of shape ({batch},) on {q.device}"
         )
-    if batch > 1 and lengths.stride(0) != 1:
-        raise ValueError(f"lengths has stride {lengths.stride(0)}; it must be 1: call .contiguous()")
     if ring and (window is None or window + q_len - 1 > slots):
         raise ValueError(
             f"ring with window={window} and {q_len} new tokens needs a window of at most {slots - q_len + 1}, "
@@ -108,7 +111,16 @@ def check_decode(q, k, v, lengths, window, scale, softcap, decay_sum, alibi_slop
             raise ValueError(f"decay_sum has shape {tuple(decay_sum.shape)}; it must be {(batch, slots, heads)}")
         if decay_sum.dtype not in (torch.float32, torch.float64) or decay_sum.device != q.device:
             raise ValueError(f"decay_sum is {decay_sum.dtype} on {decay_sum.device}; it must be float64 on {q.device}")
-    if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in (q, k, v, decay_sum, sink)):
+    if torch.compiler.is_compiling() or not ops.transformed():  # else the op checks, level by level
+        check_no_gradient(q, k, v, decay_sum, sink)
+
+
+def check_no_gradient(*tensors):
+    """Neither backward nor in forward mode."""
+    tensors = [x for x in tensors if x is not None]
+    backward = torch.is_grad_enabled() and any(x.requires_grad for x in tensors)
+    dual = forward_ad._current_level >= 0 and any(forward_ad.unpack_dual(x).tangent is not None for x in tensors)
+    if backward or dual:
         raise ValueError("decode() has no gradient; call it under torch.no_grad(), or use attention()")
 
 
@@ -118,7 +130,10 @@ def serve(q, k, v, lengths, options):
         from .decode_kernel import launch_decode  # imports Triton
 
         return launch_decode(q, k, v, lengths, options)
-    return eager_decode(q, k, v, lengths, options)
+    if q.device.type not in AUTOCAST_DEVICES:  # such as meta
+        return eager_decode(q, k, v, lengths, options)
+    with torch.autocast(q.device.type, enabled=False):  # in the dtype of q, as the kernels
+        return eager_decode(q, k, v, lengths, options)
 
 
 def eager_decode(q, k, v, lengths, options):
@@ -179,6 +194,18 @@ def _decode(q, k, v, lengths, *options):
     return serve(q, k, v, lengths, DecodeOptions(*options)).contiguous()  # as the fake below
 
 
+@torch.library.impl(LIBRARY, "decode", "Autograd")
+@outside_graphs
+def _decode_or_error(q, k, v, lengths, *options):
+    decay_sum, _, sink, *_ = options
+    check_no_gradient(q, k, v, decay_sum, sink)
+    with torch._C._AutoDispatchBelowAutograd():
+        return torch.ops.attention.decode.default(q, k, v, lengths, *options)
+
+
 @torch.library.register_fake("attention::decode", lib=LIBRARY)
 def _(q, k, v, lengths, *options):
     return q.new_empty(*q.shape[:3], v.shape[-1])
+
+
+ops.one_by_one(torch.ops.attention.decode.default)

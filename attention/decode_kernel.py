@@ -1,18 +1,20 @@
 """The kernels of decode(): each program absorbs a share of the keys, and a second kernel merges the shares."""
 
+from types import SimpleNamespace
 from typing import NamedTuple
 
 import torch
 import triton
 import triton.language as tl
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+from triton.language.extra.cuda import gdc_launch_dependents
 
+from .gpu import can_overlap, processors, shared_memory
+from .launcher import wait_for_inputs
 from .portable.forward import Softmax
-from .score import LOG2E, Rule, Terms, behind, end_softmax, shape_scores, slot
-from .table import float32_precision, processors
+from .score import LOG2E, Rule, behind, end_softmax, shape_scores, slot, terms_of
+from .table import float32_precision
 from .tiles import (
-    INTERPRETED,
-    STEP,
+    STRIDE_UNIT,
     Sequence,
     Tile,
     address,
@@ -20,7 +22,6 @@ from .tiles import (
     dot,
     narrow,
     padded,
-    per_head_view,
     rows_view,
     tile_lane,
     view,
@@ -30,11 +31,11 @@ from .tiles import (
 # Not tuned; they compile without register spills for all chips of tests/test_compile.py.
 BLOCK_K = 64  # most keys per step
 TILE_BYTES = 2**14  # of a tile of keys; a half or a quarter for a single query, which keeps all of it in registers
-LARGE_CHIPS = ((8, 0), (9, 0), (10, 0))  # shared memory for three stages of these tiles; others have two
+THREE_STAGES = 160 * 2**10  # bytes of shared memory that three stages of these tiles need; else there are two
 MOST_ROWS = 64  # most queries of a key head in one program; half as many if the head dim is above 128
 # Whether the queries of a group share a program -> (programs per multiprocessor to split the keys into, most shares);
 # tuned on an H200 (benchmarks/LOG.md).
-SHARES = {False: (4, 256), True: (2, 128)}
+SPLITS_PER_SM = {False: (4, 256), True: (2, 128)}
 MERGED = tl.constexpr(32)  # most shares that the merge kernel loads at once
 
 
@@ -51,7 +52,7 @@ class QueryRows(NamedTuple):
 def row_pointers(x, row, rows, DIM: tl.constexpr):
     """Pointers to x[row, tokens, heads] of a [B, T, H, D] View: [rows, D padded]."""
     steps = tl.cast(row, tl.int64) * x.batch + tl.cast(rows.head, tl.int64) * x.head
-    start = steps * STEP + tl.cast(rows.token, tl.int64) * x.seq
+    start = steps * STRIDE_UNIT + tl.cast(rows.token, tl.int64) * x.seq
     return x.ptr + start[:, None] + tl.arange(0, padded(DIM))[None, :]
 
 
@@ -112,7 +113,7 @@ def merge_rows(state):
 
 @triton.jit(do_not_specialize=["q_len", "slots"])
 def decode_kernel(
-    q, k, v, out, lse2, lengths, sink, gate, slopes, scale, q_len, slots,
+    q, k, v, out, lse2, lengths, sink, terms, q_len, slots,
     RULE: tl.constexpr, TILE: tl.constexpr, SPLITS: tl.constexpr, STAGES: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):  # fmt: skip
@@ -123,8 +124,7 @@ def decode_kernel(
     if there is one share. STAGES are given to the loop, because Triton pipelines a loop without a dot only then.
     With OVERLAP, the kernel may start before the one in front of it has ended (programmatic dependent launch).
     """
-    if OVERLAP:
-        gdc_wait()
+    wait_for_inputs(OVERLAP)
     kv_head, split = tl.program_id(1), tl.program_id(2)
     count = q_len * TILE.group
     tiles = tl.cdiv(count, TILE.block_q)
@@ -139,7 +139,6 @@ def decode_kernel(
     token = number // TILE.group
     rows = QueryRows(token, kv_head * TILE.group + number % TILE.group, exist, length - q_len + token)
     seq = Sequence(row, row, 0, q_len, 0, length)
-    terms = Terms(scale, 0.0, None, None, gate, slopes)
 
     low = tl.maximum(length - q_len - behind(RULE), 0)  # the first key that a query of this row sees
     share = tl.cdiv(tl.cdiv(length - low, SPLITS), TILE.block_k) * TILE.block_k
@@ -178,8 +177,7 @@ def decode_kernel(
 @triton.jit
 def merge_kernel(parts, lse2, out, TILE: tl.constexpr, SPLITS: tl.constexpr, OVERLAP: tl.constexpr):
     """out = the mean of SPLITS shares, weighted by 2^lse2, for one query: parts[s B + b] -> out[b]."""
-    if OVERLAP:
-        gdc_wait()
+    wait_for_inputs(OVERLAP)
     row, head, token = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     BLOCK: tl.constexpr = SPLITS if SPLITS < MERGED else MERGED
     column = tl.arange(0, padded(TILE.value_dim))
@@ -193,7 +191,7 @@ def merge_kernel(parts, lse2, out, TILE: tl.constexpr, SPLITS: tl.constexpr, OVE
     for start in range(0, SPLITS, BLOCK):
         step = (start + tl.arange(0, BLOCK)) * tl.num_programs(0)
         weights = tl.exp2(tl.load(address(lse2, step + row, head, token)) - top)
-        offset = tl.cast(step, tl.int64) * parts.batch * STEP
+        offset = tl.cast(step, tl.int64) * parts.batch * STRIDE_UNIT
         values = tl.load(part.ptr + offset[:, None] + column[None, :], inside[None, :], 0.0)
         acc += tl.sum(values * weights[:, None], 0)
         total += tl.sum(weights, 0)
@@ -204,8 +202,8 @@ def merge_kernel(parts, lse2, out, TILE: tl.constexpr, SPLITS: tl.constexpr, OVE
 
 
 def splits_for(programs, keys, grouped, device):
-    """Number of shares of at most `keys` keys, a power of two: see SHARES."""
-    waves, most = SHARES[grouped]
+    """Number of shares of at most `keys` keys, a power of two: see SPLITS_PER_SM."""
+    waves, most = SPLITS_PER_SM[grouped]
     wanted = min(waves * processors(device) // programs, keys // (2 * BLOCK_K), most)
     return triton.next_power_of_2(wanted + 1) // 2 if wanted > 1 else 1
 
@@ -230,17 +228,18 @@ def launch_decode(q, k, v, lengths, options):
     splits = splits_for(kv_heads * tiles * batch, most, block_q > 1, q.device)
     gate = None if options.decay_sum is None else options.decay_sum.transpose(1, 2)
     sink = None if options.sink is None else options.sink.contiguous()
-    chip = (0, 0) if INTERPRETED.value else torch.cuda.get_device_capability(q.device)
-    stages = 3 if block_q == 1 or chip in LARGE_CHIPS else 2
-    overlap = chip == (9, 0)  # other GPUs than Hopper's have it too, but were not tried
+    tensors = SimpleNamespace(bias=None, gate=gate, alibi_slopes=options.alibi_slopes, relative_bias=None)
+    terms = terms_of(options.scale, 0.0, None, tensors)
+    stages = 3 if block_q == 1 or shared_memory(q.device) >= THREE_STAGES else 2
+    overlap = can_overlap(q.device)
     parts, lse2 = out, None
     if splits > 1:
         parts = q.new_empty(splits * batch, q_len, heads, value_dim, dtype=torch.float32)
         lse2 = q.new_empty(splits * batch, heads, q_len, dtype=torch.float32)
     with torch.cuda.device_of(q):
         decode_kernel[(tiles * batch, kv_heads, splits)](
-            view(q), view(k), view(v), view(parts), rows_view(lse2), lengths, sink, rows_view(gate),
-            per_head_view(options.alibi_slopes), options.scale, q_len, slots, rule, tile, splits, stages, overlap,
+            view(q), view(k), view(v), view(parts), rows_view(lse2), lengths, sink, terms, q_len, slots,
+            rule, tile, splits, stages, overlap,
             num_warps=4, launch_pdl=overlap, enable_fp_fusion=True,
         )  # fmt: skip
         if splits > 1:

@@ -1,20 +1,30 @@
 """How a problem starts a kernel. From the second time on it skips Triton's lookups, which can take
 longer than the kernel.
 
-All that bypasses Triton's own launch is in this file. benchmarks/LOG.md ("fewer and cheaper starts") has what it saves.
+All that bypasses Triton's own launch is in this file. What it saves is in benchmarks/LOG.md ("cost of a call on the
+host").
 """
 
 import triton
+import triton.language as tl
+from triton.language.extra.cuda import gdc_wait
 from triton.runtime.errors import OutOfResources
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from .tiles import INTERPRETED, padded
 
-BUFFERS_LESS = True  # off in benchmarks/tune.py, which asks whether a kernel fits as it is
+RETRY_WITH_FEWER_STAGES = True  # off in benchmarks/tune.py, which asks whether a kernel fits as it is
+
+
+@triton.jit
+def wait_for_inputs(OVERLAP: tl.constexpr):
+    """Every kernel launched with launch_pdl=OVERLAP calls this before its first access to memory."""
+    if OVERLAP:
+        gdc_wait()
 
 
 class Launcher:
-    """A kernel with its settings for a problem, which keeps it: see Problem.once()."""
+    """A kernel with its settings for a problem, which keeps it: see Problem.cached()."""
 
     def __init__(self, kernel, programs, launch, constants, registers=None):
         self.kernel = kernel  # triton.JITFunction
@@ -54,7 +64,7 @@ class Launcher:
                 )  # fmt: skip
                 return
             except OutOfResources:  # features take shared memory too: buffer less ahead
-                if stages == 1 or not BUFFERS_LESS:
+                if stages == 1 or not RETRY_WITH_FEWER_STAGES:
                     raise
 
 

@@ -5,13 +5,19 @@ Triton is imported when an op first runs, never before: the package loads on mac
 
 import math
 from functools import cache
+from importlib import import_module
+from itertools import compress
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
-from torch._functorch.utils import enable_single_level_autograd_function
+from torch._functorch.utils import enable_single_level_autograd_function, unwrap_dead_wrappers
 from torch.autograd import forward_ad
+from torch.autograd.function import _SingleLevelFunction
+from torch.utils._pytree import tree_map
 from torch.utils.flop_counter import _offsets_to_lengths, register_flop_formula
+
+LEARNED = 4  # of the options of a call, the first ones, have gradients: bias, gate, sink and relative_bias
 
 
 class Options(NamedTuple):
@@ -20,20 +26,21 @@ class Options(NamedTuple):
     bias: Tensor | None  # [B or 1, H or 1, Tq or 1, Tk or 1]
     gate: Tensor | None  # [B, H, Tk] float64, cumulative decay
     sink: Tensor | None  # [H]
+    relative_bias: Tensor | None  # [1 or 2, H, R]
     alibi_slopes: Tensor | None  # [B or N, H] float32
     seed: Tensor | None  # [1] int64
     lengths: Tensor | None  # [B] int32
     q_starts: Tensor | None  # [N + 1] int32, cumulative; both or none
     k_starts: Tensor | None
     prefix_lengths: Tensor | None  # [B] int32
-    max_q_len: int
-    max_k_len: int
+    max_q_len: torch.SymInt
+    max_k_len: torch.SymInt
     causal: bool
     window: int
     softcap: float
     dropout: float
     scale: float
-    hopper: bool = False  # whether the kernels of hopper/ serve
+    backend: str = "triton"  # whose kernels serve: see HOSTS
     kv_heads: int = 0  # if not 0, q is the qkv of attention_qkv(), [B, T, H + 2 kv_heads, D], and k and v are None
     max_logit: bool = False  # whether forward has a third result
 
@@ -49,46 +56,42 @@ class Options(NamedTuple):
 
     @property
     def learned(self):
-        """Those that have gradients: bias, gate and sink."""
-        return self[:3]
+        """Those that have gradients."""
+        return self[:LEARNED]
 
     @property
     def numbers(self):
         return self[TENSOR_OPTIONS:]
 
     @property
-    def bounded(self):
+    def is_ragged(self):
         """Whether sequences have lengths, or bounds in packed rows."""
         return self.lengths is not None or self.q_starts is not None
 
 
+GRADIENTS = ("q", "k", "v", *Options._fields[:LEARNED])  # whose gradients the backward op returns, in this order
+HOSTS = {"triton": ".portable.launch", "hopper": ".hopper.launch"}  # modules that launch a backend's kernels
+
+
 @cache
-def host(hopper):
-    """The module that launches the kernels, and imports Triton."""
-    if hopper:
-        from .hopper import launch as module
-    else:
-        from .portable import launch as module
-    return module
+def host(backend):
+    """The module of a backend, which imports Triton."""
+    return import_module(HOSTS[backend], __package__)
 
 
 # Dynamo would look into an op that runs outside of its graphs. This is torch.compiler.disable, but it imports Dynamo,
 # which takes more than a second, only when the function is first called.
 outside_graphs = torch._disable_dynamo
 TENSORS = "Tensor q, Tensor? k, Tensor? v"
-OPTIONS = (  # the fields of Options, in their order
-    "Tensor? bias, Tensor? gate, Tensor? sink, Tensor? alibi_slopes, Tensor? seed, Tensor? lengths, "
-    "Tensor? q_starts, Tensor? k_starts, Tensor? prefix_lengths, "
-    "SymInt max_q_len, SymInt max_k_len, bool causal, int window, float softcap, float dropout, float scale, "
-    "bool hopper, int kv_heads, bool max_logit"
-)
+KINDS = {Tensor | None: "Tensor?", torch.SymInt: "SymInt", bool: "bool", int: "int", float: "float", str: "str"}
+OPTIONS = ", ".join(f"{KINDS[kind]} {name}" for name, kind in Options.__annotations__.items())
 TENSOR_OPTIONS = OPTIONS.count("Tensor?")  # they come first
 # torch.library.custom_op would do the same with three times the Python per call: it reads a long schema anew each time.
 LIBRARY = torch.library.Library("attention", "FRAGMENT")
 TAGS = (torch.Tag.pt2_compliant_tag, torch.Tag.needs_fixed_stride_order)
 LIBRARY.define(f"forward({TENSORS}, {OPTIONS}) -> Tensor[]", tags=TAGS)
 LIBRARY.define(
-    f"backward({TENSORS}, Tensor out, Tensor lse2, Tensor dout, Tensor? dlse, bool bias_grad, {OPTIONS}) -> Tensor[]",
+    f"backward({TENSORS}, Tensor out, Tensor lse2, Tensor dout, Tensor? dlse, bool[] wanted, {OPTIONS}) -> Tensor[]",
     tags=TAGS,
 )
 forward = torch.ops.attention.forward.default
@@ -100,7 +103,7 @@ backward = torch.ops.attention.backward.default
 def _forward(q, k, v, *options):
     """out [B, Tq, H, Dv] in the dtype of q, lse2 [B, H, Tq] float32 and if asked max_logit2 [H] float32, base 2."""
     options = Options(*options)
-    return list(host(options.hopper).forward(q, k, v, options))
+    return list(host(options.backend).forward(q, k, v, options))
 
 
 @torch.library.register_fake("attention::forward", lib=LIBRARY)
@@ -114,33 +117,40 @@ def _(q, k, v, *options):
 
 @torch.library.impl(LIBRARY, "backward", "CompositeExplicitAutograd")
 @outside_graphs
-def _backward(q, k, v, out, lse2, dout, dlse, bias_grad, *options):
-    """dq, dk and dv, or one tensor if k and v are None; then dbias if bias_grad, dgate and dsink if given.
+def _backward(q, k, v, out, lse2, dout, dlse, wanted, *options):
+    """The gradients of GRADIENTS that are wanted; dq is that of all three if k and v are None.
 
     dlse [B, H, Tq] is in natural units, or None.
     """
-    options = Options(*options)
-    gradients = host(options.hopper).backward(q, k, v, out, lse2, dout, dlse, bias_grad, options)
-    return [x for x in gradients if x is not None]
+    return list(compress(launch_backward(q, k, v, out, lse2, dout, dlse, wanted, Options(*options)), wanted))
+
+
+def launch_backward(q, k, v, out, lse2, dout, dlse, wanted, options):
+    """The gradients of GRADIENTS by a backend's kernels; anything for those that are not wanted."""
+    wanted = dict(zip(GRADIENTS, wanted, strict=True))
+    found = host(options.backend).backward(q, k, v, out, lse2, dout, dlse, wanted, options)
+    return [found.get(name) for name in GRADIENTS]
 
 
 @torch.library.register_fake("attention::backward", lib=LIBRARY)
-def _(q, k, v, out, lse2, dout, dlse, bias_grad, *options):
-    options = Options(*options)
-    inputs = (q, k, v, options.bias if bias_grad else None, *options.learned[1:])
-    return [torch.empty_like(x, memory_format=torch.contiguous_format) for x in inputs if x is not None]
+def _(q, k, v, out, lse2, dout, dlse, wanted, *options):
+    inputs = compress((q, k, v, *Options(*options).learned), wanted)
+    return [torch.empty_like(x, memory_format=torch.contiguous_format) for x in inputs]
 
 
 def one_by_one(op):
     """Let torch.vmap call an op once per example."""
 
     def call_each(info, dims, *args):
-        calls = (
-            op(*(x if dim is None else x.select(dim, i) for x, dim in zip(args, dims, strict=True)))
-            for i in range(info.batch_size)
-        )
-        outputs = [torch.stack(x) for x in zip(*calls, strict=True)]
-        return outputs, [0] * len(outputs)
+        def example(i):  # zeros if there is none, for the shapes of the outputs
+            return [
+                x if not isinstance(dim, int) else x.select(dim, i) if info.batch_size else x.sum(dim, dtype=x.dtype)
+                for x, dim in zip(args, dims, strict=True)
+            ]
+
+        calls = [op(*example(i)) for i in range(max(info.batch_size, 1))]
+        outputs = tree_map(lambda *x: torch.stack(x)[: info.batch_size], *calls)
+        return outputs, tree_map(lambda x: 0, outputs)
 
     torch.library.register_vmap(op, call_each, lib=LIBRARY)
 
@@ -157,32 +167,31 @@ def transformed():
 PLAIN = frozenset({Tensor, torch.nn.Parameter, type(None)})
 
 
-def _plain(*tensors):
+def _can_skip_dispatcher(*tensors):
     """Whether nothing but the device is to see the operators: no tensor subclass, tracing, counting mode or vmap."""
     return PLAIN.issuperset(map(type, tensors)) and torch._C._len_torch_dispatch_stack() == 0 and not transformed()
 
 
 def _run_forward(q, k, v, options):
     """The op below autograd; called directly where that is the same, since the dispatcher takes as long as a kernel."""
-    if _plain(q, k, v):
-        return host(options.hopper).forward(q, k, v, options)
+    if _can_skip_dispatcher(q, k, v):
+        return host(options.backend).forward(q, k, v, options)
     with torch._C._AutoDispatchBelowAutograd():
         return forward(q, k, v, *options)
 
 
-def _run_backward(q, k, v, out, lse2, dout, dlse, bias_grad, options):
-    """As _run_forward(); returns all six gradients, None for those that are not asked for."""
-    if _plain(q, k, v, dout):
-        return host(options.hopper).backward(q, k, v, out, lse2, dout, dlse, bias_grad, options)
+def _run_backward(q, k, v, out, lse2, dout, dlse, wanted, options):
+    """As _run_forward(); returns all gradients, anything for those that are not wanted."""
+    if _can_skip_dispatcher(q, k, v, dout):
+        return launch_backward(q, k, v, out, lse2, dout, dlse, wanted, options)
     with torch._C._AutoDispatchBelowAutograd():
-        return _call_backward(q, k, v, out, lse2, dout, dlse, bias_grad, options)
+        return _call_backward(q, k, v, out, lse2, dout, dlse, wanted, options)
 
 
-def _call_backward(q, k, v, out, lse2, dout, dlse, bias_grad, options):
-    """The op, with None for those gradients that are not asked for."""
-    found = list(backward(q, k, v, out, lse2, dout, dlse, bias_grad, *options))
-    wanted = (q, k, v, options.bias if bias_grad else None, *options.learned[1:])
-    return [None if x is None else found.pop(0) for x in wanted]
+def _call_backward(q, k, v, out, lse2, dout, dlse, wanted, options):
+    """The op, with None for those gradients that are not wanted."""
+    found = iter(backward(q, k, v, out, lse2, dout, dlse, wanted, *options))
+    return [next(found) if x else None for x in wanted]
 
 
 def _apply(function, *inputs):
@@ -190,10 +199,16 @@ def _apply(function, *inputs):
     if not transformed():
         return function.apply(*inputs)
     with enable_single_level_autograd_function():
-        return super(torch.autograd.Function, function).apply(*inputs)
+        return _for_one_level(function).apply(*inputs)
 
 
-def _below(run, *inputs):
+@cache
+def _for_one_level(function):
+    methods = {name: staticmethod(getattr(function, name)) for name in ("forward", "backward")}
+    return type(function.__name__, (_SingleLevelFunction,), methods)
+
+
+def _keeping_outer_grad_mode(run, *inputs):
     """run(*inputs) in forward() of a Function, which turns gradients off: in torch.func, other levels need them on."""
     if not transformed():
         return run(*inputs)
@@ -207,7 +222,7 @@ class Attention(torch.autograd.Function):
     @staticmethod
     def forward(ctx, q, k, v, *inputs):
         *_, options = inputs
-        out, lse2, *max_logit = _below(_run_forward, q, k, v, options)
+        out, lse2, *max_logit = _keeping_outer_grad_mode(_run_forward, q, k, v, options)
         ctx.save_for_backward(q, k, v, out, lse2, *options.tensors)
         ctx.numbers = options.numbers
         ctx.set_materialize_grads(False)
@@ -216,13 +231,18 @@ class Attention(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, dout, dlse2, *_):
-        q, k, v, out, lse2, *tensors = ctx.saved_tensors
+        q, k, v, out, lse2, *tensors = unwrap_dead_wrappers(ctx.saved_tensors)  # of a transform that has ended
         options = Options(*tensors, *ctx.numbers)
+        if any(x is not None and torch._C._functorch.is_legacy_batchedtensor(x) for x in (dout, dlse2)):
+            raise RuntimeError(
+                "attention() has no gradient with is_grads_batched=True or vectorize=True; use torch.vmap over "
+                "torch.func.vjp, or impl='reference'"
+            )
         if dout is None:
             dout = torch.zeros_like(out)
         dlse = None if dlse2 is None else dlse2 / math.log(2)  # lse2 = lse / ln 2
         run = _call_backward if transformed() else _backward_or_error
-        return *run(q, k, v, out, lse2, dout, dlse, ctx.needs_input_grad[3], options), None
+        return *run(q, k, v, out, lse2, dout, dlse, ctx.needs_input_grad[: len(GRADIENTS)], options), None
 
 
 class Backward(torch.autograd.Function):
@@ -230,7 +250,8 @@ class Backward(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, *inputs):
-        return tuple(_below(_run_backward, *inputs[TENSOR_OPTIONS:]))  # autograd does not look for tensors in options
+        tensors_and_options = inputs[TENSOR_OPTIONS:]  # autograd does not look for tensors in options
+        return tuple(_keeping_outer_grad_mode(_run_backward, *tensors_and_options))
 
     @staticmethod
     def backward(ctx, *gradients):
@@ -263,10 +284,10 @@ def forward_with_gradient(q, k, v, options):
     return _run_forward(q, k, v, options)
 
 
-def backward_with_error(q, k, v, out, lse2, dout, dlse, bias_grad, *options):
+def backward_with_error(q, k, v, out, lse2, dout, dlse, wanted, *options):
     """What the backward op does under autograd."""
-    found = _backward_or_error(q, k, v, out, lse2, dout, dlse, bias_grad, Options(*options))
-    return [x for x in found if x is not None]
+    found = _backward_or_error(q, k, v, out, lse2, dout, dlse, wanted, Options(*options))
+    return list(compress(found, wanted))
 
 
 def _forward_with_gradient(q, k, v, *options):
@@ -298,7 +319,7 @@ def _(q, k, v, *options, out_val=None):
 
 
 @register_flop_formula(torch.ops.attention.backward, get_raw=True)
-def _(q, k, v, out, lse2, dout, dlse, bias_grad, *options, out_val=None):
+def _(q, k, v, out, lse2, dout, dlse, wanted, *options, out_val=None):
     """Scores, dq and dk, and dweights and dv: the work of any implementation, not that of these kernels."""
     options = Options(*options)
     q, k, v = options.split(q, k, v)

@@ -5,38 +5,38 @@ from typing import NamedTuple
 import torch
 
 from .reference import drop_probability
-from .score import Rule, Terms
-from .table import float32_precision, launches_for, way
-from .tiles import Ragged, Tile, View, pair_view, per_head_view, rows_view, view
+from .score import Rule, Terms, terms_of
+from .table import float32_precision, keys_per_program, launches_for
+from .tiles import Ragged, Tile, View, rows_view, view
 
 
 class Problem(NamedTuple):
     """One pass of a call: its sizes, and the arguments that all kernels share.
 
-    What depends on the shapes of its tensors alone is made for the first of the calls that are alike: see once() and
+    What depends on the shapes of its tensors alone is made for the first of the calls that are alike: see cached() and
     view(), and descriptor() in launcher.py.
     """
 
-    made: dict  # (function, *arguments) -> what once() has made
+    cache: dict  # (function, *arguments) -> what cached() returns
     layouts: dict  # name of a tensor -> what is known of its views and descriptors
     batch: int  # rows
     sequences: int  # rows of the batch, or packed sequences
-    q_len: int  # longest sequence, in queries and keys
+    q_len: int  # of a row
     k_len: int
-    bounded: bool  # whether sequences have lengths, or bounds in packed rows
+    is_ragged: bool  # whether sequences have lengths, or bounds in packed rows
     rule: Rule
     tile: Tile  # but for its blocks
     launches: dict  # kernel -> Launch, of launches_for
     device: torch.device
-    ragged: Ragged | None  # of a call with optional tensors, describe() does not remember these two
+    ragged: Ragged | None  # these two are of a call; describe() remembers no tensors
     terms: Terms | None
 
-    def once(self, make, *args):
-        """make(self, *args), made once."""
+    def cached(self, make, *args):
+        """make(self, *args), computed at the first call."""
         key = (make, *args)
-        found = self.made.get(key)
+        found = self.cache.get(key)
         if found is None:
-            found = self.made[key] = make(self, *args)
+            found = self.cache[key] = make(self, *args)
         return found
 
     def view(self, name, x):
@@ -52,10 +52,14 @@ class Problem(NamedTuple):
         """The Tile of a kernel."""
         return self.tile._replace(block_q=launch.block_q, block_k=launch.block_k, **changes)
 
+    def tiles(self, length, block):
+        """How many a row has of each head: at most, since of each packed sequence one may not be full."""
+        return -(-length // block) if self.ragged.q_starts is None else length // block + self.sequences
+
     def programs(self, tile, axis="q"):
-        """One per tile of queries ("q") or keys ("k"), head and sequence."""
-        tiles = -(-self.q_len // tile.block_q) if axis == "q" else -(-self.k_len // tile.block_k)
-        return tiles * tile.heads * self.sequences
+        """One per tile of queries ("q") or keys ("k") and head."""
+        tiles = self.tiles(self.q_len, tile.block_q) if axis == "q" else self.tiles(self.k_len, tile.block_k)
+        return tiles * tile.heads * self.batch
 
 
 PROBLEMS = {}
@@ -67,30 +71,28 @@ def describe(q, k, v, options, *others):
         None if x is None else (x.shape, x.stride(), x.dtype, x.data_ptr() % 16)
         for x in (q, k, v, *others, *options.tensors)
     ]
-    key = (q.device, float32_precision(q.dtype), *signatures, *options.numbers)
+    numbers = (  # Hopper's kernels are compiled for the scale's sign
+        options.causal, options.window, options.softcap, options.dropout > 0, options.scale < 0,
+        options.backend, options.kv_heads, options.max_logit,
+    )  # fmt: skip
+    key = (q.device, float32_precision(q.dtype), *signatures, *numbers)
     problem = PROBLEMS.get(key)
     if problem is None:
         if len(PROBLEMS) >= 4096:  # lengths that never repeat
             PROBLEMS.clear()
         PROBLEMS[key] = problem = analyse(q, k, v, options)
-    if problem.terms is not None:
-        return problem
-    return problem._replace(**of_tensors(options))
+    if problem.terms is None or problem.terms.scale != options.scale:
+        problem = problem._replace(**of_call(options))
+        if all(x is None for x in options.tensors):  # the next call of this scale takes it as it is
+            PROBLEMS[key] = problem
+    return problem
 
 
-def of_tensors(options):
-    """The fields of a Problem that hold the optional tensors of a call."""
-    dropout = drop_probability(options.dropout)
+def of_call(options):
+    """The fields of a Problem that hold what calls that are alike may differ in."""
     return dict(
         ragged=Ragged(options.lengths, options.q_starts, options.k_starts, options.prefix_lengths),
-        terms=Terms(
-            options.scale,
-            dropout,
-            options.seed,
-            pair_view(options.bias),
-            rows_view(options.gate),
-            per_head_view(options.alibi_slopes),
-        ),
+        terms=terms_of(options.scale, drop_probability(options.dropout), options.seed, options),
     )
 
 
@@ -99,30 +101,27 @@ def analyse(q, k, v, options):
     heads, dim = q.shape[2:]
     kv_heads, value_dim = v.shape[2:]
     widest = max(dim, value_dim)
-    packed = options.q_starts is not None
     q_len, k_len = q.shape[1], k.shape[1]
-    if packed:
-        q_len, k_len = min(options.max_q_len, q_len), min(options.max_k_len, k_len)
     # a window over all keys is none, and no other kernel; queries may stand before the first key if there are more
     farthest = k_len if options.causal else max(q_len, k_len)
     window = options.window if options.window < farthest else 0
     tensors = dict(prefix=options.prefix_lengths, alibi=options.alibi_slopes, decay=options.gate)
     given = {name: x is not None for name, x in tensors.items()}
     rule = Rule(options.causal, window, options.softcap, options.dropout > 0, options.sink is not None, **given)
-    without = all(x is None for x in options.tensors)
     return Problem(
-        made={},
+        cache={},
         layouts={},
         batch=q.shape[0],
-        sequences=len(options.q_starts) - 1 if packed else q.shape[0],
+        sequences=q.shape[0] if options.q_starts is None else options.q_starts.shape[0] - 1,
         q_len=q_len,
         k_len=k_len,
-        bounded=options.bounded,
+        is_ragged=options.is_ragged,
         rule=rule,
         tile=Tile(0, 0, dim, value_dim, heads, heads // kv_heads, float32_precision(q.dtype)),
-        launches=launches_for(widest, way(q_len, k_len, rule), q.element_size(), q.device),
+        launches=launches_for(widest, keys_per_program(q_len, k_len, rule), q.element_size(), q.device),
         device=q.device,
-        **(of_tensors(options) if without else dict(ragged=None, terms=None)),
+        ragged=None,
+        terms=None,
     )
 
 
@@ -134,20 +133,20 @@ def empty(like, shape=None, dtype=None):
 
 
 def gradients(q, k, v, joint, new_q, new_kv):
-    """Tensors (dq, dk, dv) for kernels to fill, made by new_q() and new_kv(), and how backward() returns them.
+    """Tensors (dq, dk, dv) for kernels to fill, made by new_q() and new_kv(), and as backward() returns them, by name.
 
-    If joint, they are views of one tensor, and returned as (this tensor, None, None).
+    If joint, they are views of one tensor, which is returned as that of q.
     """
     if not joint:
         found = new_q(q), new_kv(k), new_kv(v)
-        return found, found
+        return found, dict(zip("qkv", found, strict=True))
     heads = [x.shape[2] for x in (q, k, v)]
     whole = new_kv(q, (*q.shape[:2], sum(heads), q.shape[3]))
-    return whole.split(heads, 2), (whole, None, None)
+    return whole.split(heads, 2), {"q": whole}
 
 
 def output(problem, like, shape=None, fill=0.0, dtype=None):
     """An empty tensor; filled where the kernels may leave out rows that belong to no sequence."""
-    if problem.bounded:
+    if problem.is_ragged:
         return like.new_full(shape or like.shape, fill, dtype=dtype or like.dtype)
     return empty(like, shape, dtype)

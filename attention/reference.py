@@ -15,8 +15,8 @@ LOWEST_BIAS = math.log(2) * torch.finfo(torch.float32).min  # what is lower is -
 
 def reference_attention(
     q, k, v, *, causal=True, window=None, scale=None, softcap=None, dropout=0.0, seed=None, bias=None, decay=None,
-    alibi_slopes=None, sink=None, lengths=None, cu_seqlens=None, max_seqlen=None, prefix_lengths=None,
-    return_lse=False, return_max_logit=False,
+    alibi_slopes=None, sink=None, relative_bias=None, lengths=None, cu_seqlens=None, max_seqlen=None,
+    prefix_lengths=None, return_lse=False, return_max_logit=False,
 ):  # fmt: skip
     """Arguments and results as attention(); seed is a tensor of one int64. Computes in the dtype of q throughout."""
     batch, q_len, heads, dim = q.shape
@@ -56,6 +56,8 @@ def reference_attention(
         slopes = slopes.expand(count_sequences(q, cu_seqlens), heads)
         slopes = slopes[sequence, torch.arange(heads, device=q.device)[:, None, None]]  # [B, H, 1 or Tq, 1]
         scores = scores - (slopes * (q_pos - k_pos).abs()).to(scores.dtype)
+    if relative_bias is not None:
+        scores = scores + by_distance(relative_bias.to(scores.dtype), q_pos - k_pos)
     if bias is not None:
         scores = (scores + narrowed(bias, scores.dtype)).clamp(min=torch.finfo(scores.dtype).min)
 
@@ -64,11 +66,11 @@ def reference_attention(
     logits = scores
     if sink is not None:
         logits = torch.cat((scores, sink.to(scores.dtype)[:, None, None].expand(batch, heads, q_len, 1)), -1)
-    weights = torch.softmax(logits, -1)[..., :k_len] * alive
+    weights = torch.softmax(logits, -1)[..., :k_len]
     if dropout > 0:
         kept = keep_mask(seed, sequence, heads, q_index, k_pos, dropout)
         weights = weights * kept / (1 - drop_probability(dropout))
-    out = torch.einsum("bhqk,bkhd->bqhd", weights, v)
+    out = torch.einsum("bhqk,bkhd->bqhd", weights, v).masked_fill(~alive.transpose(1, 2), 0.0)  # and its gradient
     rows = []
     if return_lse:
         rows.append(torch.logsumexp(logits, -1).masked_fill(~alive.squeeze(-1), float("-inf")))
@@ -77,6 +79,15 @@ def reference_attention(
         rows.append(F.pad(by_head, (0, 1), value=float("-inf")).amax(1))  # one more, since there may be no score at all
     rows = [x.float() if q.dtype != torch.float64 else x for x in rows]
     return (out, *rows) if rows else out
+
+
+def by_distance(tables, distance):
+    """Elements [.., H, Tq, Tk] of relative_bias for the distances q_pos - k_pos [.., 1, Tq, Tk]."""
+    index = distance.abs().clamp(max=tables.shape[-1] - 1)
+    if tables.dim() == 3:  # one after the other: the second begins behind the first
+        index = torch.where(distance < 0, index + tables.shape[-1], index)
+        tables = torch.cat(tables.unbind(), -1)
+    return tables[torch.arange(len(tables), device=index.device)[:, None, None], index]
 
 
 def hides(bias):
@@ -100,11 +111,11 @@ def place(shape, lengths, cu_seqlens, device):
     k_pos = torch.arange(k_len, device=device).view(1, 1, 1, -1)
     if cu_seqlens is not None:
         q_starts, k_starts = cu_seqlens if isinstance(cu_seqlens, tuple) else (cu_seqlens, cu_seqlens)
-        q_starts, k_starts = q_starts.long(), k_starts.long()
+        q_starts, k_starts = q_starts.long().clamp(max=q_len), k_starts.long().clamp(max=k_len)
         # number of the sequence: how many have ended; past the last one it is the count of sequences
         q_sequence = torch.searchsorted(q_starts[1:].contiguous(), q_pos, right=True)
         k_sequence = torch.searchsorted(k_starts[1:].contiguous(), k_pos, right=True)
-        last = len(q_starts) - 2
+        last = q_starts.shape[0] - 2
         inside = q_sequence.clamp(max=last)
         q_count = (q_starts[1:] - q_starts[:-1])[inside]
         k_count = (k_starts[1:] - k_starts[:-1])[inside]

@@ -11,7 +11,7 @@ import torch
 import triton
 import triton.language as tl
 
-from .tiles import FAR, PairView, View, address, pair_pointers
+from .tiles import FAR, PairView, View, pair_pointers, pair_view, row_lane, rows_view
 
 LOG2E = tl.constexpr(1.4426950408889634)
 PHILOX_MULTIPLIER = tl.constexpr(0xD256D193)
@@ -33,17 +33,54 @@ class Rule(NamedTuple):
 
 
 class Terms(NamedTuple):
-    """What a score depends on at run time; None where a call does without.
+    """What a score depends on at run time: an argument of the kernels; None where a call does without.
 
-    Kernels take the fields one by one: Triton 3.6 mixes up the constants of tuples inside an argument's tuple.
+    The fields of its views stand in a row, because Triton 3.6 mixes up the constants of tuples inside a tuple.
     """
 
     scale: float
     dropout: float  # probability of dropping a weight, as reference.drop_probability() rounds it
     seed: torch.Tensor | None  # int64 [1], of dropout
-    bias: PairView | None
-    gate: View | None  # [B, H, Tk] float64: decay summed up to and including each key
-    slopes: View | None  # [sequences, H, 1] float32, of ALiBi
+    bias: torch.Tensor | None  # [B, H, Tq, Tk]; this and the next are the fields of a PairView
+    bias_batch: int | None
+    bias_head: int | None
+    bias_query: int | None
+    bias_key: int | None
+    gate: torch.Tensor | None  # [B, H, Tk] float64: decay summed up to and including each key; fields of a View
+    gate_batch: int | None
+    gate_head: int | None
+    gate_seq: int | None
+    gate_wide: bool | None
+    slopes: torch.Tensor | None  # [sequences, H] float32, of ALiBi
+    slopes_sequence: int | None
+    slopes_head: int | None
+    relative: torch.Tensor | None  # [1 or 2, H, R] contiguous, of relative_bias
+    relative_size: int | None  # R
+    relative_ahead: int | None  # from one table to the other, if there are two
+
+
+def terms_of(scale, dropout, seed, tensors):
+    """Terms of numbers and of a record with tensors, such as ops.Options."""
+    slopes, tables = tensors.alibi_slopes, tensors.relative_bias
+    if tables is not None:
+        tables, (sides, heads, size) = tables.contiguous(), tables.shape
+    return Terms(
+        scale, dropout, seed,
+        *(pair_view(tensors.bias) or [None] * 5),
+        *(rows_view(tensors.gate) or [None] * 5),
+        *([None] * 3 if slopes is None else [slopes, *slopes.stride()]),
+        *([None] * 3 if tables is None else [tables, size, heads * size if sides == 2 else None]),
+    )  # fmt: skip
+
+
+@triton.jit
+def bias_view(terms):
+    return PairView(terms.bias, terms.bias_batch, terms.bias_head, terms.bias_query, terms.bias_key)
+
+
+@triton.jit
+def gate_view(terms):
+    return View(terms.gate, terms.gate_batch, terms.gate_head, terms.gate_seq, terms.gate_wide)
 
 
 @triton.constexpr_function
@@ -76,9 +113,9 @@ def slot(positions, RULE: tl.constexpr):
 
 @triton.jit
 def dp_factor(k_len, RULE: tl.constexpr):
-    """Factor of dP and of dO.O: 1.0, or 0.0 where each query sees one key at most, of weight 1 whatever its score.
+    """Factor of dP and of dO.O: 0.0 if a query sees at most one key: its weight is 1, so dS is 0; else 1.0.
 
-    The two then cancel, and what rounding leaves of their difference is more than eager PyTorch's error, which is 0.
+    The two would cancel but for rounding, whose error is more than eager PyTorch's, which is 0.
     """
     if RULE.sink:
         found = 1.0
@@ -116,26 +153,37 @@ def tanh(x):
 
 
 @triton.jit
-def alibi_slope2(slopes, head, seq):
+def alibi_slope2(terms, head, seq):
     """ALiBi's slope of a head, in base 2; 0 without slopes."""
     found = 0.0
-    if slopes is not None:
-        found = tl.load(address(slopes, seq.index, head, 0)) * LOG2E
+    if terms.slopes is not None:
+        sequence = tl.cast(seq.index, tl.int64) * terms.slopes_sequence
+        found = tl.load(terms.slopes + sequence + tl.cast(head, tl.int64) * terms.slopes_head) * LOG2E
     return found
+
+
+@triton.jit
+def relative_bias(terms, head, distance):
+    """Of a head at distances q_pos - k_pos."""
+    pointers = terms.relative + tl.cast(head, tl.int64) * terms.relative_size
+    pointers += tl.minimum(tl.abs(distance), terms.relative_size - 1)
+    if terms.relative_ahead is not None:
+        pointers += tl.where(distance < 0, terms.relative_ahead, 0)
+    return tl.load(pointers).to(tl.float32)
 
 
 @triton.jit
 def shape_scores(qk, q_pos, k_pos, head, seq, terms, RULE: tl.constexpr, MASKED: tl.constexpr):
     """Raw q.k -> (base-2 score, d score / d (scale * q.k) up to log2 e). MASKED=False promises that all is visible.
 
-    Sums are fused by name: left to itself the compiler rounds them in one way in dq and in another in dk/dv.
+    tl.fma makes dq and dk/dv round a score identically.
     """
     slope = 1.0
     q_exists = (q_pos >= seq.k_len - seq.q_len) & (q_pos < seq.k_len)
     k_exists = k_pos < seq.k_len
     if terms.bias is not None:
         q_index = seq.q_start + q_pos - (seq.k_len - seq.q_len)
-        pointers = pair_pointers(terms.bias, seq.row, head, q_index, seq.k_start + k_pos)
+        pointers = pair_pointers(bias_view(terms), seq.row, head, q_index, seq.k_start + k_pos)
         bias = tl.load(pointers, q_exists & k_exists, float("-inf")).to(tl.float32)
         # what is -inf in base 2, if only there, hides a key, which may hold NaN
         qk = tl.where(bias * LOG2E == float("-inf"), 0.0, qk)
@@ -147,16 +195,18 @@ def shape_scores(qk, q_pos, k_pos, head, seq, terms, RULE: tl.constexpr, MASKED:
         scores = qk * (terms.scale * LOG2E)
     if terms.gate is not None:
         # Differences of float64 sums, since a float32 sum over a long row has lost what neighbours differ by.
-        gate = address(terms.gate, seq.row, head, seq.k_start)
-        q_gate = tl.load(gate + slot(q_pos, RULE) * terms.gate.seq, q_exists & (q_pos >= 0), 0.0)
-        k_gate = tl.load(gate + slot(k_pos, RULE) * terms.gate.seq, k_exists, 0.0)
+        gate = row_lane(gate_view(terms), seq.row, head, seq.k_start)
+        q_gate = tl.load(gate.ptr + slot(q_pos, RULE) * gate.stride, q_exists & (q_pos >= 0), 0.0)
+        k_gate = tl.load(gate.ptr + slot(k_pos, RULE) * gate.stride, k_exists, 0.0)
         scores = tl.fma((q_gate - k_gate).to(tl.float32), LOG2E, scores)
     if terms.slopes is not None:
         if RULE.ring > 0:  # positions have no limit
             distance = tl.abs(q_pos - k_pos).to(tl.float32)
         else:
             distance = tl.abs(q_pos.to(tl.float32) - k_pos.to(tl.float32))  # exact up to MAX_ALIBI_LENGTH
-        scores = tl.fma(distance, -alibi_slope2(terms.slopes, head, seq), scores)
+        scores = tl.fma(distance, -alibi_slope2(terms, head, seq), scores)
+    if terms.relative is not None:
+        scores = tl.fma(relative_bias(terms, head, q_pos - k_pos), LOG2E, scores)
     if terms.bias is not None:
         scores = tl.fma(bias, LOG2E, scores)
     if MASKED:

@@ -1,35 +1,68 @@
 """attention() by torch's scaled_dot_product_attention: which calls it can express, and how."""
 
+from itertools import pairwise
+
 import torch
 import torch.nn.functional as F
 
+from .features import feature_lacking
 from .reference import hides, narrowed
 
+TOGETHER = 128  # tokens: shorter packed sequences always share a call
 
-def sdpa_lacks(call):
+
+def sdpa_problem(call):
     """What of a Call torch's scaled_dot_product_attention cannot express, in words; None if it can express all."""
     q_len, k_len = call.q.shape[1], call.k.shape[1]
-    for name in ("softcap", "decay", "alibi_slopes", "sink", "cu_seqlens", "prefix_lengths"):
-        if getattr(call, name) is not None:
-            return name
+    if call.softcap is not None:
+        return "softcap"
+    if lacking := feature_lacking(call, "sdpa"):
+        return lacking
     for name in ("return_lse", "return_max_logit"):
         if getattr(call, name):
             return name
+    if call.cu_seqlens is not None:
+        if call.q.device.type != "cpu" or torch.compiler.is_compiling():  # their values are read here, on the host
+            return "cu_seqlens on a GPU or in a compiled graph"
+        if isinstance(call.cu_seqlens, tuple) or call.bias is not None:
+            return "cu_seqlens of queries and keys apart, or with a bias"
     if call.dropout > 0 and call.seed is not None:
         return "dropout with a given seed"
     if call.causal and q_len > k_len:
-        return f"causal attention of {q_len} queries to {k_len} keys (the first queries see no key)"
+        return "causal attention of more queries than keys (the first queries see no key)"
     if call.window is not None and q_len > k_len:
-        return f"a window with {q_len} queries and {k_len} keys"
+        return "a window with more queries than keys"
     if call.lengths is not None:
         return "lengths (queries past them see no key)"
     return None
 
 
-def sdpa_attention(q, k, v, causal, window, scale, dropout, bias):
+def packed_sdpa_attention(q, k, v, causal, window, scale, dropout, cu_seqlens):
+    """sdpa_attention() of packed sequences on a CPU. Neighbours share a call if they are no longer than the longest."""
+    tokens = q.shape[1]
+    starts = cu_seqlens.clamp(max=tokens).tolist()
+    most = max(TOGETHER, *(end - start for start, end in pairwise(starts)))
+    cuts = [0]
+    for start, end in pairwise(starts):
+        if end - cuts[-1] > most:
+            cuts.append(start)
+    sizes = [end - start for start, end in pairwise([*cuts, starts[-1], tokens])]
+    number = torch.searchsorted(cu_seqlens[1:].contiguous(), torch.arange(tokens), right=True).view(1, -1)
+    *parts, rest = zip(*(x.split(sizes, 1) for x in (q, k, v, number)), strict=True)
+    outs = [
+        sdpa_attention(*qkv, causal, window, scale, dropout, None, None if numbers[0, 0] == numbers[0, -1] else numbers)
+        for *qkv, numbers in parts
+        if numbers.numel()
+    ]
+    zeros = q.new_zeros(*rest[0].shape[:3], v.shape[-1])  # of tokens behind the last sequence
+    return torch.cat([*outs, zeros + sum(x[..., :0].sum() for x in (q, k, v))], 1)  # with gradients of 0
+
+
+def sdpa_attention(q, k, v, causal, window, scale, dropout, bias, number=None):
     """out [B, Tq, H, Dv] of a call that lacks nothing; arguments as in attention(), bias with four dimensions.
 
-    What nobody sees is cut off or zeroed: it may hold NaN, and 0 * NaN is NaN.
+    number: [1, T], each token's sequence; None if there is one. What nobody sees is cut off or zeroed: it may hold
+    NaN, and 0 * NaN is NaN.
     """
     if window is not None:  # positions are counted from the last key, so nothing else moves
         before = max(k.shape[1] - q.shape[1] + 1 - window, 0)
@@ -43,12 +76,14 @@ def sdpa_attention(q, k, v, causal, window, scale, dropout, bias):
     if q_len == 1:  # it sees all keys
         causal = False
     # PyTorch's causal attention on CPUs gives NaN unless the scale is positive
-    if window is not None or (causal and (q_len < k_len or bias is not None or scale <= 0)):
+    if number is not None or window is not None or (causal and (q_len < k_len or bias is not None or scale <= 0)):
         q_pos = torch.arange(q_len, device=q.device)[:, None] + k_len - q_len
         distance = q_pos - torch.arange(k_len, device=q.device)
         mask = distance >= 0 if causal else torch.ones_like(distance, dtype=torch.bool)
         if window is not None:
             mask = mask & (distance.abs() < window)
+        if number is not None:
+            mask = mask & (number.mT == number)
     if bias is not None:
         hidden = hides(bias) if mask is None else hides(bias) | ~mask
         mask = narrowed(bias, q.dtype).masked_fill(hidden, float("-inf"))

@@ -3,14 +3,14 @@
 Nothing is tuned while training: the table is committed, so a run starts at once and repeats itself.
 """
 
-from functools import cache, lru_cache
+from functools import lru_cache
 from typing import NamedTuple
 
 import torch
 
-from .tiles import INTERPRETED
+from .gpu import HOPPER, INTERPRETED, chip, processors
 
-ANY = 2**31  # any way
+ANY = 2**31  # any number of keys
 
 
 class Launch(NamedTuple):
@@ -21,8 +21,8 @@ class Launch(NamedTuple):
     tma: bool = False  # whether whole tiles of what a loop walks over come by TMA, of Hopper GPUs and later
 
 
-# (kernel, bytes per element) -> rows (largest head dim, longest way, settings); the first row that holds serves.
-# The head dim that counts is the larger of q's and v's; the way is how far a program walks: see way(). Where "dkdv" has
+# (kernel, bytes per element) -> rows (largest head dim, most keys per program, settings); the first that holds serves.
+# The head dim that counts is the larger of q's and v's; keys per program: see keys_per_program(). Where "dkdv" has
 # no row, "dk" and "dv" run one after the other: the registers do not hold both sums. Rows for sm_90 were tuned on an
 # H200 (benchmarks/LOG.md). The others are the largest that compile without register spills under Triton 3.9
 # (tests/test_compile.py) and were not timed.
@@ -95,14 +95,14 @@ PORTABLE = {
         (256, ANY, Launch(16, 16, 4, 1)),
     ],
 }
-CHIPS = {(9, 0): SM_90}
+CHIPS = {HOPPER: SM_90}
 # Small and unequal, so that a short sequence in the interpreter meets many tiles and a swapped axis shows.
 INTERPRETER = Launch(32, 16, 1, 1)
 # Bandwidth-bound kernels: rows per program.
 STREAMING = Launch(32, 32, 4, 1)
 
 
-def way(q_len, k_len, rule):
+def keys_per_program(q_len, k_len, rule):
     """How far a program walks: the longest sequence or the window; half of it where a mask leaves a triangle."""
     longest = max(q_len, k_len)
     if rule.window > 0:
@@ -111,23 +111,17 @@ def way(q_len, k_len, rule):
 
 
 @lru_cache(4096)
-def launches_for(dim, way, element_size, device):
-    """{kernel: Launch} for the larger head dim, the way, bytes per element and device."""
-    if INTERPRETED.value:
+def launches_for(dim, keys, element_size, device):
+    """{kernel: Launch} for the larger head dim, keys per program, bytes per element and device."""
+    if INTERPRETED:
         launch = INTERPRETER._replace(tma=dim <= 16)  # both ways of loading
         return {"forward": launch, "dq": launch, "dkdv": launch}
     chosen = {}
-    for (kernel, size), rows in CHIPS.get(torch.cuda.get_device_capability(device), PORTABLE).items():
-        holds = [launch for max_dim, max_way, launch in rows if dim <= max_dim and way <= max_way]
+    for (kernel, size), rows in CHIPS.get(chip(device), PORTABLE).items():
+        holds = [launch for max_dim, max_keys, launch in rows if dim <= max_dim and keys <= max_keys]
         if size == element_size and holds:
             chosen[kernel] = holds[0]
     return chosen
-
-
-@cache
-def processors(device):
-    """Multiprocessors of the device; 1 for the interpreter, which runs programs one by one."""
-    return 1 if INTERPRETED.value else torch.cuda.get_device_properties(device).multi_processor_count
 
 
 def loops_over_group(problem, programs, device):

@@ -3,7 +3,6 @@
 Letters: B batch, T sequence, H heads, D head dim. A tile is a block of consecutive positions of one head.
 """
 
-import os
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -11,16 +10,20 @@ import torch
 import triton
 import triton.language as tl
 
-INTERPRETED = tl.constexpr(os.environ.get("TRITON_INTERPRET") == "1")
+from . import gpu
+
+INTERPRETED = tl.constexpr(gpu.INTERPRETED)
 # Stands for "no limit" in position arithmetic; a quarter of the int32 range, so that sums of two still fit.
 FAR = tl.constexpr(2**29)
 # Elements that strides of [B, T, H, D] tensors are multiples of. Kernels know it, so they load 16 bytes at a time.
-STEP = tl.constexpr(8)
+STRIDE_UNIT = tl.constexpr(8)
 
 # Elements of keys and values of the heads that take turns: 16 MiB in 16 bits, about a quarter of an H200's L2 cache.
 TURN_ELEMENTS = tl.constexpr(2**23)
 # Tiles that keep every multiprocessor busy: about two for each of an H200's 132.
-MANY = tl.constexpr(256)
+MIN_TILES_PER_TURN = tl.constexpr(256)
+# Sequences that a step of find_tile() looks at; the interpreter's are few, so that short rows take several steps.
+WAYS = tl.constexpr(2 if INTERPRETED.value else 128)
 
 
 class View(NamedTuple):
@@ -30,7 +33,7 @@ class View(NamedTuple):
     """
 
     ptr: torch.Tensor
-    batch: int  # batch and head strides of [B, T, H, D] are in STEPs, of [B, T, H] in elements
+    batch: int  # batch and head strides of [B, T, H, D] are in STRIDE_UNITs, of [B, T, H] in elements
     head: int
     seq: int  # in elements; constexpr for [B, T, H, D]
     wide: bool  # constexpr: whether a position times its stride may pass 2^31
@@ -60,9 +63,9 @@ constant = lru_cache(None, typed=True)(tl.constexpr)  # typed, since 1 == True
 
 
 def aligned(x):
-    """[B, T, H, D] tensor, copied if its strides are not whole STEPs or it does not start at 16 bytes."""
+    """[B, T, H, D] tensor, copied if its strides are not whole STRIDE_UNITs or it does not start at 16 bytes."""
     batch, seq, head, dim = x.stride()
-    if (batch | seq | head) % STEP.value or dim != 1 or x.data_ptr() % 16:
+    if (batch | seq | head) % STRIDE_UNIT.value or dim != 1 or x.data_ptr() % 16:
         return x.clone(memory_format=torch.contiguous_format)
     return x
 
@@ -70,17 +73,13 @@ def aligned(x):
 def view(x):
     """aligned() [B, T, H, D] tensor -> View."""
     batch, seq, head, _ = x.stride()
-    return View(x, batch // STEP.value, head // STEP.value, constant(seq), constant(x.shape[1] * seq >= 2**31))
+    wide = constant(x.shape[1] * seq >= 2**31)
+    return View(x, batch // STRIDE_UNIT.value, head // STRIDE_UNIT.value, constant(seq), wide)
 
 
 def rows_view(x):
     """[B, H, T] tensor -> View; None stays None."""
     return None if x is None else View(x, *x.stride(), constant(x.shape[2] * x.stride(2) >= 2**31))
-
-
-def per_head_view(x):
-    """[B, H] tensor -> View; None stays None."""
-    return None if x is None else rows_view(x[:, :, None])
 
 
 def pair_view(x):
@@ -139,17 +138,15 @@ def sequence(index, q_len, k_len, ragged):
     """Bounds of sequence `index`. A dense batch holds one sequence per row, a packed one holds all in row 0.
 
     With lengths, queries and keys past the length do not exist: both counts shrink by as much, so that query i still
-    stands at key i + Tk - Tq.
+    stands at key i + Tk - Tq. What lies past the end of a row does not exist either.
     """
     row = index
     q_start = 0
     k_start = 0
     if ragged.q_starts is not None:
         row = 0
-        q_start = tl.load(ragged.q_starts + index)
-        k_start = tl.load(ragged.k_starts + index)
-        q_len = tl.load(ragged.q_starts + index + 1) - q_start
-        k_len = tl.load(ragged.k_starts + index + 1) - k_start
+        q_start, q_len = packed_bounds(ragged.q_starts + index, q_len)
+        k_start, k_len = packed_bounds(ragged.k_starts + index, k_len)
     if ragged.lengths is not None:
         length = tl.minimum(tl.load(ragged.lengths + index), k_len)
         q_len = tl.maximum(q_len - (k_len - length), 0)
@@ -158,6 +155,47 @@ def sequence(index, q_len, k_len, ragged):
     if ragged.prefixes is not None:
         prefix = tl.load(ragged.prefixes + index)
     return Sequence(index, row, q_start, q_len, k_start, k_len, prefix)
+
+
+@triton.jit
+def packed_bounds(starts, length):
+    """(start, length) of a packed sequence, given a pointer to its start, in a row of `length` positions."""
+    start = tl.minimum(tl.maximum(tl.load(starts), 0), length)
+    end = tl.minimum(tl.load(starts + 1), length)
+    return start, tl.maximum(end - start, 0)
+
+
+@triton.jit
+def count_tiles(length, starts, BLOCK: tl.constexpr, HEADS: tl.constexpr):
+    """How many tiles a row of the batch has of each head: with packed sequences as in Problem.programs()."""
+    if starts is None:
+        return tl.cdiv(length, BLOCK)
+    else:
+        return tl.num_programs(0) // HEADS
+
+
+@triton.jit
+def find_tile(tile, index, n_tiles, length, starts, BLOCK: tl.constexpr):
+    """Number among the n_tiles of a row -> (tile, sequence index): of packed sequences, else as given.
+
+    The tiles of sequence n begin at number starts[n] // BLOCK + n, so those of two sequences never meet, and a row has
+    length // BLOCK + N of them. Numbers in between are tiles past the end of a sequence.
+    """
+    if starts is not None:
+        number = tile
+        end = n_tiles - length // BLOCK
+        while end - index > 1:  # the sequence is one of index .. end - 1, from the 0 that locate() gives on
+            step = tl.cdiv(end - index, WAYS)
+            candidates = index + step * tl.arange(0, WAYS)
+            exist = candidates < end
+            first = tl.load(starts + candidates, exist, 0) // BLOCK + candidates
+            begun = tl.maximum(tl.sum((exist & (first <= number)).to(tl.int32), 0), 1)
+            end = tl.minimum(index + step * begun, end)
+            index += step * (begun - 1)
+        start, _ = packed_bounds(starts + index, length)
+        tile = number - (start // BLOCK + index)
+        tile = tl.where(tile < 0, n_tiles, tile)  # before the first sequence, if that does not begin at 0
+    return tile, index
 
 
 @triton.jit
@@ -178,15 +216,15 @@ def query_tile(number, count, n_tiles, k_len, RULE: tl.constexpr, TILE: tl.const
     """Number of `count` tiles in all -> (tile, head, sequence index), in the order in which they should start.
 
     Under a causal mask the last tiles take longest and come first, so that short ones fill the end. Heads go in sets,
-    one set after the other; those of a set take turns. A set is as many as have TURN_ELEMENTS of keys and values, which
-    then stay in the L2 cache, but of MANY tiles at least. Heads with the same keys and values are in one set.
+    one set after the other; those of a set take turns. A set has TURN_ELEMENTS of keys and values, which then stay in
+    the L2 cache, and MIN_TILES_PER_TURN tiles at least. Heads with the same keys and values are in one set.
     """
     tile = number % n_tiles
     head = number // n_tiles
-    if RULE.causal:
-        fit = TURN_ELEMENTS // (tl.maximum(k_len, 1024) * (TILE.dim + TILE.value_dim))
-        fit = tl.maximum(fit, tl.cdiv(MANY, n_tiles)) * TILE.group
-        turn = number // (fit * n_tiles)
+    if RULE.causal:  # no products of lengths, which could pass 2^31
+        fit = TURN_ELEMENTS // (TILE.dim + TILE.value_dim) // tl.maximum(k_len, 1024)
+        fit = tl.maximum(fit, tl.cdiv(MIN_TILES_PER_TURN, n_tiles)) * TILE.group
+        turn = head // fit
         size = tl.minimum(fit, count // n_tiles - turn * fit)
         rest = number - turn * fit * n_tiles
         tile = n_tiles - 1 - rest // size
@@ -215,7 +253,7 @@ def index_type(wide):
 def tile_lane(x, row, head, start):
     """The Lane of x[row, start:, head] of a [B, T, H, D] tensor."""
     steps = tl.cast(row, tl.int64) * x.batch + tl.cast(head, tl.int64) * x.head
-    ptr = x.ptr + steps * STEP + tl.cast(start, tl.int64) * x.seq
+    ptr = x.ptr + steps * STRIDE_UNIT + tl.cast(start, tl.int64) * x.seq
     return Lane(ptr, tl.cast(x.seq, index_type(x.wide)), row, head, start)
 
 
@@ -232,14 +270,14 @@ def tile_pointers(x, positions, DIM: tl.constexpr):
 
 
 @triton.jit
-def load_tile(x, start, low, high, BLOCK: tl.constexpr, DIM: tl.constexpr, BOUNDED: tl.constexpr):
+def load_tile(x, start, low, high, BLOCK: tl.constexpr, DIM: tl.constexpr, CLAMPED: tl.constexpr):
     """Positions [start, start + BLOCK) of a Lane as [BLOCK, DIM padded to a power of two].
 
     Outside positions [low, high), which must not be empty, the nearest one inside repeats; columns past DIM are 0.
-    BOUNDED=False promises that all BLOCK positions count.
+    CLAMPED=False promises that all BLOCK positions count.
     """
     positions = start + tl.arange(0, BLOCK)
-    if BOUNDED:
+    if CLAMPED:
         positions = tl.maximum(tl.minimum(positions, high - 1), low)
     pointers = tile_pointers(x, positions, DIM)
     if DIM != padded(DIM):
@@ -250,10 +288,10 @@ def load_tile(x, start, low, high, BLOCK: tl.constexpr, DIM: tl.constexpr, BOUND
 
 
 @triton.jit
-def fetch_tile(x, tiles, start, low, high, BLOCK: tl.constexpr, DIM: tl.constexpr, BOUNDED: tl.constexpr):
+def fetch_tile(x, tiles, start, low, high, BLOCK: tl.constexpr, DIM: tl.constexpr, CLAMPED: tl.constexpr):
     """load_tile(), by TMA if all positions count and `tiles` describes the tensor: so no thread computes addresses."""
-    if BOUNDED or tiles is None:
-        tile = load_tile(x, start, low, high, BLOCK, DIM, BOUNDED)
+    if CLAMPED or tiles is None:
+        tile = load_tile(x, start, low, high, BLOCK, DIM, CLAMPED)
     else:
         tile = tiles.load([x.row, x.start + start, x.head, 0]).reshape(BLOCK, padded(DIM))
     return tile
@@ -269,10 +307,10 @@ def store_tile(x, tile, start, high, BLOCK: tl.constexpr, DIM: tl.constexpr):
 
 
 @triton.jit
-def load_rows(x, start, high, other, BLOCK: tl.constexpr, BOUNDED: tl.constexpr):
-    """Positions [start, start + BLOCK) of a Lane of numbers; `other` from `high` on, if BOUNDED."""
+def load_rows(x, start, high, other, BLOCK: tl.constexpr, CLAMPED: tl.constexpr):
+    """Positions [start, start + BLOCK) of a Lane of numbers; `other` from `high` on, if CLAMPED."""
     offset = start + tl.arange(0, BLOCK)
-    if BOUNDED:
+    if CLAMPED:
         rows = tl.load(x.ptr + offset * x.stride, offset < high, other)
     else:
         rows = tl.load(x.ptr + offset * x.stride)

@@ -3,6 +3,7 @@
     python benchmarks/attention.py                    every cell, every implementation that can be imported
     python benchmarks/attention.py --cells d128 --implementations triton flash cudnn
     python benchmarks/attention.py --overhead         the CPU time of a call, before its kernels start
+    TRITON_INTERPRET=1 python benchmarks/attention.py --small    a few small cells, to try this script on a CPU
 
 Writes benchmarks/results/attention.csv and .png. TFLOP/s count 4 D operations per visible (query, key) pair in the
 forward and 2.5 times as many in the backward. A causal mask shows half of all pairs.
@@ -13,25 +14,22 @@ import contextlib
 import csv
 import itertools
 import statistics
-import subprocess
-import sys
 import time
-from functools import cache, partial
+from collections import Counter
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
-import triton
+from harness import DEVICE, ROOT, machine, milliseconds, synchronize, take_turns
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-sys.path.insert(0, str(Path(__file__).parents[1]))  # before this folder, where this file would be `attention`
-from attention import attention, ops
-from attention.ops import TENSOR_OPTIONS, Options
-from benchmarks.flat import flat_attention
+from attention import attention
+from attention.simple import simple_attention
 
-RESULTS = Path(__file__).parent / "results"
-TOKENS = 16_384  # batch * length, except in the GPT-2 cell
+RESULTS = ROOT / "benchmarks" / "results"
+TOKENS = 16_384  # batch * length, except in the GPT-2 cell and the small ones
 LENGTHS = (512, 1024, 2048, 4096, 8192, 16_384)
 
 
@@ -55,7 +53,12 @@ class Cell(NamedTuple):
         return self.batch * self.length**2 * (0.5 if self.causal else 1)
 
 
-def cells():
+def cells(small=False):
+    if small:
+        yield Cell("d16 causal", 2, 16, 1, 1, 16)
+        yield Cell("d16 causal", 1, 32, 1, 1, 16)
+        yield Cell("d16 window 8", 1, 32, 2, 1, 16, window=8)
+        return
     for dim in (64, 128, 256):
         heads = 2048 // dim
         for causal in (True, False):
@@ -75,7 +78,7 @@ def document_starts(mean):
     while sum(lengths) < TOKENS:
         lengths.append(int(torch.randint(mean // 2, mean * 3 // 2, (1,), generator=generator)))
     lengths[-1] -= sum(lengths) - TOKENS
-    return torch.tensor([0, *torch.tensor(lengths).cumsum(0).tolist()], dtype=torch.int32, device="cuda")
+    return torch.tensor([0, *torch.tensor(lengths).cumsum(0).tolist()], dtype=torch.int32, device=DEVICE)
 
 
 # Each of these returns a function of q, k, v [B, T, H, D]; NotImplementedError says what it cannot compute.
@@ -86,10 +89,10 @@ def ours(impl, cell, starts):
     return partial(attention, causal=cell.causal, window=cell.window, impl=impl, **packed)
 
 
-def control(cell, starts):
-    if cell.window or starts is not None or cell.heads != cell.kv_heads or cell.dim > 128:
-        raise NotImplementedError("the control has no features, groups or head dim over 128")
-    return partial(flat_attention, causal=cell.causal)
+def simple(cell, starts):
+    if cell.window or starts is not None or cell.dim > 128:
+        raise NotImplementedError("simple.py has no features and no head dim over 128")
+    return partial(simple_attention, causal=cell.causal)
 
 
 def sdpa(backend, cell, starts):
@@ -113,7 +116,7 @@ def flex(cell, starts):
     torch._dynamo.reset()  # it compiles per shape, and gives up after eight
     mask = None
     if starts is not None:
-        document = torch.bucketize(torch.arange(cell.length, device="cuda"), starts[1:], right=True)
+        document = torch.bucketize(torch.arange(cell.length, device=DEVICE), starts[1:], right=True)
 
     def visible(b, h, i, j):
         seen = i >= j
@@ -124,7 +127,7 @@ def flex(cell, starts):
         return seen
 
     if cell.causal:
-        mask = create_block_mask(visible, None, None, cell.length, cell.length, device="cuda")
+        mask = create_block_mask(visible, None, None, cell.length, cell.length, device=DEVICE)
     compiled = torch.compile(flex_attention, fullgraph=True)
 
     def call(q, k, v):
@@ -166,7 +169,7 @@ IMPLEMENTATIONS = {
     "hopper": ("attention(), Hopper", partial(ours, "hopper")),
     "triton": ("attention(), Triton", partial(ours, "triton")),
     "reference": ("attention(), reference", partial(ours, "reference")),
-    "control": ("control without features", control),
+    "simple": ("attention/simple.py", simple),
     "flash": ("SDPA flash (FlashAttention-2)", partial(sdpa, SDPBackend.FLASH_ATTENTION)),
     "cudnn": ("SDPA cuDNN", partial(sdpa, SDPBackend.CUDNN_ATTENTION)),
     "math": ("SDPA math", partial(sdpa, SDPBackend.MATH)),
@@ -182,14 +185,14 @@ class Contender:
     def __init__(self, name, cell, starts, inputs, dout):
         _, make = IMPLEMENTATIONS[name]
         self.function, self.inputs, self.dout = make(cell, starts), inputs, dout
-        torch.cuda.synchronize()
-        torch.cuda.reset_peak_memory_stats()
+        synchronize()
+        if DEVICE == "cuda":
+            torch.cuda.reset_peak_memory_stats()
         before = torch.cuda.memory_allocated()
         self.out = self.forward()
         self.backward()
-        torch.cuda.synchronize()
+        synchronize()
         self.peak = torch.cuda.max_memory_allocated() - before
-        self.times = {"forward": [], "backward": [], "both": []}
 
     def forward(self):
         return self.function(*self.inputs)
@@ -201,41 +204,16 @@ class Contender:
         return torch.autograd.grad(self.forward(), self.inputs, self.dout)
 
 
-def milliseconds(function):
-    """Time with a cold L2 cache. While the cache is flushed the CPU runs ahead, so launches are not timed."""
-    start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-    flush_buffer().zero_()
-    start.record()
-    function()
-    end.record()
-    end.synchronize()
-    return start.elapsed_time(end)
-
-
-@cache
-def flush_buffer():
-    return torch.empty(2**32, dtype=torch.int8, device="cuda")
-
-
-def measure(contenders, seconds):
-    """Fill the times. All contenders take turns, so that the GPU's clocks and temperature are the same for all."""
-    for turn in range(50):
-        for contender in contenders.values():
-            for direction, times in contender.times.items():
-                if turn < 3 or sum(times) < 1000 * seconds:
-                    times.append(milliseconds(getattr(contender, direction)))
-
-
 def run(cell, names, seconds):
     """Rows of the table for one cell."""
     starts = None if cell.documents is None else document_starts(cell.documents)
     q, k, v = (
-        torch.randn(cell.batch, cell.length, n, cell.dim, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+        torch.randn(cell.batch, cell.length, n, cell.dim, device=DEVICE, dtype=torch.bfloat16, requires_grad=True)
         for n in (cell.heads, cell.kv_heads, cell.kv_heads)
     )
     dout = torch.randn_like(q)
     contenders, lacks, expected = {}, {}, None
-    flush_buffer()
+    milliseconds(q.detach)  # allocates the buffer that flushes the cache
     for name in sorted(names, key=("math", "reference").__contains__):  # last: they fill the memory
         try:
             contenders[name] = Contender(name, cell, starts, (q, k, v), dout)
@@ -246,69 +224,56 @@ def run(cell, names, seconds):
             if any((a - b).norm() > 0.02 * b.norm() for a, b in zip(found, expected, strict=True)):
                 raise ArithmeticError("its output or a gradient differs")
         except Exception as error:  # a missing package, an unsupported call, too little memory
-            unserved = name == "hopper" and isinstance(error, ValueError)
+            unserved = isinstance(error, ValueError) and (name == "hopper" or DEVICE == "cpu")
             if name in ("hopper", "triton") and not unserved:
                 raise  # a bug in ours must not look like a cell that is left out
             contenders.pop(name, None)
             lacks[name] = f"{type(error).__name__}: {str(error).splitlines()[0][:80] if str(error) else ''}"
             torch.cuda.empty_cache()
-    measure(contenders, seconds)
-    forward_flops = 4 * cell.heads * cell.dim * cell.pairs(starts)
-    for name, contender in contenders.items():
-        for direction, times in contender.times.items():
-            ms = statistics.median(times)
-            flops = forward_flops * {"forward": 1, "backward": 2.5, "both": 3.5}[direction]
-            yield dict(
-                cell._asdict(), implementation=name, direction=direction, ms=round(ms, 4),
-                tflops=round(flops / ms / 1e9, 1), peak_mib=round(contender.peak / 2**20),
-            )  # fmt: skip
+    directions = {"forward": 1, "backward": 2.5, "both": 3.5}  # FLOP, of the forward's
+    calls = {(name, way): getattr(contender, way) for name, contender in contenders.items() for way in directions}
+    times = take_turns({key: partial(milliseconds, call) for key, call in calls.items()}, 50, seconds)
+    for (name, way), found in times.items():
+        ms, flops = statistics.median(found), 4 * cell.heads * cell.dim * cell.pairs(starts) * directions[way]
+        yield dict(
+            cell._asdict(), implementation=name, direction=way, ms=round(ms, 4),
+            tflops=float(f"{flops / ms / 1e9:.4g}"), peak_mib=round(contenders[name].peak / 2**20),
+        )  # fmt: skip
     for name, reason in lacks.items():
         yield dict(cell._asdict(), implementation=name, direction="none", reason=reason)
-
-
-def op_alone(q, k, v, dout):
-    """Forward and backward of the portable kernels' custom op, without autograd."""
-    q, k, v = (x.detach() for x in (q, k, v))
-    options = Options(*[None] * TENSOR_OPTIONS, 0, 0, True, window=0, softcap=0.0, dropout=0.0, scale=0.125)
-    out, lse2 = ops.forward(q, k, v, *options)
-    return (
-        partial(ops.forward, q, k, v, *options),
-        partial(ops.backward, q, k, v, out, lse2, dout, None, False, *options),
-    )
 
 
 def overhead(names):
     """{name: [forward, backward]}: microseconds of CPU time per call at T = 128, without waiting for the GPU.
 
-    The smallest of ten medians of fifty calls: other work on the host only adds time. "op" is the custom op that
-    "triton" calls, without attention() and autograd around it.
+    The smallest of ten medians of fifty calls: other work on the host only adds time.
     """
     cell = Cell("", 1, 128, 2, 2, 64)
-    q, k, v = (torch.randn(1, 128, 2, 64, device="cuda", dtype=torch.bfloat16, requires_grad=True) for _ in "qkv")
-    contenders, found = {"op": op_alone(q, k, v, torch.randn_like(q))} if "triton" in names else {}, {}
+    q, k, v = (torch.randn(1, 128, 2, 64, device=DEVICE, dtype=torch.bfloat16, requires_grad=True) for _ in "qkv")
+    contenders = {}
     for name in names:
         with contextlib.suppress(ImportError, NotImplementedError):
             contender = Contender(name, cell, None, (q, k, v), torch.randn_like(q))
             contenders[name] = contender.forward, contender.backward
-    for _, name in itertools.product(range(10), contenders):
-        medians = []
-        for function in contenders[name]:
-            times = []
-            for _ in range(50):
-                torch.cuda.synchronize()
-                start = time.perf_counter()
-                function()
-                times.append(time.perf_counter() - start)
-            medians.append(1e6 * statistics.median(times))
-        found[name] = list(map(min, found.get(name, medians), medians))
-    return found
+
+    def microseconds(function):
+        synchronize()
+        start = time.perf_counter()
+        function()
+        return 1e6 * (time.perf_counter() - start)
+
+    def medians(functions):
+        return [statistics.median(microseconds(function) for _ in range(50)) for function in functions]
+
+    found = take_turns({name: partial(medians, functions) for name, functions in contenders.items()}, 10)
+    return {name: map(min, *turns) for name, turns in found.items()}
 
 
 def plot(rows, path):
     """Plot the panels that have several lengths, each with forward and backward."""
     rows = [row | dict(length=int(row["length"]), tflops=float(row["tflops"])) for row in rows if row.get("tflops")]
-    lengths = {cell.panel: {c.length for c in cells() if c.panel == cell.panel} for cell in cells()}
-    panels = [panel for panel in lengths if len(lengths[panel]) > 1 and panel in {row["panel"] for row in rows}]
+    lengths = Counter(panel for panel, _ in dict.fromkeys((row["panel"], row["length"]) for row in rows))
+    panels = [panel for panel in lengths if lengths[panel] > 1]
     if not panels:
         return
     from matplotlib.figure import Figure
@@ -338,7 +303,6 @@ def plot(rows, path):
 
 
 def save(rows, folder):
-    """Rewrite attention.csv: after every cell, so that an interrupted run keeps its results."""
     columns = list(dict.fromkeys(name for row in rows for name in row))
     with open(folder / "attention.csv", "w", newline="") as file:
         writer = csv.DictWriter(file, columns)
@@ -347,48 +311,39 @@ def save(rows, folder):
 
 
 def main():
-    describe = ["git", "describe", "--always", "--dirty", "--exclude", "*"]
-    commit = subprocess.run(describe, capture_output=True, text=True, cwd=Path(__file__).parent).stdout.strip()
+    versions = machine()
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--cells", nargs="+", default=[""], help="parts of panel names")
-    parser.add_argument("--lengths", nargs="+", type=int, default=LENGTHS)
+    parser.add_argument("--lengths", nargs="+", type=int)
     parser.add_argument("--implementations", nargs="+", default=list(IMPLEMENTATIONS), choices=IMPLEMENTATIONS)
     parser.add_argument("--seconds", type=float, default=0.02, help="of GPU time for each median")
     parser.add_argument("--out", type=Path, help="folder; benchmarks/results, or part/ in it for a part of the cells")
     parser.add_argument("--overhead", action="store_true", help="only the CPU time of a call, at T = 128")
     parser.add_argument("--join", nargs="+", type=Path, metavar="CSV", help="join the CSVs of runs on some cells; plot")
-    parser.add_argument("--commit", default=commit, help="name of the code, if this is not a git checkout")
+    parser.add_argument("--commit", default=versions["commit"], help="name of the code, if this is no git checkout")
+    parser.add_argument("--small", action="store_true", help="a few small cells, to try this script on a CPU")
     args = parser.parse_args()
-    part = (args.cells, args.lengths, args.implementations) != ([""], LENGTHS, list(IMPLEMENTATIONS))
+    part = args.small or args.lengths or (args.cells, args.implementations) != ([""], list(IMPLEMENTATIONS))
     args.out = args.out or (RESULTS / "part" if part and not args.join else RESULTS)
     args.out.mkdir(parents=True, exist_ok=True)
-    if args.join:
-        rows = [row for path in args.join for row in csv.DictReader(path.open())]
-        if len({(row["chip"], row["commit"], row["torch"], row["triton"]) for row in rows}) != 1:
-            parser.error("--join takes runs of one chip, commit, torch and triton; these differ")
-        save(rows, args.out)
-        plot(rows, args.out / "attention.png")
-        return
+    rows = [row for path in args.join or [] for row in csv.DictReader(path.open())]
+    if len({tuple(row[name] for name in versions) for row in rows}) > 1:
+        parser.error("--join takes runs of one chip, commit, torch and triton; these differ")
     if not args.commit:
         parser.error("this is not a git checkout: name the code with --commit")
     if args.overhead:
         for name, (forward, backward) in overhead(args.implementations).items():
             print(f"{name:10} forward {forward:.0f} us, backward {backward:.0f} us")
         return
-
-    versions = dict(
-        chip=torch.cuda.get_device_name(), commit=args.commit, torch=torch.__version__, triton=triton.__version__
-    )
-    rows = []
-    for cell in cells():
-        if not any(part in cell.panel for part in args.cells) or cell.length not in args.lengths:
+    for cell in [] if args.join else cells(args.small):
+        if not any(part in cell.panel for part in args.cells) or cell.length not in (args.lengths or [cell.length]):
             continue
         found = list(run(cell, args.implementations, args.seconds))
-        rows += [versions | row for row in found]
-        save(rows, args.out)
+        rows += [versions | dict(commit=args.commit) | row for row in found]
+        save(rows, args.out)  # after every cell, so that an interrupted run keeps its results
         text = {}
         for r in found:
-            text.setdefault(r["implementation"], []).append(f"{r['tflops']:.0f}" if "tflops" in r else r["reason"])
+            text.setdefault(r["implementation"], []).append(f"{r['tflops']:.3g}" if "tflops" in r else r["reason"])
         line = "  ".join(f"{name} {'/'.join(values)}" for name, values in text.items())
         print(f"{cell.panel:24} {cell.length:6}  {line}", flush=True)
     save(rows, args.out)

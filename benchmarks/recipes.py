@@ -3,7 +3,7 @@
     python benchmarks/recipes.py split classic-books-markdown books            training, development and test books
     python benchmarks/recipes.py configs/gpt2_books.py changes.txt --tokens 50M --seeds 1 2 --seconds 1500
     python benchmarks/recipes.py configs/gpt2_books.py final.txt --tokens 150M --seeds 1 2 3 4 5 --test books/test.txt
-    python benchmarks/recipes.py chart found.csv chart.png --base base         bars: losses at equal time
+    python benchmarks/recipes.py compare found.csv --base recipe               losses at equal time
 
 Each line of changes.txt is `name: options of train.py`, or a comment that begins with #. A name alone is the config as
 it is. Runs go through all names with the first seed, then with the next one, and each becomes a line of --csv. A run
@@ -27,16 +27,12 @@ import time
 from pathlib import Path
 from typing import NamedTuple
 
-ROOT = Path(__file__).parents[1]
-sys.path.insert(0, str(ROOT))
+from harness import ROOT, Run, table
 
-from data.build import number  # noqa: E402
-from data.documents import TEXT  # noqa: E402
-from model import require  # noqa: E402
-from training.checkpoint import RUNS  # noqa: E402
-from training.config import load_config, to_flags  # noqa: E402
-from training.report import read_metrics  # noqa: E402
+from errors import command, require
+from training.config import load_config
 
+SUFFIXES = (".txt", ".md")  # of books
 TEST_SHARE = 0.04  # of the books
 
 
@@ -65,9 +61,10 @@ def split(books, folder, megabytes):
     this order, up to this size.
     """
     require(not folder.exists(), f"{folder} exists; name a new folder")
-    paths = [path for path in books.rglob("*") if path.name.lower().endswith(TEXT) and path.stat().st_size]
-    places = {path: place(path.relative_to(books)) for path in paths}
-    require(places, f"{books} has no books; their names must end in {' or '.join(TEXT)}")
+    paths = [path for path in books.rglob("*") if path.suffix.lower() in SUFFIXES and path.stat().st_size]
+    names = {path: path.relative_to(books).as_posix().encode() for path in paths}
+    places = {path: int.from_bytes(hashlib.sha256(name).digest()[:8]) for path, name in names.items()}
+    require(places, f"{books} has no books; their names must end in {' or '.join(SUFFIXES)}")
     (folder / "train").mkdir(parents=True)
     taken, room = {"train": [], "test": []}, megabytes * 1e6
     for path in sorted(paths, key=places.get):
@@ -83,58 +80,36 @@ def split(books, folder, megabytes):
         print(f"{part:5} {len(paths):4} books, {sum(path.stat().st_size for path in paths) / 1e6:.1f} MB")
 
 
-def place(path):
-    """An integer below 2^64 that depends on a relative path only."""
-    return int.from_bytes(hashlib.sha256(path.as_posix().encode()).digest()[:8])
-
-
 def read_changes(path):
     """{name: list of options} of a file of changes."""
     lines = [line.strip() for line in Path(path).read_text().splitlines()]
     pairs = [line.partition(":") for line in lines if line and not line.startswith("#")]
     changes = {name.strip(): shlex.split(options) for name, _, options in pairs}
-    require(
-        len(changes) == len(pairs) > 0, f"{path} has no change, or two of one name; each line must be name: options"
-    )
+    require(len(changes) == len(pairs) > 0, f"{path} needs lines `name: options`, each with a name of its own")
     return changes
 
 
-def run(name, argv, seed, args):
+def run(name, argv, seed, tokens, per_step, args):
     """The Outcome of one run of train.py. argv: config file and options. args: of the series."""
-    config = load_config(argv)  # a mistake shows before the run
-    require(not (args.test and config.ema), "--test reads checkpoint.pt, which is not averaged; leave out --ema")
-    per_step = config.batch_size * config.block_size
-    steps = max(1, round(args.tokens / per_step))
-    folder = RUNS / f"recipe-{os.getpid()}"
-    fixed = dict(steps=steps, seed=seed, eval_every=math.ceil(steps / args.evaluations), save_every=steps, keep=1,
-                 log_every=max(1, steps // 100), name=folder.name)  # fmt: skip
-    start, test_loss = time.perf_counter(), math.nan
-    try:
-        call("train.py", *argv, *to_flags(fixed))
+    steps, start, test_loss = tokens // per_step, time.perf_counter(), math.nan
+    every = dict(eval_every=math.ceil(steps / args.evaluations), save_every=steps, log_every=max(1, steps // 100))
+    with Run(*argv, steps=steps, seed=seed, keep=1, **every) as process:
+        process.wait()
         seconds = time.perf_counter() - start
-        records = read_metrics(folder)
+        losses, reports = process.records("val_loss"), process.records("tokens_per_second")
         if args.test:
-            evaluated = json.loads(call("evaluate.py", folder / "checkpoint.pt", f"--text={args.test}", "--json"))
-            test_loss = evaluated["results"][str(args.test)]["loss"]
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
-    losses = [record for record in records if "val_loss" in record]
-    reports = [record for record in records if "tokens_per_second" in record]
+            options = [process.folder / "checkpoint.pt", f"--text={args.test}", "--json"]
+            printed = subprocess.run(
+                [sys.executable, "evaluate.py", *options], check=True, stdout=subprocess.PIPE
+            ).stdout
+            test_loss = json.loads(printed)["results"][str(args.test)]["loss"]
     rates = [record["tokens_per_second"] for record in reports]
     curve = [f"{record['step'] * per_step / 1e6:.1f}:{record['seconds']:.1f}:{record['val_loss']}" for record in losses]
     return Outcome(
-        name, seed, steps * per_step, losses[-1]["val_loss"] or math.nan, losses[-1]["val_bpb"] or math.nan, test_loss,
+        name, seed, tokens, losses[-1]["val_loss"] or math.nan, losses[-1]["val_bpb"] or math.nan, test_loss,
         seconds, losses[-1]["seconds"], statistics.median(rates[len(rates) // 2 :]),
         reports[-1]["tflops"] / reports[-1]["tokens_per_second"] * 1e3, " ".join(curve), shlex.join(argv),
     )  # fmt: skip
-
-
-def call(script, *argv):
-    """What a script of this repository prints; RuntimeError with its last lines if it fails."""
-    done = subprocess.run([sys.executable, script, *map(str, argv)], capture_output=True, text=True)
-    if done.returncode:
-        raise RuntimeError(f"{script} failed:\n{(done.stdout + done.stderr)[-2000:]}")
-    return done.stdout
 
 
 def read_outcomes(path):
@@ -146,60 +121,49 @@ def read_outcomes(path):
         return [Outcome(**{name: kinds[name](value) for name, value in row.items()}) for row in csv.DictReader(file)]
 
 
-def append(path, outcome):
-    new = not path.exists()
-    with open(path, "a", newline="") as file:
-        writer = csv.writer(file)
-        writer.writerows([Outcome._fields] * new)
-        writer.writerow(outcome)
-
-
 def mean(outcomes, field):
     return statistics.mean(getattr(outcome, field) for outcome in outcomes)
 
 
 def show(outcomes):
     """Print a table of one row per name, tokens and command, with means over the seeds, the best loss first."""
-    groups = {}
+    groups, rows = {}, []
     for outcome in outcomes:
         groups.setdefault((outcome.tokens, outcome.command, outcome.name), []).append(outcome)
-
-    print(
-        "\n| change | tokens | runs | loss | spread | bits/byte | test | seconds | training | tokens/s | GFLOP/token |"
-    )
-    print("|---|---|---|---|---|---|---|---|---|---|---|")
+    columns = dict(loss=".4f", bits=".4f", test=".4f", seconds=".1f", training=".1f", rate=",.0f", gflops=".3f")
     for (tokens, _, name), some in sorted(groups.items(), key=lambda x: (x[0][0], mean(x[1], "loss"))):
         spread = statistics.stdev(outcome.loss for outcome in some) if len(some) > 1 else math.nan
-        print(
-            f"| {name} | {tokens / 1e6:.1f}M | {len(some)} | {mean(some, 'loss'):.4f} | {spread:.4f} "
-            f"| {mean(some, 'bits'):.4f} | {mean(some, 'test'):.4f} | {mean(some, 'seconds'):.1f} "
-            f"| {mean(some, 'training'):.1f} | {mean(some, 'rate'):,.0f} | {mean(some, 'gflops'):.3f} |"
-        )
+        means = [format(mean(some, field), how) for field, how in columns.items()]
+        rows.append([name, f"{tokens / 1e6:.1f}M", len(some), f"{spread:.4f}", *means])
+    print()
+    table(["change", "tokens", "runs", "spread of loss", *columns], rows)
 
 
 def series(args):
     """All runs of a file of changes, or those for which --seconds leaves time, and their table."""
-    start, outcomes, longest, shown = time.perf_counter(), read_outcomes(args.csv), 0.0, []
+    start, longest, shown = time.perf_counter(), 0.0, []
     for seed in args.seeds:
         for name, options in args.changes.items():
             argv = [args.base, *args.options, *options]
-            alike = [
-                x
-                for x in outcomes
-                if (x.name, x.seed, x.command) == (name, seed, shlex.join(argv))
-                and abs(x.tokens / args.tokens - 1) < 0.01  # whole steps
-                and (args.test is None or not math.isnan(x.test))
-            ]
+            config = load_config(argv)  # a mistake shows before the run
+            require(not (args.test and config.ema), "--test reads checkpoint.pt, without the average; leave out --ema")
+            per_step = config.batch_size * config.block_size
+            tokens = max(1, round(args.tokens / per_step)) * per_step
+            key = name, seed, tokens, shlex.join(argv)
+            alike = [x for x in read_outcomes(args.csv) if (x.name, x.seed, x.tokens, x.command) == key]
+            alike = [x for x in alike if not (args.test and math.isnan(x.test))]
             if not alike:
                 if time.perf_counter() - start + longest > args.seconds:
                     print(f"{name} seed {seed}: no time is left", flush=True)
                     continue
                 try:
-                    alike = [run(name, argv, seed, args)]
-                except RuntimeError as error:
+                    alike = [run(name, argv, seed, tokens, per_step, args)]
+                except (RuntimeError, subprocess.CalledProcessError) as error:
                     print(f"{name} seed {seed}: {error}", flush=True)
                     continue
-                append(args.csv, alike[0])
+                head = [] if args.csv.exists() else [Outcome._fields]
+                with open(args.csv, "a", newline="") as file:
+                    csv.writer(file).writerows([*head, alike[0]])
                 longest = max(longest, alike[0].seconds)
             shown.append(alike[-1])
             print(f"{name} seed {seed}: loss {shown[-1].loss:.4f}, {shown[-1].seconds:.1f} s", flush=True)
@@ -207,15 +171,12 @@ def series(args):
 
 
 def compare(outcomes, base):
-    """{name of a change: (its mean loss less that of `base`, the same at equal time)}, at the tokens of most runs.
+    """Print the mean loss of each change less that of `base`, and the same at equal time, at the tokens of most runs.
 
     A change that slows training down would see fewer tokens in the same time. How much loss this costs is read from a
     straight line over the logarithm of tokens, fitted to runs of `base` with two or more numbers of tokens. The line is
     only good near these numbers. The speed of `base` is the mean of all its runs.
     """
-    commands = {(outcome.name, outcome.command) for outcome in outcomes}
-    unique = len(commands) == len({name for name, _ in commands})
-    require(unique, "a name stands for runs of two commands; give each series a --csv of its own")
     most, groups = statistics.mode(outcome.tokens for outcome in outcomes), {}
     for outcome in outcomes:
         if abs(outcome.tokens / most - 1) < 0.01:  # whole steps
@@ -225,68 +186,42 @@ def compare(outcomes, base):
     require(enough, f"{base} needs runs with {most:,} tokens, as most runs have, and with another number; add them")
     rate = mean(of_base, "rate")
     slope = statistics.linear_regression([math.log(x.tokens) for x in of_base], [x.loss for x in of_base]).slope
-
-    base_loss = mean(groups.pop(base), "loss")
-    require(groups, f"no other run has {most:,} tokens; add runs to compare with {base}")
-    found = {}
-    for name, some in groups.items():
-        loss = mean(some, "loss") - base_loss
-        found[name] = loss, loss + slope * math.log(mean(some, "rate") / rate)
-    return found
-
-
-def chart(found, image, base):
-    """Draw what compare() finds in a CSV file of runs."""
-    from matplotlib.figure import Figure
-
-    bars = dict(sorted(compare(read_outcomes(found), base).items(), key=lambda item: -item[1][1]))
-    equal_tokens, equal_time = zip(*bars.values(), strict=True)
-    figure = Figure(figsize=(8, 1 + 0.28 * len(bars)), layout="constrained")
-    axis = figure.subplots()
-    axis.barh(list(bars), equal_time, color="#2471a3", label="at equal time")
-    axis.plot(equal_tokens, list(bars), "o", color="#c0392b", label="at equal tokens")
-    axis.axvline(0, color="black", linewidth=0.8)
-    axis.set_xlabel(f"loss minus that of {base} (nats per token); right of 0: the change is worse")
-    axis.grid(axis="x", alpha=0.25)
-    axis.legend(frameon=False)
-    figure.savefig(image, dpi=130)
-    print(image)
+    losses = {name: mean(some, "loss") - mean(groups[base], "loss") for name, some in groups.items() if name != base}
+    equal = {name: loss + slope * math.log(mean(groups[name], "rate") / rate) for name, loss in losses.items()}
+    rows = ([name, f"{losses[name]:+.4f}", f"{loss:+.4f}"] for name, loss in sorted(equal.items(), key=lambda x: x[1]))
+    table(["change", f"loss minus that of {base}", "at equal time"], rows)
 
 
 def main(argv):
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     if argv[:1] == ["split"]:
-        parser.add_argument("split", choices=["split"])
+        parser.add_argument("split")
         parser.add_argument("books", type=Path)
         parser.add_argument("folder", type=Path, help="a new folder")
         parser.add_argument("--megabytes", type=float, default=math.inf, help="of books to take")
         args = parser.parse_args(argv)
         split(args.books, args.folder, args.megabytes)
-        return
-    if argv[:1] == ["chart"]:
-        parser.add_argument("chart", choices=["chart"])
+    elif argv[:1] == ["compare"]:
+        parser.add_argument("compare")
         parser.add_argument("found", type=Path, help="the CSV file of a series")
-        parser.add_argument("image", type=Path)
         parser.add_argument("--base", required=True, help="name of the runs to compare with")
         args = parser.parse_args(argv)
-        chart(args.found, args.image, args.base)
-        return
-    parser.add_argument("base", help="a config file")
-    parser.add_argument("changes", type=read_changes, help="a file with a line `name: options` for each change")
-    parser.add_argument("--options", type=shlex.split, default=[], help="options of all runs, in one argument")
-    parser.add_argument("--tokens", type=number, default="50M", help="to train on, such as 50M")
-    parser.add_argument("--seeds", type=int, nargs="+", default=[1])
-    parser.add_argument("--evaluations", type=int, default=8, help="of each run, beside that before its first step")
-    parser.add_argument("--seconds", type=float, default=math.inf, help="start no run that would end later than this")
-    parser.add_argument("--csv", type=Path, default=ROOT / "benchmarks" / "results" / "recipes.csv")
-    parser.add_argument("--test", type=Path, help="a text to measure the last checkpoint on; for the final table only")
-    args = parser.parse_args(argv)
-    os.chdir(ROOT)
-    series(args)
+        compare(read_outcomes(args.found), args.base)
+    else:
+        parser.add_argument("base", help="a config file")
+        parser.add_argument("changes", type=read_changes, help="a file with a line `name: options` for each change")
+        parser.add_argument("--options", type=shlex.split, default=[], help="options of all runs, in one argument")
+        parser.add_argument("--tokens", default="50M", type=lambda text: float(text.removesuffix("M")) * 1e6)
+        parser.add_argument("--seeds", type=int, nargs="+", default=[1])
+        parser.add_argument("--evaluations", type=int, default=8, help="of each run, beside that before its first step")
+        parser.add_argument("--seconds", type=float, default=math.inf, help="start no run that would end after this")
+        parser.add_argument("--csv", type=Path, default=ROOT / "benchmarks" / "results" / "recipes.csv")
+        parser.add_argument("--test", type=Path, help="a text to measure the last checkpoint on; for final tables only")
+        args = parser.parse_args(argv)
+        os.chdir(ROOT)
+        series(args)
 
 
 if __name__ == "__main__":
-    try:
+    with command():
         main(sys.argv[1:])
-    except ValueError as error:
-        sys.exit(f"error: {error}")

@@ -2,33 +2,30 @@
 
     python benchmarks/step_parts.py configs/gpt2.py --batch_size 32     any config and options of train.py
 
-It trains a few steps and writes no run.
+It calls train.py; a thread watches metrics.jsonl, profiles the run once it is warm, prints the table and ends the run.
 """
 
+import json
+import os
 import re
+import shutil
 import sys
 import time
+import traceback
 from bisect import bisect
 from collections import defaultdict
-from pathlib import Path
+from statistics import median
+from threading import Thread
 
 import torch
-from torch import nn
+from harness import DEVICE, ROOT, machine, read_records, seconds_of, table
 from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
 
-sys.path.insert(0, str(Path(__file__).parents[1]))
+import train
 
-from data import Batches
-from training.config import load_config
-from training.distributed import open_on_all_ranks, start_distributed
-from training.network import compile_and_wrap, make_model
-from training.optimizer import make_optimizer
-from training.start import compile_network
-from training.step import TrainStep, choose_micro_batch, prefetch
-
-WARM_UPS, STEPS = 10, 20  # steps before the measurement, and in each of its two halves
-LONGEST = 12  # kernels that are named below the table
+FOLDER = ROOT / "runs" / f"bench-{os.getpid()}"
+REPORTS = 3  # of ten steps each: not counted, then timed, then profiled
 HEAD, MATMULS = "head and cross-entropy", "matmuls"
 PARTS = {  # part of a step -> pattern of its kernels' names; the first one found counts
     "attention": r"^((hopper_)?forward|backward|prepare|finish|dq|dkdv|dbias|group_sum|list|blank)_kernel$|flash|fmha",
@@ -37,7 +34,7 @@ PARTS = {  # part of a step -> pattern of its kernels' names; the first one foun
     "casts and copies": r"^Mem(cpy|set)|copy_kernel|CatArray|FillFunctor"
     r"|^triton_poi_fused(_(_to_copy|_unsafe_view|view|t|permute|transpose|clone|cat|slice|mlp|mlp_dh))+_\d+$",
     MATMULS: "^matmul_kernel$|nvjet|gemm|cutlass|splitK",
-    "norms and elementwise": r"^add_norm(_backward)?_kernel$|^triton_|layer_norm|GammaBeta|dropout|masked_scale"
+    "norms and elementwise": r"^triton_|layer_norm|GammaBeta|dropout|masked_scale"
     "|elementwise|reduce_kernel",
     "other": "",
 }
@@ -62,12 +59,13 @@ def parts_of(names):
     return parts
 
 
-def floors(model, tokens, copy_rate, matmul_rate):
-    """{part: the least milliseconds} of a step of N = `tokens` tokens at rates in bytes and FLOP per second.
+def floors(options, copy_rate, matmul_rate):
+    """{part: the least milliseconds} of a step of N tokens at rates in bytes and FLOP per second.
 
     For a GPT with GPT-2's options, in bfloat16 with float32 weights, and an activation inside the matmuls. Other
     options cost more; tensors that stay in the GPU's L2 cache can take less. L blocks of width C, context T and
-    vocabulary V; W weights in the blocks' linear layers, P parameters in all.
+    vocabulary V (0 if the config leaves it to the tokenizer, whose vocabulary is then small); W = 12 L C^2 weights in
+    the blocks' linear layers, P parameters in all.
 
         attention               14 C FLOP for each pair of token and key: 2 matmuls forward, 5 backward. L N T / 2 pairs
         matmuls                 6 W N FLOP
@@ -77,100 +75,84 @@ def floors(model, tokens, copy_rate, matmul_rate):
         optimizer and clipping  32 P bytes: gradients are read twice, weights and two moments read and written
         casts and copies        12 W + 6 V C bytes: weights to bfloat16, and gradients of W back to float32
     """
-    config = model.config
-    L, C, T, V = config.n_layer, config.n_embd, config.block_size, config.vocab_size
-    W = sum(m.weight.numel() for m in model.blocks.modules() if isinstance(m, nn.Linear))
-    P = sum(p.numel() for p in model.parameters())
+    L, C, T, V = (options[name] for name in ("n_layer", "n_embd", "block_size", "vocab_size"))
+    N, W = options["batch_size"] * T, 12 * L * C**2
     flop, byte = 1000 / matmul_rate, 1000 / copy_rate
     return {
-        "attention": 14 * C * L * tokens * T / 2 * flop,
-        MATMULS: 6 * W * tokens * flop,
-        HEAD: 6 * V * C * tokens * flop + 4 * V * tokens * byte,
-        "norms and elementwise": 2 * L * 16 * C * tokens * byte,
-        "optimizer and clipping": 32 * P * byte,
+        "attention": 14 * C * L * N * T / 2 * flop,
+        MATMULS: 6 * W * N * flop,
+        HEAD: 6 * V * C * N * flop + 4 * V * N * byte,
+        "norms and elementwise": 2 * L * 16 * C * N * byte,
+        "optimizer and clipping": 32 * (W + V * C + T * C) * byte,
         "casts and copies": (12 * W + 6 * V * C) * byte,
     }
 
 
-def measured_rates(device):
+def measured_rates():
     """Bytes per second of a large copy, read and written, and FLOP per second of a large matmul in bfloat16."""
-    size = 8192 if device.startswith("cuda") else 256
-    a, b, c = (torch.randn(size, size, device=device).bfloat16() for _ in range(3))
-    source, target = (torch.zeros(size, 8 * size, device=device) for _ in range(2))
-    return (
-        2 * source.nbytes / seconds_of(lambda: target.copy_(source), 50),
-        2 * size**3 / seconds_of(lambda: torch.mm(a, b, out=c), 200),
+    size = 8192 if DEVICE == "cuda" else 256
+    a, b, c = (torch.randn(size, size, device=DEVICE).bfloat16() for _ in range(3))
+    source, target = (torch.zeros(size, 8 * size, device=DEVICE) for _ in range(2))
+    copy, matmul = (
+        min(seconds_of(lambda call=call: [call() for _ in range(100)]) for _ in range(2)) / 100
+        for call in (lambda: target.copy_(source), lambda: torch.mm(a, b, out=c))
     )
-
-
-def seconds_of(function, repeats):
-    """Mean seconds of a call that returns a tensor, after as many that do not count."""
-    for _ in range(2):
-        start = time.perf_counter()
-        for _ in range(repeats):
-            result = function()
-        result.flatten()[0].item()  # waits for the device
-    return (time.perf_counter() - start) / repeats
-
-
-def step_table(config):
-    """Markdown table of a Config's training step: parts, their milliseconds and floors, the peak memory, long kernels.
-
-    The whole step is timed without the profiler. "gaps" is what its kernels leave of that time.
-    """
-    ranks = start_distributed(config)
-    torch.set_float32_matmul_precision("high")
-    copy_rate, matmul_rate = measured_rates(ranks.device)
-    if ranks.on_gpu:
+    if DEVICE == "cuda":
         torch.cuda.reset_peak_memory_stats()
-    corpus = open_on_all_ranks(config, ranks, None)
-    model, ranks = make_model(config, corpus.tokenizer, ranks)
-    optimizer = make_optimizer(model, config, ranks)
-    rows = choose_micro_batch(model, config, ranks, None)
-    network = compile_and_wrap(model, config, ranks)
-    take_step = TrainStep(network, optimizer, config, ranks, rows)
-    compile_network(network, config, ranks, rows)
-    batches = Batches(corpus.train, config.block_size, config.batch_size, config.seed)
-    steps = enumerate(prefetch(batches, range(WARM_UPS + 3 * STEPS), ranks))
+    return 2 * source.nbytes / copy, 2 * size**3 / matmul
 
-    def train():
-        step, batch = next(steps)
-        loss, _ = take_step(step, *batch, config.learning_rate)
-        return loss
 
-    for _ in range(WARM_UPS):
-        train()
-    whole = 1000 * seconds_of(train, STEPS)
-    with profile(activities=[ProfilerActivity.CUDA if ranks.on_gpu else ProfilerActivity.CPU]) as recorded:
-        for _ in range(STEPS):
-            loss = train()
-        loss.item()
+def milliseconds_per_step(count, tokens):
+    """Wait for this many reports; the median milliseconds of a step in the last REPORTS of them."""
+    while len(records := read_records(FOLDER, "tokens_per_second")) < count:
+        time.sleep(0.01)
+    return 1000 * tokens / median(record["tokens_per_second"] for record in records[-REPORTS:])
+
+
+def watch(rates):
+    """Print the table and end the process, because train.py would go on."""
+    try:
+        code = show_parts(rates) or 0
+    except Exception:
+        code = traceback.print_exc() or 1
+    shutil.rmtree(FOLDER)
+    sys.stdout.flush()
+    os._exit(code)
+
+
+def show_parts(rates):
+    milliseconds_per_step(1, 0)  # the folder is there
+    options = json.loads((FOLDER / "config.json").read_text())
+    tokens = options["batch_size"] * options["block_size"]
+    whole = milliseconds_per_step(2 * REPORTS, tokens)
+    with profile(activities=[ProfilerActivity.CUDA if DEVICE == "cuda" else ProfilerActivity.CPU]) as recorded:
+        milliseconds_per_step(2 * REPORTS + 1, tokens)  # the report in which profiling began
+        profiled = milliseconds_per_step(3 * REPORTS + 1, tokens)
     kernels = sorted(
         (event for event in recorded.events() if event.device_type == DeviceType.CUDA and not event.is_user_annotation),
         key=lambda event: event.time_range.start,
     )
+    window = kernels[-1].time_range.end - kernels[0].time_range.start if kernels else 0  # microseconds
+    steps = window / 1000 / profiled or 1
     spent, times = dict.fromkeys(PARTS, 0.0), defaultdict(list)
     for part, kernel in zip(parts_of([kernel.name for kernel in kernels]), kernels, strict=True):
-        times[part, kernel.name].append(kernel.time_range.elapsed_us() / 1000 / STEPS)
+        times[part, kernel.name].append(kernel.time_range.elapsed_us() / 1000 / steps)
         spent[part] += times[part, kernel.name][-1]
-    longest = sorted(times.items(), key=lambda item: -sum(item[1]))[:LONGEST]
     spent |= {"gaps": whole - sum(spent.values()), "whole step": whole}
-    least = floors(model, config.batch_size * config.block_size, copy_rate, matmul_rate)
+    least = floors(options, *rates)
     least["whole step"] = sum(least.values())
-    chip, memory = ("CPU", 0) if not ranks.on_gpu else (torch.cuda.get_device_name(), torch.cuda.max_memory_allocated())
-    lines = [
-        f"\n{config.n_layer} layers of width {config.n_embd}, {config.batch_size} x {config.block_size} tokens a step\n"
-        f"{chip}: copies at {copy_rate / 1e12:.2f} TB/s, matmuls at {matmul_rate / 1e12:.0f} TFLOP/s; "
-        f"peak memory {memory / 1e9:.2f} GB, {len(kernels) / STEPS:.0f} kernels and copies a step",
-        "",
-        "| part | ms | floor |",
-        "|---|---|---|",
-        *(f"| {part} | {ms:.2f} | {least.get(part, 0):.2f} |" for part, ms in spent.items()),
-        "",
-        *(f"{sum(ms):6.2f} ms {len(ms) / STEPS:5.0f} x {name[:90]} ({part})" for (part, name), ms in longest),
-    ]
-    return "\n".join(lines)
+    memory = read_records(FOLDER, "loss")[-1].get("peak_memory", 0)
+    print(f"\n{', '.join(map(str, machine().values()))}: copies at {rates[0] / 1e12:.2f} TB/s, matmuls at "
+          f"{rates[1] / 1e12:.0f} TFLOP/s; {options['n_layer']} layers of width {options['n_embd']}, "
+          f"{options['batch_size']} x {options['block_size']} tokens a step; peak memory {memory / 1e9:.2f} GB, "
+          f"{len(kernels) / steps:.0f} kernels and copies a step\n")  # fmt: skip
+    table(["part", "ms", "floor"], ([part, f"{ms:.2f}", f"{least.get(part, 0):.2f}"] for part, ms in spent.items()))
+    print()
+    for (part, name), ms in sorted(times.items(), key=lambda item: -sum(item[1]))[:12]:
+        print(f"{sum(ms):6.2f} ms {len(ms) / steps:5.1f} x {name[:90]} ({part})")
 
 
 if __name__ == "__main__":
-    print(step_table(load_config(sys.argv[1:])), flush=True)
+    Thread(target=watch, args=[measured_rates()], daemon=True).start()
+    fixed = dict(name=FOLDER.name, steps=10**6, eval_every=10**6, eval_batches=1, log_every=10)
+    train.main([*sys.argv[1:], *(f"--{name}={value}" for name, value in fixed.items())])

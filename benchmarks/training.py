@@ -1,99 +1,79 @@
-"""Time train.py against nanoGPT: milliseconds per step, seconds to a target loss, and where a step's time goes.
+"""Time train.py against nanoGPT, or with an option against without it: milliseconds per step, seconds to a target loss.
 
-    python benchmarks/training.py --text FILE --ranks FILE                        ours
-    python benchmarks/training.py --text FILE --ranks FILE --nanogpt PATH         by turns with a checkout of nanoGPT
-    python benchmarks/training.py --text FILE --ranks FILE --jobs gpt2 char --rounds 0 --profile   a step by its parts
-    python benchmarks/training.py --text FILE --jobs char modern --rounds 5 --whole   best losses of five seeds
+    python benchmarks/training.py --text FILE --ranks FILE                          ours
+    python benchmarks/training.py --text FILE --ranks FILE --nanogpt PATH           by turns with a checkout of nanoGPT
+    python benchmarks/training.py --text FILE --jobs char modern --rounds 5 --whole    best losses of five seeds
     python benchmarks/training.py --text FOLDER --ranks FILE --nanogpt PATH --jobs books --whole   100M tokens of GPT-2
-    python benchmarks/training.py --text FILE --ranks FILE --jobs gpt2 fp8            what --fp8 saves
-    python benchmarks/training.py --text DOCUMENTS --ranks FILE --jobs gpt2 documents   the cost of --mask_documents
+    python benchmarks/training.py --text FILE --ranks FILE --jobs gpt2 --with=--fp8    with and without --fp8
+    python benchmarks/training.py --text FILE --small                               tiny networks, to try it on a CPU
 
 FILE is tiny Shakespeare, --ranks GPT-2's r50k_base.tiktoken. Every run is a process of its own, and all train on the
-same tokens. The time of a step is the median over the second half of the steps that the trainer reports. Seconds count
+same tokens. The time of a step is the median over the second half of the steps that the trainer prints. Seconds count
 from the start of the process to the end of the first evaluation that reaches the target, with preparation, compilation
-and evaluations; the run is stopped there, or goes on to its end with --whole.
+and evaluations; the run is stopped there, or goes on to its end with --whole, and the last of ours stays in
+runs/bench-JOB.
+benchmarks/step_parts.py says where the time of a step goes.
 """
 
 import argparse
 import math
-import os
 import pickle
 import re
+import shlex
 import shutil
-import statistics
 import subprocess
 import sys
 import tempfile
 import time
+from itertools import product
 from pathlib import Path
+from statistics import median
 from typing import NamedTuple
 
-ROOT = Path(__file__).parents[1]
-sys.path.insert(0, str(ROOT))
+import numpy as np
+from harness import ROOT, machine, table
 
-GPT2 = dict(block_size=1024, n_layer=12, n_head=12, n_embd=768)
+from data import open_corpus
+from training.config import load_config
 
 
 class Job(NamedTuple):
     tokenizer: str
-    tokens: int  # per step
-    ours: list[str]
-    nanogpt: list[str] | None
+    ours: str  # options of train.py
+    nanogpt: str = ""  # of nanoGPT's; without them it does not run
     target: float = 0.0  # validation loss at which the run is stopped
     unit: str = "nats/token"  # of the target
 
 
+GPT2 = "configs/gpt2.py --batch_size 32 --micro_batch 32 "  # nanoGPT has GPT-2's sizes by default
+THEIRS = "--batch_size=32 --gradient_accumulation_steps=1 "
+JOBS = {
+    "gpt2": Job(
+        "gpt2", GPT2 + "--steps 100 --eval_every 100 --eval_batches 1 --log_every 1",
+        THEIRS + "--max_iters=100 --eval_interval=100000 --eval_iters=1 --log_interval=1",
+    ),
+    "books": Job(
+        "gpt2", GPT2 + "--steps 3052 --eval_every 381 --warmup_steps 200",
+        THEIRS + "--max_iters=3052 --lr_decay_iters=3052 --eval_interval=381 --eval_iters=50 --log_interval=10 "
+        "--warmup_iters=200",
+    ),
+    "char": Job(
+        "char", "configs/shakespeare_char.py --batch_size 64", "config/train_shakespeare_char.py --log_interval=1",
+        1.4721,  # nanoGPT's best loss on an H200 (docs/results.md)
+    ),
+    "modern": Job("bpe:384", "configs/shakespeare.py", "", 2.0, "bits/byte"),
+}  # fmt: skip
+SMALL = (
+    "--device cpu --tokenizer bytes --vocab_size 256 --n_layer 2 --n_head 2 --n_embd 32 --block_size 32 "
+    "--steps 20 --eval_every 10 --batch_size 8 --micro_batch 8 --eval_batches 1 --log_every 1 --warmup_steps 2"
+)
+
+
 class Outcome(NamedTuple):
-    """One run: milliseconds per step, lowest validation loss, seconds to the target (NaN: not reached) and in all."""
-
-    ms: float
-    loss: float
-    to_target: float
-    seconds: float
-
-
-def jobs(ranks, small):
-    """name -> Job. ranks: rank file of GPT-2's tokenizer. small: networks for a CPU, to try this script."""
-    gpt2 = GPT2 | (dict(n_layer=2, n_head=2, n_embd=64, block_size=64) if small else {})
-    char = ["--n_layer=2", "--n_head=2", "--n_embd=32", "--block_size=32"] if small else []
-    steps = 10 if small else 100
-    size = [f"--{name}={value}" for name, value in gpt2.items()]
-    cpu = (["--device=cpu"], ["--device=cpu", "--compile=False", "--dtype=float32"]) if small else ([], [])
-    ours = ["configs/gpt2.py", "--batch_size=32", "--micro_batch=32", *size, *cpu[0]]
-    theirs = ["--batch_size=32", "--gradient_accumulation_steps=1", *size, *cpu[1]]
-    timed = [f"--steps={steps}", f"--eval_every={steps}", "--eval_batches=1", "--log_every=1"]
-    long = 20 if small else 3052  # 100M tokens
-    gpt2_job = Job(
-        f"gpt2:{ranks}",
-        32 * gpt2["block_size"],
-        [*ours, *timed],
-        [*theirs, f"--max_iters={steps}", "--eval_interval=100000", "--eval_iters=1", "--log_interval=1"],
-    )
-    return {
-        "gpt2": gpt2_job,
-        "fp8": gpt2_job._replace(ours=[*gpt2_job.ours, "--fp8=True"], nanogpt=None),
-        "documents": gpt2_job._replace(ours=[*gpt2_job.ours, "--mask_documents=True"], nanogpt=None),
-        "books": gpt2_job._replace(
-            ours=[*ours, f"--steps={long}", f"--eval_every={long // 8}", "--warmup_steps=200"],
-            nanogpt=[*theirs, f"--max_iters={long}", f"--lr_decay_iters={long}", f"--eval_interval={long // 8}",
-                     "--eval_iters=50", "--log_interval=10", "--warmup_iters=200"],
-        ),
-        "char": Job(
-            "char",
-            64 * (32 if small else 256),
-            ["configs/shakespeare_char.py", "--batch_size=64", *char, *cpu[0]],
-            ["config/train_shakespeare_char.py", "--log_interval=1", *char, *cpu[1]],
-            4.0 if small else 1.4721,  # nanoGPT's best loss on an H200 (docs/results.md)
-        ),
-        "modern": Job(
-            "bpe:384",
-            16 * 128 if small else 16 * 1024,
-            ["configs/shakespeare.py", *(["--device=cpu", "--steps=20", "--eval_every=10"] if small else [])],
-            None,
-            8.0 if small else 2.0,
-            "bits/byte",
-        ),
-    }  # fmt: skip
+    ms: float  # per step
+    to_target: float  # seconds; NaN: not reached
+    loss: float  # the lowest of the validation
+    seconds: float  # in all
 
 
 def nanogpt_data(folder, corpus):
@@ -108,91 +88,76 @@ def nanogpt_data(folder, corpus):
         (folder / "meta.pkl").write_bytes(pickle.dumps(dict(vocab_size=vocabulary)))
 
 
-def run(command, folder, job, whole):
-    """Outcome of a run of either trainer, read from its output. whole: do not stop it at the target."""
-    start, steps, losses, to_target = time.perf_counter(), [], [], math.nan
+def run(command, folder, job, tokens, whole):
+    """Outcome of a run of either trainer, read from what it prints. tokens: of a step. whole: do not stop early."""
+    start, steps, losses, to_target, lines = time.perf_counter(), [], [], math.nan, []
     process = subprocess.Popen(
-        [sys.executable, "-u", *command], cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
-        env=os.environ | {"PYTHONUNBUFFERED": "1"},
-    )  # fmt: skip
-    number = r"([\d.]+|nan)"
-    validation = f"val loss .* {number} bits/byte" if job.unit == "bits/byte" else f"val loss {number}"
-    lines, stopped = [], False
+        [sys.executable, "-u", *command], cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    )
+    validation = r"val loss .* ([\d.]+|nan) bits/byte" if job.unit == "bits/byte" else r"val loss ([\d.]+|nan)"
     for line in process.stdout:
         lines.append(line)
         if found := re.search(r"([\d,]+) tokens/s", line):
-            steps.append(1000 * job.tokens / int(found[1].replace(",", "")))
+            steps.append(1000 * tokens / int(found[1].replace(",", "")))
         elif found := re.search(r"^iter \d+: .* time ([\d.]+)ms", line):
             steps.append(float(found[1]))
         elif found := re.search(validation, line):
             losses.append(float(found[1]))
             if losses[-1] <= job.target and math.isnan(to_target):
                 to_target = time.perf_counter() - start
-                if stopped := not whole:
+                if not whole:
                     process.terminate()
                     break
-    process.stdout.close()
-    if process.wait() and not stopped:
+    process.communicate()
+    if process.returncode and (whole or math.isnan(to_target)):
         raise RuntimeError(f"{' '.join(command)} failed:\n{''.join(lines[-20:])}")
-    ms = statistics.median(steps[len(steps) // 2 :] or [math.nan])
     if whole:
         print("validation losses", *losses)
-    return Outcome(ms, min(losses), to_target, time.perf_counter() - start)
-
-
-def deviation(values):
-    """Standard deviation, or NaN if a value is NaN (a run that did not reach the target)."""
-    return math.nan if any(map(math.isnan, values)) else statistics.stdev(values)
-
-
-def show(name, trainer, job, outcome, what=""):
-    ms, loss, to_target, seconds = outcome
-    reached = f"{to_target:5.1f} s to {job.target}  {loss:.4f} {job.unit} at best  " if job.target else ""
-    print(f"{name:6} {trainer:7} {ms:7.2f} ms a step  {reached}{seconds:5.1f} s in all  {what}")
+    return Outcome(median(steps[len(steps) // 2 :] or [math.nan]), to_target, min(losses), time.perf_counter() - start)
 
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--text", type=Path, required=True, help="tiny Shakespeare, or other text for GPT-2")
-    parser.add_argument("--ranks", type=Path, help="r50k_base.tiktoken, for the jobs of GPT-2")
+    parser.add_argument("--ranks", type=Path, help="r50k_base.tiktoken; without it, it is downloaded")
     parser.add_argument("--nanogpt", type=Path, help="a checkout of nanoGPT, run by turns with ours")
-    parser.add_argument("--jobs", nargs="+", default=["gpt2", "char", "modern"], choices=jobs("", False))
+    parser.add_argument("--with", dest="options", type=shlex.split, help="options of train.py, by turns with the job")
+    parser.add_argument("--jobs", nargs="+", default=["gpt2", "char", "modern"], choices=JOBS)
     parser.add_argument("--rounds", type=int, default=1, help="runs of each job; ours with a new seed each time")
     parser.add_argument("--whole", action="store_true", help="do not stop at the target")
-    parser.add_argument("--profile", action="store_true", help="of a step, by benchmarks/step_parts.py")
     parser.add_argument("--small", action="store_true", help="networks that a CPU trains, to try this script")
     args = parser.parse_args()
-    if not args.ranks and not {"char", "modern"}.issuperset(args.jobs):
-        parser.error("the jobs of GPT-2 need --ranks; name other --jobs to do without")
-    from data import open_corpus
-
-    os.chdir(ROOT)
-    text = args.text.resolve()
-    with tempfile.TemporaryDirectory() as scratch:
-        for name, job in jobs(args.ranks and args.ranks.resolve(), args.small).items():
-            if name not in args.jobs:
-                continue
-            data = ["--data=text", f"--input={text}", f"--tokenizer={job.tokenizer}"]
-            trainers = {"ours": (["train.py", *job.ours, *data, f"--name=bench-{name}"], ROOT)}
-            if args.nanogpt and job.nanogpt:
-                folder = Path(scratch) / name
-                shutil.copytree(args.nanogpt, folder, ignore=shutil.ignore_patterns(".git", "data", "out*"))
-                nanogpt_data(folder / "data" / "bench", open_corpus("text", job.tokenizer, text))
-                trainers["nanoGPT"] = (["train.py", *job.nanogpt, "--dataset=bench"], folder)
-            outcomes = {trainer: [] for trainer in trainers}
-            for number in range(args.rounds):
-                for trainer, (command, folder) in trainers.items():
-                    seed = [f"--seed={1337 + number}"] if trainer == "ours" else []  # nanoGPT's is fixed
-                    outcome = run([*command, *seed], folder, job, args.whole)
-                    outcomes[trainer].append(outcome)
-                    show(name, trainer, job, outcome)
+    text, rows, scratch = args.text.resolve(), [], tempfile.TemporaryDirectory()
+    for name in args.jobs:
+        job = JOBS[name]
+        tokenizer = f"gpt2:{args.ranks.resolve()}" if job.tokenizer == "gpt2" and args.ranks else job.tokenizer
+        ours = [*job.ours.split(), "--data=text", f"--input={text}", f"--tokenizer={tokenizer}"]
+        folder_name = f"bench-{'small' if args.small else name}"
+        ours += [f"--name={folder_name}", "--seed=SEED", *(SMALL.split() if args.small else [])]
+        config = load_config([str(ROOT / ours[0]), *(flag for flag in ours[1:] if "SEED" not in flag)])
+        trainers = {"ours": (["train.py", *ours], ROOT)}
+        if args.options:
+            trainers[shlex.join(args.options)] = (["train.py", *ours, *args.options], ROOT)
+        if args.nanogpt and job.nanogpt:
+            folder = Path(scratch.name) / name
+            shutil.copytree(args.nanogpt, folder, ignore=shutil.ignore_patterns(".git", "data", "out*"))
+            nanogpt_data(folder / "data" / "bench", open_corpus("text", tokenizer, text))
+            trainers["nanoGPT"] = (["train.py", *job.nanogpt.split(), "--dataset=bench"], folder)
+        found = {trainer: [] for trainer in trainers}
+        for number, (trainer, (command, folder)) in product(range(args.rounds), trainers.items()):
+            command = [flag.replace("SEED", f"{1337 + number}") for flag in command]  # nanoGPT's is fixed
+            shutil.rmtree(ROOT / "runs" / folder_name, ignore_errors=True)
+            found[trainer].append(run(command, folder, job, config.batch_size * config.block_size, args.whole))
+            print(name, trainer, found[trainer][-1], flush=True)
+        for trainer, outcomes in found.items():
+            cells = [f"{mean:.4g}" for mean in np.mean(outcomes, axis=0)]
             if args.rounds > 1:
-                for trainer, found in outcomes.items():
-                    columns = list(zip(*found, strict=True))
-                    show(name, trainer, job, Outcome(*map(statistics.mean, columns)), "mean")
-                    show(name, trainer, job, Outcome(*map(deviation, columns)), "standard deviation")
-            if args.profile:
-                subprocess.run([sys.executable, "benchmarks/step_parts.py", *job.ours, *data], check=True)
+                cells = [f"{x} (+- {y:.2g})" for x, y in zip(cells, np.std(outcomes, axis=0, ddof=1), strict=True)]
+            rows.append([name, trainer, *cells, f"{job.target or '-'} {job.unit}"])
+        if not args.whole:
+            shutil.rmtree(ROOT / "runs" / folder_name)
+    print("", *machine().values())
+    table(["job", "trainer", "ms a step", "s to the target", "best loss", "s in all", "target"], rows)
 
 
 if __name__ == "__main__":

@@ -2,6 +2,7 @@
 
     python benchmarks/tune.py                          every kernel, head dims 64, 128 and 256, bfloat16 and float32
     python benchmarks/tune.py --dims 128 --kernels dq
+    TRITON_INTERPRET=1 python benchmarks/tune.py --small    one tile size, to try this script on a CPU
 
 The cost of a candidate is the geometric mean of its times relative to the best candidate's, over the lengths, causal
 and full. All candidates run once; the best dozen then run five times.
@@ -14,17 +15,13 @@ import argparse
 import itertools
 import math
 import multiprocessing
-import os
-import statistics
-import sys
 from functools import cache, partial
-from pathlib import Path
+from statistics import median
 
 import torch
-import triton
+from harness import DEVICE, machine, milliseconds
 from triton.runtime.errors import OutOfResources
 
-sys.path.insert(0, str(Path(__file__).parents[1]))
 from attention import launcher, problem
 from attention.ops import TENSOR_OPTIONS, Options
 from attention.portable import launch as portable
@@ -42,6 +39,9 @@ def candidates(kernel, element_size, dim):
     In float32 (ieee) a matmul is unrolled into one instruction per multiplication of a thread. A thousand take seconds
     to compile, four thousand take a minute.
     """
+    if DEVICE == "cpu":
+        yield Launch(16, 16, 4, 1, False)
+        return
     own_sizes, other_sizes = ((64, 128), (32, 64, 128)) if element_size == 2 else ((16, 32, 64), (16, 32, 64))
     by_tma = element_size == 2 and torch.cuda.get_device_capability() >= (9, 0)
     sums, scores = {"forward": (1, 1), "dq": (1, 2), "dkdv": (2, 2), "dk": (1, 2), "dv": (1, 1)}[kernel]
@@ -55,8 +55,8 @@ def candidates(kernel, element_size, dim):
 
 def runner(kernel, dtype, dim, length, causal):
     """A function of a Launch that runs one kernel on a random problem. In float32, "dq" includes the walk for delta."""
-    batch, heads = TOKENS[dtype.itemsize] // length, 2048 // dim
-    q, k, v, dout = (torch.randn(batch, length, heads, dim, device="cuda", dtype=dtype) for _ in range(4))
+    batch, heads = (TOKENS[dtype.itemsize] // length, 2048 // dim) if DEVICE == "cuda" else (1, 1)
+    q, k, v, dout = (torch.randn(batch, length, heads, dim, device=DEVICE, dtype=dtype) for _ in range(4))
     options = Options(*[None] * TENSOR_OPTIONS, 0, 0, causal, window=0, softcap=0.0, dropout=0.0, scale=dim**-0.5)
     call = problem.describe(q, k, v, options)
     out, lse2 = portable.forward(q, k, v, options)
@@ -65,14 +65,14 @@ def runner(kernel, dtype, dim, length, causal):
 
     @cache
     def call_with(settings):
-        return call._replace(launches={kernel: settings}, made={}, layouts={})
+        return call._replace(launches={kernel: settings}, cache={}, layouts={})
 
     def run(settings):
         changed = call_with(settings)
         if kernel == "forward":
             portable.launch_forward(changed, q, k, v, out, lse2, None, None)
         elif kernel == "dq":
-            portable.launch_dq(changed, inputs, out, None, None, None, first, None)
+            portable.launch_dq(changed, inputs, out, None, None, None, first, None, True)
         else:
             portable.launch_dkdv(changed, inputs, first, second, None)
 
@@ -81,17 +81,15 @@ def runner(kernel, dtype, dim, length, causal):
 
 def fits(run, settings):
     """Compile the kernel; returns whether Triton can and whether it fits the shared memory of the chip."""
-    launcher.BUFFERS_LESS = False
+    launcher.RETRY_WITH_FEWER_STAGES = False
     try:
         run(settings)
-    except OutOfResources:
-        return False
-    except RuntimeError as error:
-        if "PassManager" not in str(error):  # the error of Triton's compiler when it fails
-            raise
-        return False
+    except (OutOfResources, RuntimeError) as error:
+        if isinstance(error, OutOfResources) or "PassManager" in str(error):  # Triton's compiler failed
+            return False
+        raise
     finally:
-        launcher.BUFFERS_LESS = True
+        launcher.RETRY_WITH_FEWER_STAGES = True
     return True
 
 
@@ -103,27 +101,12 @@ def compile_some(work):
         fits(run, settings)
 
 
-def milliseconds(function, flush, count):
-    """Median of `count` runs, each with a cold L2 cache; while the cache is flushed the CPU runs ahead."""
-    function()
-    events = []
-    for _ in range(count):
-        flush.zero_()
-        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        start.record()
-        function()
-        end.record()
-        events.append((start, end))
-    torch.cuda.synchronize()
-    return statistics.median(start.elapsed_time(end) for start, end in events)
-
-
-def rank(kernel, dtype, dim, lengths, flush):
+def rank(kernel, dtype, dim, lengths):
     """(cost, times in ms, Launch) of the best dozen candidates, best first."""
     runs = [runner(kernel, dtype, dim, length, causal) for length in lengths for causal in (True, False)]
     chosen = [x for x in candidates(kernel, dtype.itemsize, dim) if all(fits(run, x) for run in runs)]
     for count in (1, 5):
-        times = {x: [milliseconds(partial(run, x), flush, count) for run in runs] for x in chosen}
+        times = {x: [median(milliseconds(partial(run, x)) for _ in range(count)) for run in runs] for x in chosen}
         best = [min(column) for column in zip(*times.values(), strict=True)]
         ranking = sorted(
             (math.prod(t / b for t, b in zip(ms, best, strict=True)) ** (1 / len(best)), ms, settings)
@@ -139,10 +122,10 @@ def main():
     parser.add_argument("--dims", nargs="+", type=int, default=[64, 128, 256])
     parser.add_argument("--lengths", nargs="+", type=int, default=[1024, 4096])
     parser.add_argument("--dtypes", nargs="+", default=list(DTYPES), choices=DTYPES)
-    parser.add_argument("--processes", type=int, default=os.cpu_count(), help="number of processes that compile")
-    parser.add_argument("--show", type=int, default=3, help="how many candidates of each kernel to print, 12 at most")
+    parser.add_argument("--small", action="store_true", help="one tile size of one kernel, to try this script")
     args = parser.parse_args()
-
+    if args.small:
+        args.kernels, args.dims, args.lengths, args.dtypes = ["forward"], [16], [16], ["float32"]
     jobs = list(itertools.product(args.kernels, map(DTYPES.get, args.dtypes), args.dims))
     work = []
     for kernel, dtype, dim in jobs:
@@ -150,13 +133,12 @@ def main():
         pieces = -(-len(every) // 6)  # small, so that processes finish at about the same time
         for causal in (True, False):
             work += [(kernel, dtype, dim, 1024, causal, every[piece::pieces]) for piece in range(pieces)]
-    with multiprocessing.get_context("spawn").Pool(args.processes) as pool:
-        pool.map(compile_some, work, chunksize=1)
-
-    flush = torch.empty(2**28, dtype=torch.int32, device="cuda")
-    print(f"# {torch.cuda.get_device_name()}, torch {torch.__version__}, triton {triton.__version__}")
+    if not args.small:
+        with multiprocessing.get_context("spawn").Pool() as pool:
+            pool.map(compile_some, work, chunksize=1)
+    print("#", *machine().values())
     for kernel, dtype, dim in jobs:
-        for cost, ms, settings in rank(kernel, dtype, dim, args.lengths, flush)[: args.show]:
+        for cost, ms, settings in rank(kernel, dtype, dim, args.lengths)[:3]:
             times = " ".join(f"{t:.3f}" for t in ms)
             launch = ", ".join(map(str, settings[:4])) + (", tma=True" if settings.tma else "")
             row = f"({dim}, ANY, Launch({launch})),"

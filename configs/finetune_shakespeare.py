@@ -11,7 +11,7 @@ learning_rate = 3e-5  # a twentieth of the rate of pretraining, so that little i
 min_learning_rate = 3e-5  # constant
 warmup_steps = 0
 eval_every = 5
-eval_batches = 0  # all of the validation text
+eval_batches = 2  # all of tiny Shakespeare's validation text
 compile = "off"  # compiling takes longer than it saves in 20 steps
 
-cpu = dict(init_from="gpt2", block_size=256, batch_size=8)
+cpu = dict(init_from="gpt2", block_size=256, batch_size=8, eval_batches=20)

@@ -1,6 +1,11 @@
 # GPT-2 124M on 10 billion tokens of FineWeb-Edu, with nanoGPT's hyperparameters for a shorter run. Prepare them first:
 #     python -m data.prepare fineweb-edu --tokenizer gpt2
 # To try it on any text: python train.py configs/gpt2.py --data text --input FOLDER --steps 2000 --batch_size 32
+# Larger sizes are flags. Weights, gradients and moments take 5.7 and 24.9 GB on a GPU; --parallel fsdp spreads them.
+#     350M   --n_layer 24 --n_head 16 --n_embd 1024 --micro_batch 16 --learning_rate 3e-4 --min_learning_rate 3e-5
+#     1.5B   --n_layer 48 --n_head 25 --n_embd 1600 --micro_batch 8 --learning_rate 2e-4 --min_learning_rate 2e-5
+#            --checkpoint_activations selective
+# These rates are GPT-3's (Brown et al. 2020, table 2.1). Nobody has trained these sizes here.
 data = "fineweb-edu"
 tokenizer = "gpt2"
 
@@ -21,9 +26,3 @@ beta2 = 0.95
 weight_decay = 0.1
 eval_every = 250
 eval_batches = 5  # of 512 sequences: about the 2.5M tokens that nanoGPT takes
-
-# Without a GPU: the same recipe at a size that ends.
-cpu = dict(
-    n_layer=4, n_head=4, n_embd=128, block_size=128, batch_size=8, micro_batch=8, steps=300, warmup_steps=30,
-    eval_every=100, eval_batches=20,
-)  # fmt: skip

@@ -22,9 +22,3 @@ beta2 = 0.99
 weight_decay = 1.0  # better than nanoGPT's 0.1 and than 2.0
 eval_every = 1144
 eval_batches = 100  # 1.6 million tokens
-
-# Without a GPU: the same recipe at a size that ends.
-cpu = dict(
-    n_layer=4, n_head=4, n_embd=128, block_size=128, batch_size=8, steps=300, warmup_steps=30, eval_every=100,
-    eval_batches=20,
-)  # fmt: skip

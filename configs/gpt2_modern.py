@@ -34,9 +34,3 @@ beta2 = 0.99
 weight_decay = 0.1
 eval_every = 183
 eval_batches = 50  # 1.6 million tokens
-
-# Without a GPU: the same recipe at a size that ends.
-cpu = dict(
-    n_layer=4, n_head=4, n_embd=128, block_size=128, batch_size=8, steps=300, warmup_steps=30, eval_every=100,
-    eval_batches=20,
-)  # fmt: skip

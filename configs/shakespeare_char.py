@@ -19,7 +19,10 @@ weight_decay = 0.1
 grad_clip = 1.0
 eval_every = 250
 compile = "blocks"  # compiling the whole model takes longer than it saves in a run of a minute
-eval_batches = 0  # all of the validation text: only 435 windows
+eval_batches = 10  # all of tiny Shakespeare's validation text: only 435 windows
 
 # nanoGPT's advice for a laptop: 2 minutes to a loss of 1.9.
-cpu = dict(n_layer=4, n_head=4, n_embd=128, block_size=64, batch_size=12, dropout=0.0, steps=2000, compile="off")
+cpu = dict(
+    n_layer=4, n_head=4, n_embd=128, block_size=64, batch_size=12, dropout=0.0, steps=2000, eval_batches=150,
+    compile="off",
+)  # fmt: skip

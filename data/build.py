@@ -1,37 +1,37 @@
 """Build a corpus: documents are read, tokenized by several threads, and written to shards.
 
-manifest.json is written when everything else is complete. Until then progress.json has the same contents and a
-position, [file, block], from which an interrupted preparation continues.
+Input files are read in groups, and shards end with the group. Then manifest.json names these shards and the number of
+input files that are finished, after which an interrupted preparation goes on.
 """
 
+import hashlib
 import json
 import math
 import os
 import re
 import shutil
 import sys
-import time
+from bisect import bisect
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import asdict, dataclass
-from itertools import islice
+from dataclasses import dataclass
 
 import numpy as np
 from tqdm import tqdm
 
-from data.documents import digest_of, read_blocks, texts_of
-from data.files import atomic_file, writing
+from data.documents import read_blocks
+from data.files import atomic_file, read_json
 from data.loader import map_ahead
-from data.shards import PARTS, ShardWriter
-from data.tokenizer import encode, end_of_text, from_state, make_tokenizer, to_state, tokenizer_name
+from data.shards import SPLITS, ShardWriter
+from data.tokenizer import encode, end_of_text, from_state, make_tokenizer, to_state
+from errors import UserError, require
 
 VERSION = 3  # of the prepared files
 FEW, FEW_SHARE, SHARE = 1000, 0.1, 0.005  # with fewer documents than FEW, the larger share is for validation
 SAMPLE_BYTES = 250 * 10**6  # of text that bpe:N learns from: its distinct words must fit into memory
-SAVE_SECONDS = 10
+GROUP_BYTES = 1 << 28  # of input files that are finished together; a larger file is a group of its own
 BETWEEN = "\n\n"  # documents, if the tokenizer has no end-of-text
-LISTED = 1000  # files that the manifest names
 UNITS = {"": 1, "K": 10**3, "M": 10**6, "B": 10**9, "T": 10**12}
 
 
@@ -48,248 +48,173 @@ class Options:
     separator: str = ""
     """A line that separates the documents of a text file, such as '<|endoftext|>'."""
     skip_bad: bool = False
-    """Leave out and count lines that are not a JSON object with a text."""
+    """Leave out and count lines that are not a JSON object with a text, and rows that are not UTF-8."""
     sample: str = "10BT"
     """Sample of fineweb-edu: 10BT, 100BT or 350BT."""
     shard_tokens: str = "100M"
     """Tokens per shard."""
 
     def __post_init__(self):
-        if self.val_share is not None and not 0 < self.val_share < 1:
-            raise ValueError(f"val_share={self.val_share} must be between 0 and 1")
-        if self.limit < 1:
-            raise ValueError(f"tokens={self.tokens} must be at least 1, or all")
-        if not 0 < self.shard < 2**31:
-            raise ValueError(f"shard_tokens={self.shard_tokens} must be from 1 to 2^31 - 1")
-
-    @property
-    def limit(self):
-        return math.inf if self.tokens == "all" else number(self.tokens)
-
-    @property
-    def shard(self):
-        return number(self.shard_tokens)
+        share = self.val_share
+        require(share is None or 0 < share < 1, f"val_share={share} must be between 0 and 1")
+        rule = f"tokens={self.tokens} and shard_tokens={self.shard_tokens} must be positive, the latter below 2^31"
+        require(parse_tokens(self.tokens) > 0 and 0 < parse_tokens(self.shard_tokens) < 2**31, rule)
 
 
-def number(text):
-    """An int from text such as 1B, 100M or 4096."""
+def parse_tokens(text):
+    """The number of tokens in text such as 1B, 100M, 4096 or all."""
+    if text == "all":
+        return math.inf
     found = re.fullmatch(r"(\d+(?:\.\d+)?)([KMBT]?)", text.upper())
-    if not found:
-        raise ValueError(f"{text!r} is no number of tokens; write it as 1B, 100M or 4096")
+    require(found, f"{text!r} is no number of tokens; write it as 1B, 100M or 4096")
     return int(float(found[1]) * UNITS[found[2]])
 
 
-def build(folder, source, tokenizer_spec, options, threads=None):
+def build(folder, source, request, tokenizer_spec, options, threads):
     """Write the shards and the manifest of a corpus to a folder, which may contain a part of it already.
 
     A document is for validation if its sha256 is small enough. A single document is cut after 90 % of its characters.
-
-    Args:
-        folder: for this corpus only; the caller holds its lock.
-        source: Source. tokenizer_spec: see data.tokenizer.make_tokenizer. options: Options.
-        threads: that tokenize; None = one for each core.
-
-    Raises:
-        ValueError: a file is damaged, a line is bad, or a part would be empty.
-        OSError: a file cannot be read, downloaded or written.
+    The caller holds the folder's lock. request: what the corpus is made from, and how.
     """
-    request, progress = make_request(source, tokenizer_spec, options), folder / "progress.json"
-    record, writers = read_record(progress), None
-    if record and same_request(record["request"], request, "skip_bad", "tokens"):
-        with suppress(ValueError):  # a shard is missing
-            writers = _make_writers(folder, record, options)
-    if writers is None:
-        record = _new_record(source, tokenizer_spec, options)
+    if source.others:
+        print(f"files of {source.title} that are left out: {source.others}", file=sys.stderr)
+    manifest = read_manifest(folder)
+    if not manifest or manifest["request"] != request:
+        manifest = {"request": request} | _new_manifest(source, tokenizer_spec, options)
         shutil.rmtree(folder, ignore_errors=True)
-        with writing(folder):
-            folder.mkdir()
-        writers = _make_writers(folder, record, options)
-    record["request"] = request
-    for leftover in folder.glob(".*.tmp"):  # of a process that was killed while it wrote
-        leftover.unlink()
-
-    def save():
-        for writer in writers.values():
-            writer.flush()
-        write_record(progress, record)
-        source.delete_downloads(slice(record["position"][0]))
-
-    save()
-    _write_all(source, options, record, writers, save, threads or cores())
-    for part, writer in writers.items():
-        if writer.record["tokens"] == 0:
-            name = {"train": "training", "val": "validation"}[part]
-            raise ValueError(
-                f"{source.title} has no text for {name}; give more text or --tokens, or another --val_share"
-            )
-        writer.close()
-    write_record(folder / "manifest.json", record)
-    progress.unlink()
-    source.delete_downloads(slice(None))
+        folder.mkdir()
+    for path in folder.glob(".*.tmp"):  # of a process that was killed
+        path.unlink()
+    cores = len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count()
+    _write_all(folder, source, options, manifest, threads or cores)
+    remedy = "give more text, in documents that differ, or more --tokens"
+    for split in SPLITS:
+        require(manifest[split]["tokens"], f"{source.title} has no text for the split {split}; {remedy}")
 
 
-def _make_writers(folder, record, options):
-    """A ShardWriter for each part; ValueError if shards that the record names are missing."""
-    writers = {part: ShardWriter(folder, part, record["dtype"], options.shard, record.get(part)) for part in PARTS}
-    record |= {part: writer.record for part, writer in writers.items()}
-    return writers
-
-
-def _write_all(source, options, record, writers, save, threads):
-    """Tokenize the blocks from record["position"] on and write them in order."""
-    saved, done = time.perf_counter(), source.offsets[record["position"][0]]
-    bar = dict(total=source.offsets[-1], initial=done, unit="B", unit_scale=True, desc=source.title)
+def _write_all(folder, source, options, manifest, threads):
+    """Tokenize the input files that are not finished, and write their tokens in order."""
+    offsets, first, encoder = source.offsets, manifest["finished"], Encoder(manifest)
+    limit, size = parse_tokens(options.tokens), parse_tokens(options.shard_tokens)
+    writers = {split: ShardWriter(folder, split, manifest["dtype"], size, manifest[split]) for split in SPLITS}
+    bar = dict(total=offsets[-1], initial=offsets[first], unit="B", unit_scale=True, desc=source.title)
     with tqdm(**bar, disable=None, leave=False) as bar, ThreadPoolExecutor(threads) as pool:
-        encoded = map_ahead(pool, Encoder(record, options), _blocks(source, options, record), 2 * threads)
-        for (position, block), (ids, documents, text_bytes, bad) in encoded:
-            if sum(writer.record["tokens"] for writer in writers.values()) >= options.limit:
-                break
-            filled = [writers[part].write(ids[part], documents[part], text_bytes[part]) for part in PARTS]
-            record["position"] = position
-            record["bad"] += bad
-            bar.update(block.read - bar.n)
-            if any(filled) or time.perf_counter() - saved > SAVE_SECONDS:
-                save()
-                saved = time.perf_counter()
+        while True:
+            write_manifest(folder, manifest)
+            source.delete_downloads(first)
+            if first == len(source.names):
+                return
+            last = max(first + 1, bisect(offsets, offsets[first] + GROUP_BYTES) - 1)
+            blocks = _blocks(source, options, range(first, last))
+            for block, (ids, documents, text_bytes) in map_ahead(pool, encoder, blocks, 2 * threads):
+                if sum(manifest[split]["tokens"] for split in SPLITS) >= limit:
+                    last = len(source.names)
+                    break
+                for split, writer in writers.items():
+                    writer.write(ids[split], documents[split], text_bytes[split])
+                manifest["bad"] += block.bad
+                bar.update(block.read - bar.n)
+            for writer in writers.values():
+                writer.close()
+            first = manifest["finished"] = last
 
 
 class Encoder:
     """Encodes blocks, in several threads at once: tiktoken releases Python's lock."""
 
-    def __init__(self, record, options):
-        self.tokenizer, self.options = from_state(record["tokenizer"]), options
-        self.dtype, self.threshold = record["dtype"], record["threshold"]
-        several, end = record["cut"] is None, end_of_text(self.tokenizer)
+    def __init__(self, manifest):
+        self.tokenizer, self.dtype = from_state(manifest["tokenizer"]), manifest["dtype"]
+        self.cut, self.threshold = manifest["cut"], manifest["threshold"]
+        several, end = self.cut is None, end_of_text(self.tokenizer)
         self.end = np.array([end] if several and end is not None else [], self.dtype)
         self.between = BETWEEN if several and end is None else ""
 
-    def __call__(self, item):
-        """(ids, documents and bytes of text, each by part; bad lines) of an item of _blocks()."""
-        block = item[1]
-        texts, bad = texts_of(block, self.options.text_field, self.options.skip_bad)
-        ids, documents, text_bytes = {part: [] for part in PARTS}, Counter(), Counter()
-        for text in texts:
-            part = part_of(block, text, self.threshold)
+    def __call__(self, block):
+        """(ids, documents, bytes of text) of a block, each by split."""
+        ids, documents, text_bytes = {split: [self.end[:0]] for split in SPLITS}, Counter(), Counter()
+        for split, text in split_texts(block, self.cut, self.threshold):
             text += self.between * block.last
-            try:
-                ids[part].append(encode(self.tokenizer, text).astype(self.dtype))
-            except ValueError as error:
-                raise ValueError(f"{block.path}: {error}") from None
+            ids[split].append(encode(self.tokenizer, text).astype(self.dtype))
             if block.last:
-                ids[part].append(self.end)
-            documents[part] += block.last
-            text_bytes[part] += len(text.encode())
-        joined = {part: np.concatenate([np.empty(0, self.dtype), *arrays]) for part, arrays in ids.items()}
-        return joined, documents, text_bytes, bad
+                ids[split].append(self.end)
+            documents[split] += block.last
+            text_bytes[split] += len(text.encode())
+        return {split: np.concatenate(arrays) for split, arrays in ids.items()}, documents, text_bytes
 
 
-def part_of(block, text, threshold):
-    """The part to which a text of a block belongs."""
-    return block.part or ("val" if number_of(block, text) < threshold else "train")
+def split_texts(block, cut, threshold):
+    """Yield (split, text) of the texts of a block. cut, threshold: see _new_manifest()."""
+    for text in block.texts:
+        if cut is None:
+            yield "val" if hash_of(block, text) < threshold else "train", text
+        else:  # one document, as in nanoGPT
+            train = max(0, cut - block.offset)
+            yield from (("train", text[:train]), ("val", text[train:]))
 
 
-def number_of(block, text):
+def hash_of(block, text):
     """First 64 bits of the sha256 of the document to which a text of a block belongs."""
-    return int.from_bytes((block.digest or digest_of([text]))[:8], "big")
+    digest = block.digest or hashlib.sha256(text.encode()).digest()
+    return int.from_bytes(digest[:8], "big")
 
 
-def _blocks(source, options, record):
-    """Yield (position after it, Block) for each block from record["position"] on; Block.read counts all files."""
-    first, skip = record["position"]
-    for index in range(first, len(source.files)):
-        blocks = read_blocks(source.local(index), options.text_field, options.separator)
-        if record["cut"] is not None:
-            blocks = _cut(blocks, options, record["cut"])
-        previous = None
-        for number, block in islice(enumerate(blocks, 1), skip, None):
-            if previous:
-                yield previous
-            previous = [index, number], block._replace(read=source.offsets[index] + block.read)
-        if previous:  # at the end of a file the position is in the next file
-            yield [index + 1, 0], previous[1]
-        skip = 0
+def _blocks(source, options, indices):
+    """Yield the Blocks of some files; Block.read counts all files."""
+    for index in indices:
+        for block in read_blocks(source.path(index), options.text_field, options.separator, options.skip_bad):
+            yield block._replace(read=source.offsets[index] + block.read)
 
 
-def _cut(blocks, options, train):
-    """Blocks of a corpus of one document, whose first `train` characters are for training, as in nanoGPT."""
-    for block in blocks:
-        for text in texts_of(block, options.text_field, options.skip_bad)[0]:
-            for part, piece in (("train", text[:train]), ("val", text[train:])):
-                if piece:
-                    yield block._replace(texts=[piece], line=0, part=part, last=block.last and part == "val")
-            train = max(0, train - len(text))
+def _new_manifest(source, tokenizer_spec, options):
+    """Decide from the first documents how the corpus is split, and make its tokenizer.
 
-
-def _new_record(source, tokenizer_spec, options):
-    """Decide from the first documents how the corpus is split, and make its tokenizer."""
-    record = {"position": [0, 0], "bad": 0, "cut": None, "threshold": 0}
-    numbers, characters = [], 0
-    for block, text in () if source.is_remote else _texts(source, options, record):
-        characters += len(text)
-        if block.last:
-            numbers.append(number_of(block, text))
-        if len(numbers) == FEW:
+    `threshold`: documents whose hash is below it are for validation. `cut`: of a single document, the characters for
+    training; None if there are several documents.
+    """
+    hashes, characters, every_file = [], 0, range(len(source.names))
+    for block in () if source.fetch else _blocks(source, options, every_file):
+        characters += sum(map(len, block.texts))
+        hashes += [hash_of(block, text) for text in block.texts if block.last]
+        if len(hashes) >= FEW:
             break
-    few = len(numbers) < FEW and not source.is_remote
-    if few and not numbers:
-        raise ValueError(f"{source.title} has no text; --input must be a text file, or a folder with some")
+    few = len(hashes) < FEW and not source.fetch
+    require(hashes or not few, f"{source.title} has no text; --input must be a text file, or a folder with some")
     share = options.val_share or (FEW_SHARE if few else SHARE)
-    record["threshold"] = int(share * 2**64)
-    if len(numbers) == 1:
-        record["cut"] = int((1 - share) * characters)
-    elif few:  # at least one document for each part
-        record["threshold"] = min(max(record["threshold"], min(numbers) + 1), max(numbers))
-    texts = _learned_texts(source, options, record, from_all=tokenizer_spec.startswith("char"))
-    tokenizer = make_tokenizer(tokenizer_spec, texts, many_documents=record["cut"] is None)
-    return record | {"dtype": "<u2" if tokenizer.n_vocab <= 1 << 16 else "<u4", "tokenizer": to_state(tokenizer)}
+    threshold, cut = int(share * 2**64), None
+    if len(hashes) == 1:
+        cut = int((1 - share) * characters)
+    elif few:  # at least one document for each split
+        threshold = min(max(threshold, min(hashes) + 1), max(hashes))
+    texts = _learned_texts(_blocks(source, options, every_file), cut, threshold, tokenizer_spec.startswith("char"))
+    tokenizer = make_tokenizer(tokenizer_spec, texts, many_documents=cut is None)
+    dtype = "<u2" if tokenizer.n_vocab <= 1 << 16 else "<u4"
+    manifest = dict(finished=0, bad=0, cut=cut, threshold=threshold, dtype=dtype, tokenizer=to_state(tokenizer))
+    return manifest | {split: dict(shards=[], tokens=0, documents=0, text_bytes=0) for split in SPLITS}
 
 
-def _texts(source, options, record):
-    """Yield (Block, text) of all texts."""
-    for _, block in _blocks(source, options, record):
-        for text in texts_of(block, options.text_field, options.skip_bad)[0]:
-            yield block, text
-
-
-def _learned_texts(source, options, record, from_all):
+def _learned_texts(blocks, cut, threshold, from_all):
     """Yield what a tokenizer learns from: the training text up to SAMPLE_BYTES, or all text."""
     size = 0
-    for block, text in _texts(source, options, record):
-        if from_all or part_of(block, text, record["threshold"]) == "train":
-            yield text
-            size += len(text.encode())
-            if size >= SAMPLE_BYTES and not from_all:
-                return
-    if from_all and record["cut"] is None:
+    for block in blocks:
+        for split, text in split_texts(block, cut, threshold):
+            if from_all or split == "train":
+                yield text
+                size += len(text.encode())
+                if size >= SAMPLE_BYTES and not from_all:
+                    return
+    if from_all and cut is None:
         yield BETWEEN
 
 
-def make_request(source, tokenizer_spec, options):
-    """What a corpus is prepared from, and how, for its manifest."""
-    name = tokenizer_name(tokenizer_spec)
-    about = dict(source=source.title, source_sha256=source.sha256, files=source.listing(LISTED))
-    return dict(version=VERSION, tokenizer=name, options=asdict(options), **about)
-
-
-def same_request(request, other, *ignored):
-    """Whether two requests are for the same corpus, except for some options."""
-    same = [r | {"options": r["options"] | dict.fromkeys(ignored)} for r in (request, other)]
-    return same[0] == same[1]
-
-
-def cores():
-    return len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count()
-
-
-def read_record(path):
-    """The stored record, or None if there is none of this version."""
-    with suppress(OSError, ValueError, LookupError, TypeError):
-        record = json.loads(path.read_text())
-        if record["request"]["version"] == VERSION:
-            return record
+def read_manifest(folder):
+    """The manifest in a folder, or None if there is none of this version."""
+    with suppress(UserError):
+        manifest = read_json(folder / "manifest.json")
+        if manifest["request"]["version"] == VERSION:
+            return manifest
     return None
 
 
-def write_record(path, record):
-    with atomic_file(path) as file:
-        file.write(json.dumps(record, indent=1).encode())
+def write_manifest(folder, manifest):
+    with atomic_file(folder / "manifest.json") as file:
+        file.write(json.dumps(manifest, indent=1).encode())

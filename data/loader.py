@@ -9,65 +9,51 @@ from functools import lru_cache, partial
 import numpy as np
 import torch
 
+from errors import require
+
 GROUP = 1 << 16  # windows shuffled together; their order takes half a megabyte
 
 
 class Batches:
-    """An endless sequence of training batches.
+    """An endless sequence of training batches. batch_size: windows per step, over all devices.
 
     Epoch e cuts the tokens into windows that start at phase + w * block_size. Windows w with the same remainder modulo
     the number of groups form a group, so that each group is spread over the whole text. The windows of a group are
     shuffled. Groups follow each other, and so do epochs. The phase is drawn from (seed, e), the order from (seed, e,
     group). Batch `step` starts at window step * batch_size, so it may contain the end of one epoch and the start of the
     next.
-
-    Args:
-        tokens: Tokens to train on.
-        block_size: input tokens per window.
-        batch_size: windows per step, over all devices; at least 1.
-        seed: at least 0.
-
-    Raises:
-        ValueError: there are fewer than block_size + 1 tokens.
     """
 
     def __init__(self, tokens, block_size, batch_size, seed):
         _check_block_size(tokens, block_size)
         self.tokens = tokens
         self.block_size, self.batch_size, self.seed = block_size, batch_size, seed
-        self.windows = max(1, (len(tokens) - block_size) // block_size)  # per epoch
+        self.windows_per_epoch = max(1, (len(tokens) - block_size) // block_size)
         # Every phase leaves room for all windows; a phase of block_size would be phase 0 again.
-        self.phases = min(block_size, len(tokens) - self.windows * block_size)
+        self.phases = min(block_size, len(tokens) - self.windows_per_epoch * block_size)
         # Every step asks again; a batch that crosses into the next group needs two.
         self._order = lru_cache(maxsize=2)(self._draw_order)
 
-    def batch(self, step, rows=slice(None)):
-        """Batch number `step`, or some of its rows.
-
-        Args:
-            step: at least 0.
-            rows: slice of range(batch_size), for the share of one rank.
+    def batch(self, step, sequences=slice(None)):
+        """Batch number `step`, or the sequences of one rank, a slice of range(batch_size).
 
         Returns:
-            (inputs, targets), each [rows, block_size] int64 on the CPU; targets[:, t] follows inputs[:, t].
+            (inputs, targets), each [sequences, block_size] int64 on the CPU; targets[:, t] follows inputs[:, t].
         """
-        starts = [self._start(number) for number in self._numbers(step)[rows]]
+        numbers = range(step * self.batch_size, (step + 1) * self.batch_size)
+        starts = [self._start(number) for number in numbers[sequences]]
         return _load(self.tokens, np.array(starts), self.block_size)
 
     def describe(self, step):
         """Which batch `step` is, in words."""
-        first = self._start(self._numbers(step)[0])
-        return f"batch {step} of seed {self.seed}: its first window is at token {first}"
-
-    def _numbers(self, step):
-        """Numbers of the windows of a batch, counted from the first epoch on."""
-        return range(step * self.batch_size, (step + 1) * self.batch_size)
+        start = self._start(step * self.batch_size)
+        return f"batch {step} of seed {self.seed}: its first window is at token {start}"
 
     def _start(self, number):
-        """First token of a window."""
-        epoch, position = divmod(number, self.windows)
-        groups = -(-self.windows // GROUP)
-        size, larger = divmod(self.windows, groups)  # the first `larger` groups have a window more
+        """Position of the first token of a window. number: of the window, counted from the first epoch on."""
+        epoch, position = divmod(number, self.windows_per_epoch)
+        groups = -(-self.windows_per_epoch // GROUP)
+        size, larger = divmod(self.windows_per_epoch, groups)  # the first `larger` groups have a window more
         group, index = divmod(position, size + 1)
         if group >= larger:
             group, index = divmod(position - larger, size)
@@ -83,26 +69,19 @@ class Batches:
 
 
 def validation_batches(tokens, block_size, batch_size, max_batches=None):
-    """Batches for evaluation, as functions that load them: the same windows every time, in order, without overlap.
+    """Batches for evaluation: the same windows every time, in order, without overlap.
 
-    Args:
-        tokens: Tokens to evaluate on.
-        block_size, batch_size: input tokens per window, windows per batch.
-        max_batches: at most this many batches, with windows spread evenly over the text; None takes all windows.
+    max_batches: at most this many batches, with windows spread evenly over the text; None takes all windows.
 
     Returns:
-        list of functions; each returns (inputs, targets), [rows, block_size] int64 on the CPU. The last batch may have
-        fewer rows than batch_size, so weight the mean loss of a batch by targets.numel().
-
-    Raises:
-        ValueError: there are fewer than block_size + 1 tokens.
+        list of functions; each returns (inputs, targets), [sequences, block_size] int64 on the CPU. The last batch may
+        have fewer sequences than batch_size, so weight the mean loss of a batch by targets.numel().
     """
     _check_block_size(tokens, block_size)
-    windows = (len(tokens) - 1) // block_size
-    count = windows if max_batches is None else min(windows, max_batches * batch_size)
-    starts = np.arange(count) * windows // count * block_size
-    batches = (starts[i : i + batch_size] for i in range(0, count, batch_size))
-    return [partial(_load, tokens, batch, block_size) for batch in batches]
+    available = (len(tokens) - 1) // block_size  # windows
+    count = available if max_batches is None else min(available, max_batches * batch_size)
+    starts = np.arange(count) * available // count * block_size
+    return [partial(_load, tokens, starts[i : i + batch_size], block_size) for i in range(0, count, batch_size)]
 
 
 def _load(tokens, starts, block_size):
@@ -124,5 +103,5 @@ def map_ahead(pool, function, items, count):
 
 
 def _check_block_size(tokens, block_size):
-    if block_size >= len(tokens):
-        raise ValueError(f"block_size={block_size} must be below {len(tokens)}, the tokens in a part of the text")
+    rule = f"block_size={block_size} must be below {len(tokens)}, the tokens of a split"
+    require(block_size < len(tokens), f"{rule}; give more text, or a smaller --block_size")

@@ -1,6 +1,5 @@
 """Prepare a corpus by hand: python -m data.prepare fineweb-edu --tokens 1B --tokenizer gpt2"""
 
-import sys
 import time
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -10,6 +9,7 @@ import tyro
 
 from data.build import Options
 from data.corpus import prepare
+from errors import command
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -20,8 +20,8 @@ class Command(Options):
     """The corpus: tiny Shakespeare, a text of yours, a data set of the Hugging Face hub, or tokens of nanoGPT, llm.c or
     modded-nanogpt, which are used as they are."""
     input: Path | None = None
-    """File or folder: .txt, .md, .jsonl, .jsonl.gz, .jsonl.zst, .parquet. For shakespeare, a local copy. For tokens,
-    the folder with train.bin and val.bin, or with *_train_*.bin and *_val_*.bin."""
+    """File or folder: .txt, .md, .jsonl, .ndjson, all of them also with .gz or .zst, .parquet. For shakespeare, a local
+    copy. For tokens, the folder with train.bin and val.bin, or with *_train_*.bin and *_val_*.bin."""
     tokenizer: str = "bpe:512"
     """bytes, char, bpe:N, gpt2, gpt2:RANK_FILE or run:PATH (the tokenizer of a run). bytes+eot and char+eot have an
     end-of-text token."""
@@ -30,23 +30,19 @@ class Command(Options):
 
 
 def main(command):
-    start = time.perf_counter()
+    began = time.perf_counter()
     options = Options(**{field.name: getattr(command, field.name) for field in fields(Options)})
     corpus = prepare(command.name, command.tokenizer, command.input, options, command.threads)
     print(f"text       {corpus.source}, {corpus.train.text_bytes + corpus.val.text_bytes:,} bytes")
     print(f"tokenizer  {corpus.tokenizer.name}, vocabulary of {corpus.tokenizer.n_vocab:,}")
-    for label, part in (("train", corpus.train), ("val", corpus.val)):
-        sizes = f"{len(part):,} tokens, {part.documents:,} documents, {part.bytes_per_token:.2f} bytes per token"
-        print(f"{label:10} {sizes}")
+    for label, split in (("train", corpus.train), ("val", corpus.val)):
+        per_token = f"{split.text_bytes / len(split):.2f} bytes per token"
+        print(f"{label:10} {len(split):,} tokens, {split.documents:,} documents, {per_token}")
     if corpus.bad_lines:
         print(f"skipped    {corpus.bad_lines:,} bad lines")
-    print(f"folder     {corpus.folder}, {time.perf_counter() - start:.1f} s")
+    print(f"folder     {corpus.folder}, {time.perf_counter() - began:.1f} s")
 
 
 if __name__ == "__main__":
-    try:
+    with command():
         main(tyro.cli(Command, use_underscores=True))
-    except (ValueError, OSError) as error:
-        sys.exit(f"error: {error}")
-    except KeyboardInterrupt:
-        sys.exit("stopped; type the command again to go on")

@@ -2,15 +2,19 @@
 
 import hashlib
 import sys
+from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from itertools import accumulate
 from pathlib import Path
 
-from data.documents import FORMATS
+from data.documents import SUFFIXES, suffix_of
+from data.external import token_files
 from data.files import atomic_file, data_folder, download
-from data.hub import DATASETS, HubFile, dataset_files
-from data.shards import PARTS, file_sha256, token_files
+from data.hub import DATASETS, download_file, list_dataset
+from data.shards import SPLITS, file_sha256
+from errors import UserError, require
 
 SHAKESPEARE = "tiny Shakespeare"
 SHAKESPEARE_URL = "https://raw.githubusercontent.com/karpathy/char-rnn/master/data/tinyshakespeare/input.txt"
@@ -24,111 +28,91 @@ SMALL = 1 << 25  # bytes up to which a corpus is compared by contents when it is
 
 @dataclass(frozen=True)
 class Source:
-    """What a corpus is made from.
-
-    Attributes:
-        title: a description to print.
-        files: local paths, or HubFiles.
-        names, sizes: of the files, as the manifest lists them.
-        sha256: hex digest of names and sizes, and of the contents if they are small or from the hub.
-    """
+    """The files that a corpus is made from."""
 
     title: str
-    files: list[Path | HubFile]
-    names: list[str]
+    folder: Path
+    names: list[str]  # of the files in the folder
     sizes: list[int]
-    sha256: str
-
-    @property
-    def is_remote(self):
-        return isinstance(self.files[0], HubFile)
+    sha256: str  # of names and sizes, and of the contents if they are small or on the hub
+    others: str = ""  # number and kinds of files in the folder that are left out
+    fetch: Callable | None = None  # downloads the file with a name to the folder
 
     @cached_property
     def offsets(self):
         """Bytes before each file, then bytes of all files."""
         return [0, *accumulate(self.sizes)]
 
-    def listing(self, count):
-        """[(name, size)] of the first files."""
-        return [list(pair) for pair in zip(self.names[:count], self.sizes[:count], strict=True)]
+    def path(self, index):
+        """Path of a file, which is downloaded first if it is on the hub."""
+        if self.fetch:
+            self.fetch(self.names[index])
+        return self.folder / self.names[index]
 
-    def local(self, index):
-        """Path of a file on this machine; a file from the hub is downloaded."""
-        file = self.files[index]
-        return file.download() if self.is_remote else file
-
-    def delete_downloads(self, files):
-        """Delete the downloads of files [slice], because they have been read."""
-        for file in self.files[files] if self.is_remote else ():
-            (data_folder("downloads") / file.name).unlink(missing_ok=True)
+    def delete_downloads(self, count):
+        """Delete the downloads of the first files, because they have been read."""
+        for name in self.names[:count] if self.fetch else ():
+            (self.folder / name).unlink(missing_ok=True)
 
 
 def find_source(name, input=None, sample="10BT"):
-    """The Source of a corpus.
+    """The Source of a corpus: shakespeare, text, tokens, or a key of DATASETS.
 
-    Args:
-        name: shakespeare, text, tokens, or a key of DATASETS.
-        input: file or folder for text, folder for tokens. For shakespeare, a local copy; None uses an earlier copy or
-            download, or downloads it, or takes the embedded play if the download fails.
-        sample: of fineweb-edu.
-
-    Raises:
-        ValueError: the name is unknown, no file has a known format, or the local copy is another text.
-        OSError: a file cannot be read, or the hub cannot be reached.
+    input: file or folder for text, folder for tokens, a local copy for shakespeare. sample: of fineweb-edu.
     """
     if name == "shakespeare":
         title, path = _find_shakespeare(input)
-        return _local_source(title, path.parent, [path])
+        return _source_of(title, path.parent, [path])
     if name in DATASETS and not input:
-        files = dataset_files(name, sample)
-        names = [f"{file.repository}@{file.commit}/{file.name}, sha256 {file.sha256}" for file in files]
-        title, digest = f"{name} {sample}" if name == "fineweb-edu" else name, hashlib.sha256(repr(names).encode())
-        return Source(title, files, names, [file.size for file in files], digest.hexdigest())
-    if name == "tokens" and not (input and Path(input).is_dir()):
-        raise ValueError("data='tokens' needs --input FOLDER, a folder with token files")
-    if name not in ("text", "tokens") or not input:
-        raise ValueError(
-            f"corpus {name!r} must be shakespeare; {' or '.join(DATASETS)}, without --input; or text or tokens, with "
-            "--input FILE_OR_FOLDER"
-        )
-    path = Path(input)
+        repository, commit, files = list_dataset(name, sample)
+        about = [f"{repository}@{commit}/{path}, sha256 {sha256}" for path, (_, sha256) in files.items()]
+        digest, folder = hashlib.sha256(repr(about).encode()).hexdigest(), data_folder("downloads")
+        fetch = partial(download_file, repository, commit, files, folder)
+        title = f"{name} {sample}" if name == "fineweb-edu" else name
+        return Source(title, folder, list(files), [size for size, _ in files.values()], digest, fetch=fetch)
+    rule = f"must be shakespeare; {' or '.join(DATASETS)}, without --input; or text or tokens, with --input"
+    require(name in ("text", "tokens") and input, f"corpus {name!r} {rule}")
+    path, others = Path(input), ""
+    folder, title = path if path.is_dir() else path.parent, path.resolve().name
     if name == "tokens":
-        files = [file for part in PARTS for file in token_files(path, part)]
+        require(path.is_dir(), f"--data tokens needs --input FOLDER, and {path} is no folder")
+        files = [file for split in SPLITS for file in token_files(path, split)]
+    elif path.is_dir():
+        files, others = _files_below(path)
     else:
-        files = _files_below(path) if path.is_dir() else [path]
-    return _local_source(path.resolve().name, path if path.is_dir() else path.parent, files)
+        files = [path]
+    return _source_of(title, folder, files, others)
 
 
-def _local_source(title, folder, files):
-    try:
-        names, sizes = [str(file.relative_to(folder)) for file in files], [file.stat().st_size for file in files]
-    except FileNotFoundError as error:
-        raise FileNotFoundError(f"{error.filename} does not exist; check --input") from None
+def _source_of(title, folder, files, others=""):
+    """The Source of local files."""
+    names, sizes = [str(file.relative_to(folder)) for file in files], [file.stat().st_size for file in files]
     contents = [file_sha256(file) for file in files] if sum(sizes) <= SMALL else []
-    return Source(title, files, names, sizes, hashlib.sha256(repr((names, sizes, contents)).encode()).hexdigest())
+    digest = hashlib.sha256(repr((names, sizes, contents)).encode()).hexdigest()
+    return Source(title, folder, names, sizes, digest, others)
 
 
 def _files_below(folder):
-    """All files of known formats below a folder, by name, without hidden ones."""
-    files = [file for file in folder.rglob("*") if file.name.lower().endswith(FORMATS) and file.is_file()]
-    files = [file for file in files if not any(part[0] == "." for part in file.relative_to(folder).parts)]
-    if not files:
-        raise ValueError(f"{folder} has no file to read; their names must end in one of {' '.join(FORMATS)}")
-    return sorted(files)
+    """(all files of known formats below a folder, by name, without hidden ones; number and kinds of the others)."""
+    files = [file for file in folder.rglob("*") if file.is_file()]
+    files = [file for file in files if not any(name[0] == "." for name in file.relative_to(folder).parts)]
+    known = [file for file in files if suffix_of(file) in SUFFIXES]
+    require(known, f"{folder} has no file to read; their names must end in one of {' '.join(SUFFIXES)}")
+    kinds = Counter(sorted(file.suffix.lower() or "no suffix" for file in set(files) - set(known)))
+    return sorted(known), ", ".join(f"{count} {kind}" for kind, count in kinds.most_common())
 
 
 def _find_shakespeare(input):
-    """(title, path); a local copy is put where the download would be."""
+    """(title, path); a user's copy is kept where the download would be."""
     if input:
         contents = Path(input).read_bytes()
-        if hashlib.sha256(contents).hexdigest() != SHAKESPEARE_SHA256:
-            raise ValueError(
-                f"{input} is not {SHAKESPEARE} (its sha256 differs); for other texts: text --input {input}"
-            )
+        same = hashlib.sha256(contents).hexdigest() == SHAKESPEARE_SHA256
+        require(same, f"{input} is not {SHAKESPEARE} (its sha256 differs); for another text give --data text")
         with atomic_file(data_folder("downloads") / SHAKESPEARE_FILE) as file:
             file.write(contents)
     try:
         return SHAKESPEARE, download(SHAKESPEARE_URL, SHAKESPEARE_FILE, SHAKESPEARE_SHA256)
-    except OSError as error:
-        print(f"using {PLAY} instead of {SHAKESPEARE}: {error}", file=sys.stderr)
+    except UserError:
+        notice = f"{SHAKESPEARE} could not be downloaded; this is {PLAY}, data/play.txt"
+        print(f"NOTICE: {notice}. --input FILE reads a copy of the former.", file=sys.stderr)
         return PLAY, PLAY_FILE

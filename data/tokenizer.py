@@ -1,25 +1,23 @@
 """Text <-> token ids.
 
-A tokenizer is a tiktoken.Encoding, or a CharTokenizer with the part of its interface that this repository uses:
-
-    name, n_vocab, encode_ordinary(text) -> list[int], encode_to_numpy(text, disallowed_special=()) -> [count] uint32,
-    decode(ids) -> str, decode_bytes(ids) -> bytes
-
-These treat the names of special tokens, such as "<|endoftext|>", as plain text; `end_of_text` gives the id.
+A tokenizer is a tiktoken.Encoding, or a CharTokenizer with the part of its interface that this repository uses. In a
+text, the name of a special token, such as "<|endoftext|>", is plain text; `end_of_text` gives the id.
 """
 
 import base64
-import hashlib
+import os
 import re
-import sys
+from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
 import rustbpe
 import tiktoken
+from tiktoken.load import load_tiktoken_bpe
 from tqdm import tqdm
 
-from data.files import download
+from data.files import data_folder, read_json
+from errors import UserError, require
 
 # GPT-4's pattern: words with one leading character, up to three digits, punctuation.
 GPT4_PATTERN = (
@@ -33,40 +31,36 @@ GPT2_URL = "https://openaipublic.blob.core.windows.net/encodings/r50k_base.tikto
 GPT2_SHA256 = "306cd27f03c1a714eca7108e03d66b7dc042abe8c258b44c199a7ed9838dd930"
 
 END_OF_TEXT = "<|endoftext|>"
+STORED = "kestrel.json"  # file of a run or exported folder whose field "tokenizer" is to_state()
 UNTRAINED = ("gpt2", "bytes", "bytes+eot")  # the same for any text
-CHUNK = 1 << 20  # characters that are encoded at once
-# Places that no pattern above matches across: "word| word", "word|\n" and, between lines, "\n|word".
-CUT = re.compile(r"(?<=[^\W\d_])(?= [^\W\d_])|(?<=[^\W_])(?=\n)|(?<=\S\n)(?=[^\W_])")
+CHUNK = 1 << 19  # characters that are encoded at once
+# Places that no pattern above matches across: "word| word", "word|\n" and, between lines, "\n|word". A run of blanks is
+# cut too, because tiktoken and rustbpe fail at a million of them.
+CUT = re.compile(r"(?<=[^\W\d_])(?= [^\W\d_])|(?<=[^\W_])(?=\n)|(?<=\S\n)(?=[^\W_])|(?<=\s{1000})(?=\s)")
 
 
 class CharTokenizer:
-    """One token per character, as in nanoGPT; `characters` is a str of all of them in the order of their ids.
-
-    With end_of_text, the last id is that token.
-    """
+    """One token per character, in the order of the str `characters`, as in nanoGPT; then end-of-text, if wanted."""
 
     def __init__(self, characters, end_of_text=False):
         self.characters = characters
         self.name = "char+eot" if end_of_text else "char"
         self._special_tokens = {END_OF_TEXT: len(characters)} if end_of_text else {}
         self._texts = [*characters, *self._special_tokens]
+        self.n_vocab = len(self._texts)
         self._ids = np.full(max(map(ord, characters), default=0) + 2, -1)
         self._ids[[ord(character) for character in characters]] = np.arange(len(characters))
-
-    @property
-    def n_vocab(self):
-        return len(self._texts)
 
     def encode_ordinary(self, text):
         return self.encode_to_numpy(text).tolist()
 
     def encode_to_numpy(self, text, disallowed_special=()):
-        """[len(text)] uint32; ValueError if a character is not in the vocabulary."""
+        """[len(text)] uint32; UserError if a character is not in the vocabulary."""
         codes = np.frombuffer(text.encode("utf-32-le"), "<u4")
         ids = self._ids[np.minimum(codes, len(self._ids) - 1)]
         if len(ids) and ids.min() < 0:
             unknown = text[int(ids.argmin())]
-            raise ValueError(f"the char tokenizer has no token for {unknown!r}; leave this character out")
+            raise UserError(f"the char tokenizer has no token for {unknown!r}; leave this character out")
         return ids.astype(np.uint32)
 
     def decode(self, ids):
@@ -82,7 +76,7 @@ def end_of_text(tokenizer):
 
 
 def tokenizer_name(spec):
-    """The name of the tokenizer `spec`, without its file; ValueError if there is no such tokenizer."""
+    """The name of the tokenizer `spec`, without its file; UserError if there is no such tokenizer."""
     kind, _, argument = spec.partition(":")
     if kind == "run":
         return make_tokenizer(spec).name
@@ -90,35 +84,29 @@ def tokenizer_name(spec):
         return kind
     if kind == "bpe" and argument.isdecimal() and int(argument) > 257:
         return f"bpe:{int(argument)}"
-    raise ValueError(
-        f"tokenizer {spec!r} must be bytes, char, gpt2, gpt2:RANK_FILE, run:PATH or bpe:N with N > 257; bytes+eot and "
-        "char+eot have an end-of-text token"
-    )
+    kinds = "bytes, bytes+eot, char, char+eot, bpe:N with N > 257, gpt2, gpt2:RANK_FILE or run:PATH"
+    raise UserError(f"tokenizer {spec!r} must be {kinds}; +eot adds an end-of-text token")
 
 
 def make_tokenizer(spec, texts=(), many_documents=False):
-    """Make a tokenizer, a tiktoken.Encoding or CharTokenizer, from its specification.
+    """Make a tokenizer, a tiktoken.Encoding or CharTokenizer.
 
     Args:
         spec: bytes or char (+eot adds an end-of-text token), bpe:N (N tokens, of which 256 are bytes), gpt2 or
-            gpt2:RANK_FILE, run:PATH (the tokenizer of a run, or of another model that training.weights reads).
+            gpt2:RANK_FILE, run:PATH (the tokenizer of a run, or of a folder of hf.export).
         texts: iterable of str; `char` takes its characters from them and `bpe` is trained on them.
         many_documents: whether the last of the N tokens of `bpe` is end-of-text. A single document needs none.
-
-    Raises:
-        ValueError: the specification, the rank file or the run is wrong.
-        OSError: the rank file of gpt2 cannot be read or downloaded.
     """
     if spec.startswith("run:"):
-        from training.weights import read_tokenizer  # not at the top, because it imports this module
-
-        return read_tokenizer(spec.removeprefix("run:"))
+        path = Path(spec.removeprefix("run:"))
+        file = (path if path.is_dir() else path.parent) / STORED
+        require(file.is_file(), f"{file} does not exist; run:PATH must be a run or a folder of hf.export")
+        return from_state(read_json(file)["tokenizer"])
     name = tokenizer_name(spec)
     kind, _, ends = name.partition("+")
     if kind == "bytes":
-        return _encoding(
-            name, LINE_PATTERN, [bytes([value]) for value in range(256)], {END_OF_TEXT: 256} if ends else {}
-        )
+        tokens = [bytes([value]) for value in range(256)]
+        return _encoding(name, LINE_PATTERN, tokens, {END_OF_TEXT: 256} if ends else {})
     if kind == "char":
         characters = set()
         for text in texts:
@@ -132,24 +120,37 @@ def make_tokenizer(spec, texts=(), many_documents=False):
 
 def encode(tokenizer, text):
     """[count] uint32 ids of a text of any length."""
-    parts = [tokenizer.encode_to_numpy(chunk, disallowed_special=()) for chunk in chunks([text])]
-    return parts[0] if len(parts) == 1 else np.concatenate(parts) if parts else np.empty(0, np.uint32)
+    with matching():
+        ids = [tokenizer.encode_to_numpy(chunk, disallowed_special=()) for chunk in chunks([text])]
+    return np.concatenate(ids) if ids else np.empty(0, np.uint32)
+
+
+@contextmanager
+def matching():
+    """Turn the errors of tiktoken and rustbpe on a text that is too hard for their regex engines into a UserError."""
+    try:
+        yield
+    except BaseException as error:  # a panic of Rust is no Exception
+        if "Regex error" not in str(error) and type(error).__name__ != "PanicException":
+            raise
+        raise UserError(f"the tokenizer cannot split a text into words ({error}); leave this text out") from None
 
 
 def chunks(pieces, size=CHUNK):
     """Cut a text, an iterable of str, into chunks of `size` characters or a little more.
 
-    The tokens of all chunks are those of the whole text: it is cut only where no pattern matches across.
+    The tokens of all chunks are those of the whole text: it is cut only where no pattern matches across, or in a run of
+    more than a thousand blanks.
     """
-    held, start = "", size
+    held, search_from = "", size
     for piece in pieces:
         held += piece
-        while len(held) > start:
-            if not (found := CUT.search(held, start)):
-                start = max(size, len(held) - 2)  # searched already, but a match needs two characters after it
+        while len(held) > search_from:
+            if not (found := CUT.search(held, search_from)):
+                search_from = max(size, len(held) - 2)  # searched already, but a match needs two characters after it
                 break
             yield held[: found.start()]
-            held, start = held[found.start() :], size
+            held, search_from = held[found.start() :], size
     if held:
         yield held
 
@@ -181,27 +182,21 @@ def _encoding(name, pattern, tokens, special=None):
 
 def _train_bpe(name, size, texts, many_documents):
     """Train byte-pair encoding on texts: `size` tokens, or fewer if the texts have too few pairs."""
-    size -= many_documents
     trainer = rustbpe.Tokenizer()
-    bar = tqdm(unit="B", unit_scale=True, desc="learning tokens", disable=None, leave=False)
-
-    def report(texts):
-        for text in texts:
-            yield from chunks([text])
-            bar.update(len(text.encode()))
-
-    with bar:
-        trainer.train_from_iterator(report(texts), size, pattern=GPT4_PATTERN)
+    texts = tqdm(texts, desc="learning tokens", unit=" texts", unit_scale=True, disable=None, leave=False)
+    learned = (chunk for text in texts for chunk in chunks([text]))
+    with matching():
+        trainer.train_from_iterator(learned, size - many_documents, pattern=GPT4_PATTERN)
     # two merges may give the same bytes; tiktoken identifies tokens by their bytes, so keep one
     tokens = list(dict.fromkeys(bytes(token) for token, _ in trainer.get_mergeable_ranks()))
-    if len(tokens) < size:
-        print(f"{name}: the training text has pairs for only {len(tokens):,} tokens", file=sys.stderr)
     return _encoding(name, GPT4_PATTERN, tokens, {END_OF_TEXT: len(tokens)} if many_documents else {})
 
 
 def _gpt2_ranks(path):
-    """GPT-2's 50,256 tokens in the order of their ids, from a rank file; "" downloads it."""
-    contents = Path(path or download(GPT2_URL, "r50k_base.tiktoken", GPT2_SHA256)).read_bytes()
-    if hashlib.sha256(contents).hexdigest() != GPT2_SHA256:
-        raise ValueError(f"{path} is not GPT-2's rank file (its sha256 differs); get r50k_base.tiktoken of {GPT2_URL}")
-    return [base64.b64decode(line.split()[0]) for line in contents.splitlines() if line]
+    """GPT-2's 50,256 tokens in the order of their ids, from a rank file; without one it is downloaded."""
+    os.environ.setdefault("TIKTOKEN_CACHE_DIR", str(data_folder("downloads")))
+    try:
+        ranks = load_tiktoken_bpe(path or GPT2_URL, GPT2_SHA256)
+    except (OSError, ValueError) as error:  # of requests, and another sha256
+        raise UserError(f"cannot read GPT-2's tokens ({error}); get {GPT2_URL} and name it: gpt2:RANK_FILE") from None
+    return sorted(ranks, key=ranks.get)

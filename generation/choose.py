@@ -8,7 +8,8 @@ from dataclasses import dataclass
 
 import torch
 
-from model import HAS_TRITON, require
+from attention.gpu import HAS_TRITON
+from errors import require
 
 # Odd 64-bit constants of SplitMix64, as signed numbers: torch has no unsigned arithmetic.
 GOLDEN, FIRST, SECOND = (x - 2**64 for x in (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB))
@@ -18,6 +19,7 @@ GOLDEN, FIRST, SECOND = (x - 2**64 for x in (0x9E3779B97F4A7C15, 0xBF58476D1CE4E
 class Sampling:
     """How a token is chosen."""
 
+    # choice of a token
     temperature: float = 0.8
     """Logits are divided by it; 0 always takes the most likely token."""
     top_k: int = 200
@@ -57,7 +59,7 @@ def choose(logits, sampling, keys, positions, seen=None):
     log_min_p = math.log(sampling.min_p) if sampling.min_p else float("-inf")
     # Gumbel-max: take the token with the smallest exponential variable divided by its probability
     if has_kernels(logits):
-        from kernels.gumbel import gumbel_scores
+        from generation.gumbel import gumbel_scores
 
         return gumbel_scores(logits, best, least, keys, positions, sampling.temperature, log_min_p).argmax(-1)
     tokens = torch.arange(vocabulary, device=logits.device)
@@ -84,7 +86,7 @@ def limits(logits, sampling):
     """
     top_k = sampling.top_k if sampling.top_k < logits.shape[-1] else 0
     if top_k and sampling.top_p == 1 and has_kernels(logits):
-        from kernels.top_k import MOST, best_and_kth
+        from generation.top_k import MOST, best_and_kth
 
         if top_k <= MOST:
             return best_and_kth(logits, top_k)

@@ -6,8 +6,8 @@ activation and residual around them, one that stores keys and values, and two of
 
 import torch
 
-from kernels.heads import store_heads
-from kernels.linear import linear
+from generation.heads import store_heads
+from generation.linear import linear
 
 
 def fused_logits(model, tokens, view):

@@ -15,12 +15,14 @@ from pathlib import Path
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from attention.gpu import HAS_TRITON
 from data.tokenizer import end_of_text
+from errors import UserError, require
 from generation.cache import Cache
 from generation.choose import Sampling, choose, sample_keys
 from generation.text import TextStream, encode
-from model import HAS_TRITON, RMSNorm, require
-from training.step import WARM_UPS, CUDAGraph
+from model import RMSNorm
+from training.device import WARM_UPS, CUDAGraph
 
 DELAY = 3  # steps after which the host reads the tokens of a GPU
 PREFILL = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]  # cuDNN is slow at first calls
@@ -41,7 +43,7 @@ def generate(model, tokenizer, prompt, *, seed=1337, max_tokens=500, stop=(), ig
         sampling: temperature, top_k, top_p, min_p and repetition_penalty, as in Sampling.
 
     Raises:
-        ValueError: an option is wrong, the tokenizer lacks a character, or the prompt is empty and the tokenizer has no
+        UserError: an option is wrong, the tokenizer lacks a character, or the prompt is empty and the tokenizer has no
             end-of-text token.
     """
     generator = Generator(model, tokenizer, 1, Sampling(**sampling), seed)
@@ -91,7 +93,7 @@ class Generator:
         new_tokens, new_seconds: of the last batch, after the first token of each sample.
 
     Raises:
-        ValueError: the model is in training mode, or the batch does not fit into memory.
+        UserError: the model is in training mode, or the batch does not fit into memory.
     """
 
     def __init__(self, model, tokenizer, batch=1, sampling=None, seed=1337, graph=None):
@@ -299,7 +301,7 @@ class Generator:
         for prompt in prompts:
             if prompt not in known:
                 ids = encode(self.tokenizer, prompt) or ([] if end is None else [end])
-                require(ids, "the prompt is empty; give at least one character, such as --prompt 'O'")
+                require(ids, "the prompt is empty; give at least one character")
                 known[prompt] = ids
         longest = max(len(self._context(ids)) for ids in known.values())
         if longest > block_size:
@@ -320,10 +322,10 @@ class Generator:
 
 
 def check_memory(batch, row, device):
-    """ValueError if a batch of `row` bytes per sample does not fit into the free memory of the device."""
+    """UserError if a batch of `row` bytes per sample does not fit into the free memory of the device."""
     free = free_memory(device)
     if free is not None and batch * row > free:
-        raise ValueError(
+        raise UserError(
             f"num_samples={batch} needs {batch * row / 2**30:.1f} GiB for keys, values and logits, but {device} has "
             f"{free / 2**30:.1f} GiB free; take at most {free // row} samples at a time"
         )

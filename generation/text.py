@@ -3,18 +3,30 @@
 import codecs
 
 from data.tokenizer import END_OF_TEXT, end_of_text
+from data.tokenizer import encode as encode_ordinary
+from errors import UserError
+
+NEW_TEXT = "\n"
 
 
 def encode(tokenizer, text):
     """Token ids of a prompt. Where the tokenizer has an end of text, "<|endoftext|>" is that token, not plain text."""
-    end = end_of_text(tokenizer)
-    if end is None:
-        return tokenizer.encode_ordinary(text)
-    first, *others = text.split(END_OF_TEXT)
-    ids = tokenizer.encode_ordinary(first)
-    for part in others:
-        ids += [end, *tokenizer.encode_ordinary(part)]
-    return ids
+    text = text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")  # bytes of argv that are not UTF-8
+    end, ids = end_of_text(tokenizer), []
+    for part in [text] if end is None else text.split(END_OF_TEXT):
+        ids += [end, *encode_ordinary(tokenizer, part).tolist()]
+    return ids[1:]
+
+
+def opening(tokenizer):
+    """The prompt that begins a text: a line break unless the tokenizer has an end of text, or no line break."""
+    if end_of_text(tokenizer) is not None:
+        return ""
+    try:
+        encode(tokenizer, NEW_TEXT)
+        return NEW_TEXT
+    except UserError:  # characters of another kind of text, such as DNA
+        return tokenizer.decode([0])
 
 
 class TextStream:

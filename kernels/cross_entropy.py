@@ -11,12 +11,13 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
+from attention.gpu import hopper_problem
+from attention.score import tanh
 from kernels.fp8 import Float8Linear, multiply
-from kernels.hopper import on_hopper
 
-SHARE = 16  # a chunk of logits takes at most 1/SHARE of the GPU's memory; with several chunks their dW must be added
+# Of the GPU's memory, the most that a chunk of logits takes; with several chunks their dW must be added.
+LOGITS_MEMORY_FRACTION = 1 / 16
 MULTIPLE = 128  # columns are padded to a multiple of this: matmuls of odd widths are slow
 
 
@@ -26,13 +27,21 @@ def linear_cross_entropy(x, weight, targets, softcap=None, layer=None):
     Args:
         x: [N, C] on a GPU; under autocast it is cast to autocast's dtype.
         weight: [V, C], of any floating dtype; its gradient has that dtype and is summed in float32.
-        targets: [N] int64 in [0, V), or -100 for rows that do not count. A target >= V makes the loss NaN.
-        softcap: positive float, or None for no cap.
+        targets: [N] int64 in [0, V), or negative for rows that do not count. A target >= V makes the loss NaN.
+        softcap: float from 1e-30 to 1e30, or None for no cap.
         layer: the nn.Linear with this weight, or None. A Float8Linear in training mode computes the logits in FP8.
 
     Returns:
-        float32 scalar; NaN if no row counts, as torch.nn.functional.cross_entropy. Its gradient is not differentiable.
+        float32 scalar; NaN with gradients of 0 if no row counts, as torch.nn.functional.cross_entropy.
+
+    Raises:
+        ValueError: shapes or softcap break a rule above. RuntimeError: a second derivative is asked for.
     """
+    if x.dim() != 2 or weight.shape[1:] != x.shape[1:] or targets.shape != x.shape[:1]:
+        found = [list(tensor.shape) for tensor in (x, weight, targets)]
+        raise ValueError("x {}, weight {} and targets {} must be [N, C], [V, C] and [N]; flatten them".format(*found))
+    if softcap is not None and not 1e-30 <= softcap <= 1e30:
+        raise ValueError(f"softcap={softcap} must be from 1e-30 to 1e30; for no cap, give None")
     kind = x.device.type
     if torch.is_autocast_enabled(kind):
         x = x.to(torch.get_autocast_dtype(kind))
@@ -41,14 +50,14 @@ def linear_cross_entropy(x, weight, targets, softcap=None, layer=None):
     operands = layer.operands(x, MULTIPLE) if fp8 else (None,) * 4
     run = _chunked_cross_entropy if torch.compiler.is_compiling() else LossAndGradients.apply
     total, _, _ = run(x, weight, targets, softcap or 0.0, needs_gradients, *operands)
-    return total / (targets >= 0).sum()
+    count = (targets >= 0).sum()
+    return total / count.clamp(min=1) + 0 / count  # 0 / 0: the loss of no rows is NaN, its gradients are 0
 
 
 @triton.jit
 def cap(z, softcap):
     """softcap * tanh(z / softcap), and its slope."""
-    # tanh from a sigmoid has a small absolute error, which is enough for logits
-    t = 2 * tl.sigmoid(z * (2 / softcap)) - 1
+    t = tanh(z / softcap)
     return softcap * t, 1 - t * t
 
 
@@ -137,7 +146,7 @@ def cross_entropy_kernel(
 def chunk_rows(x, columns):
     """Rows of logits per chunk, a multiple of MULTIPLE. On an H200, GPT-2's batch of 32 x 1024 tokens is one chunk."""
     memory = torch.cuda.get_device_properties(x.device).total_memory if x.is_cuda else 2**33
-    return max(memory // SHARE // (columns * x.element_size()) // MULTIPLE, 1) * MULTIPLE
+    return max(int(memory * LOGITS_MEMORY_FRACTION) // (columns * x.element_size()) // MULTIPLE, 1) * MULTIPLE
 
 
 def chunked_cross_entropy(
@@ -175,7 +184,7 @@ def chunked_cross_entropy(
 
 def _launch(logits, targets, losses, vocabulary, softcap, gradients):
     """Start the kernel that fills losses and, with gradients, overwrites logits."""
-    if gradients and on_hopper(logits.device):
+    if gradients and hopper_problem(logits.device) is None:
         from kernels import cross_entropy_hopper as hopper  # imports Gluon, which not every Triton has
 
         if hopper.supports(logits, softcap):
@@ -216,6 +225,10 @@ def _save(ctx, inputs, output):
 
 
 def _backward(ctx, dtotal, *_):
+    if torch.is_grad_enabled():  # with create_graph=True; as constants the stored gradients would be silently wrong
+        raise RuntimeError(
+            "linear_cross_entropy() has no second derivative; for one, use F.cross_entropy(x @ weight.T)"
+        )
     dx, dweight = ctx.saved_tensors
     return (dx.float() * dtotal).to(dx.dtype), (dweight * dtotal).to(ctx.weight_dtype), *(None,) * 7
 
@@ -227,4 +240,4 @@ class LossAndGradients(torch.autograd.Function):
     """The op for eager mode: the first call of a torch.library.custom_op imports torch._dynamo, which takes seconds."""
 
     forward, setup_context = staticmethod(chunked_cross_entropy), staticmethod(_save)
-    backward = staticmethod(once_differentiable(_backward))
+    backward = staticmethod(_backward)

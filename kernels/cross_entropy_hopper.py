@@ -6,7 +6,7 @@ while the other computes and stores.
 
 import torch
 
-from kernels.gluon import TensorDescriptor, gl, gluon, mbarrier, tma_load
+from attention.hopper.gluon import TensorDescriptor, gl, gluon, mbarrier, tma_load
 
 SIDE = gl.constexpr(64)
 PART = gl.constexpr(SIDE * SIDE)  # logits of a part, which shared memory holds as SIDE x SIDE

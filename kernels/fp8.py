@@ -19,19 +19,22 @@ import torch.nn.functional as F
 from torch import nn
 from torch.autograd.function import once_differentiable
 
+from errors import UserError
+
 LARGEST = 448.0  # of e4m3
+LEAST_SCALE = 1e-15  # kernels divide by the product of two
 HISTORY = 16  # steps
 MULTIPLE = 16  # K and N on a GPU
 
 
 def require_fp8(device, dtype):
-    """ValueError unless a device, given by its name, trains in FP8 beside a torch.dtype."""
+    """UserError unless a device, given by its name, trains in FP8 beside a torch.dtype."""
     capability = torch.cuda.get_device_capability(device) if device.startswith("cuda") else (0, 0)
     if capability < (8, 9):
         found = "compute capability {}.{}".format(*capability) if any(capability) else f"device={device}"
-        raise ValueError(f"--fp8 needs a GPU of compute capability 8.9 or higher, not {found}; leave it out")
+        raise UserError(f"--fp8 needs a GPU of compute capability 8.9 or higher, not {found}; leave it out")
     if dtype != torch.bfloat16:
-        raise ValueError(f"--fp8 computes gradients in bfloat16, not {dtype}; give --dtype bfloat16")
+        raise UserError(f"--fp8 computes gradients in bfloat16, not {dtype}; give --dtype bfloat16")
 
 
 def quantise(x, scale):
@@ -41,7 +44,7 @@ def quantise(x, scale):
 
 def find_scale(largest):
     """Scales that map the largest absolute values to that of e4m3; 1 where no value is known."""
-    return torch.where(largest > 0, largest / LARGEST, 1.0)
+    return torch.where(largest > 0, (largest / LARGEST).clamp(min=LEAST_SCALE), 1.0)
 
 
 def find_largest(x):
@@ -96,7 +99,7 @@ class Float8Linear(nn.Linear):
         self.in_features, self.out_features = layer.in_features, layer.out_features
         self.weight, self.bias = layer.weight, layer.bias
         if self.in_features % MULTIPLE:
-            raise ValueError(f"--fp8 needs widths that are multiples of {MULTIPLE}, not {self.in_features}; see n_embd")
+            raise UserError(f"--fp8 needs widths that are multiples of {MULTIPLE}, not {self.in_features}; see n_embd")
         # not buffers: DDP would copy those of rank 0 to the other ranks in each forward pass
         self.scale, self.weight_scale, self.largest = (torch.ones((), device=layer.weight.device) for _ in range(3))
 

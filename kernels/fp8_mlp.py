@@ -7,8 +7,9 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from kernels.activation import activate
 from kernels.fp8 import MULTIPLE, find_largest, multiply, quantise
-from kernels.mlp import _dh, activate, backward, find_dh, fused
+from kernels.mlp import _dh, backward, find_dh, fused
 
 
 def multiply_and_activate(
@@ -56,7 +57,7 @@ class TwoProducts(torch.autograd.Function):
 
 
 def mlp_fp8(x, expand, project, kind):
-    """project(activation(expand(x))) of two Float8Linear layers, x: [..., C]. kind: as activate() of kernels/mlp.py."""
+    """project(activation(expand(x))) of two Float8Linear layers, x: [..., C]. kind: a name in ACTIVATIONS."""
     if not expand.training:
         return project(activate(expand(x), kind))
     rows, w1, b1 = expand.cast(x)

@@ -22,9 +22,9 @@ from typing import NamedTuple
 import torch
 import triton
 
+from attention.gpu import processors
+from attention.hopper.gluon import TensorDescriptor, gl, gluon, mbarrier, tma_load, warpgroup_mma, warpgroup_mma_wait
 from kernels import activation
-from kernels.gluon import TensorDescriptor, gl, gluon, mbarrier, tma_load, warpgroup_mma, warpgroup_mma_wait
-from kernels.shared import processors
 
 ROWS = gl.constexpr(128)  # of a tile: 64 for each of two warpgroups
 COLUMNS = gl.constexpr(256)  # of a tile
@@ -38,8 +38,8 @@ PIECE = gl.constexpr(
     )
 )
 REGISTERS = 168  # of a thread, as launched; the loading warp then gives most of its own to the others
-activate = gluon.jit(activation.activate.fn)
-slope = gluon.jit(activation.slope.fn)
+activate = gluon.jit(activation.activate_tile.fn)
+slope = gluon.jit(activation.slope_tile.fn)
 
 
 class Plan(NamedTuple):
@@ -347,7 +347,7 @@ def matmul(a, b, epilogue, *, kind, bias=None, other=None, scales=None):
             Both bfloat16, or float8_e4m3fn with "activate" only.
         epilogue: "activate", for (h, activation(h)) of the result h; "slope", for its product with activation'(other).
             The result with its bias is rounded before the epilogue.
-        kind: of the activation: "gelu", "gelu_tanh" or "relu2". bias: [N] or None. other: [M, N], or None.
+        kind: of the activation, a name in ACTIVATIONS. bias: [N] or None. other: [M, N], or None.
         scales: with FP8, those of a, b and activation(h): three [] float32 on the device.
 
     Returns:

@@ -1,7 +1,6 @@
 """The MLP of a block: y = W2 activation(W1 x + b1) + b2.
 
-On Hopper GPUs, the activation and its derivative are computed inside the matmuls before them (kernels/matmul.py); the
-formulas below serve everywhere else, and are their reference.
+On Hopper GPUs, the activation and its derivative are computed inside the matmuls before them (kernels/matmul.py).
 
 Letters: M tokens, C width, N inner width.
 """
@@ -13,30 +12,16 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from attention.gpu import hopper_problem
+from kernels.activation import activate, activate_backward
 from kernels.fp8 import Float8Linear
-from kernels.hopper import on_hopper
-
-
-def activate(h, kind):
-    """kind: "gelu", "gelu_tanh" or "relu2"."""
-    if kind == "relu2":
-        positive = F.relu(h)
-        return positive * positive  # autocast computes square() in float32, on GPUs only
-    return F.gelu(h, approximate="tanh" if kind == "gelu_tanh" else "none")
-
-
-def activate_backward(dactive, h, kind):
-    """dactive * activation'(h)"""
-    if kind == "relu2":
-        return dactive * (2 * F.relu(h))
-    return torch.ops.aten.gelu_backward(dactive, h, approximate="tanh" if kind == "gelu_tanh" else "none")
 
 
 def mlp(x, expand, project, kind):
     """project(activation(expand(x))), and for its gradient fewer kernels where the GPU has them.
 
     Args:
-        x: [..., C]. expand: nn.Linear from C to N. project: nn.Linear from N to C. kind: of activation, as activate().
+        x: [..., C]. expand: nn.Linear from C to N. project: nn.Linear from N to C. kind: a name in ACTIVATIONS.
     """
     if isinstance(project, Float8Linear):
         from kernels.fp8_mlp import mlp_fp8  # not at the top, because it imports this module
@@ -55,7 +40,7 @@ def mlp(x, expand, project, kind):
 
 def fused(x, dtype, weight):
     """Whether kernels/matmul.py computes with x, as cast to a dtype, and the weight [N, C]."""
-    if dtype not in (torch.bfloat16, torch.float8_e4m3fn) or not on_hopper(x.device):
+    if dtype not in (torch.bfloat16, torch.float8_e4m3fn) or hopper_problem(x.device):
         return False
     from kernels.matmul import supports  # imports Gluon, which not every machine has
 

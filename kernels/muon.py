@@ -10,22 +10,22 @@ import triton.language as tl
 BLOCK, WARPS = 4096, 8
 
 
-def blend(momentum, gradient, out, share, scale, skip):
+def blend(momentum, gradient, out, fraction, scale, skip):
     """As blend() of training/optimizer.py."""
     assert out.is_contiguous()
-    launch(blend_kernel, momentum, gradient.contiguous(), out, scale, skip, share)
+    launch(blend_kernel, momentum, gradient.contiguous(), out, scale, skip, fraction)
 
 
 @triton.jit
-def blend_kernel(momentum, gradient, out, scale, skip, share, count, BLOCK: tl.constexpr):
+def blend_kernel(momentum, gradient, out, scale, skip, fraction, count, BLOCK: tl.constexpr):
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     exists = at < count
     old = tl.load(momentum + at, exists)
     g = tl.load(gradient + at, exists).to(tl.float32)
     if scale is not None:
         g /= tl.load(scale)
-    new = old + share * (g - old)
-    tl.store(out + at, (new + share * (g - new)).to(out.dtype.element_ty), exists)
+    new = old + fraction * (g - old)
+    tl.store(out + at, (new + fraction * (g - new)).to(out.dtype.element_ty), exists)
     if skip is not None:
         new = tl.where(tl.load(skip) > 0, old, new)
     tl.store(momentum + at, new, exists)

@@ -2,6 +2,7 @@
 
     python tests/compile_kernels.py 90 --dims 64 128 --masks causal
     python tests/compile_kernels.py 90 --hopper --dtypes bfloat16 --features --bounds packed
+    python tests/compile_kernels.py 90 --simple
     python tests/compile_kernels.py 90 --decode --groups 1 4 8
     python tests/compile_kernels.py 90 --generation --dtypes bfloat16
     python tests/compile_kernels.py 90 --training --dtypes bfloat16 --dims 64
@@ -13,8 +14,8 @@ every kernel is compiled with the arguments, tile sizes and specialisations of a
 import argparse
 import contextlib
 import io
+import itertools
 import json
-import os
 import re
 import sys
 from collections import Counter
@@ -26,7 +27,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
-from attention.ops import TENSOR_OPTIONS, Options
+from attention.ops import GRADIENTS, TENSOR_OPTIONS, Options
 from attention.portable import launch as portable
 
 # name -> (dtype, torch.set_float32_matmul_precision)
@@ -38,8 +39,6 @@ DTYPES = {
 }
 LENGTHS = (512, 4096)  # every row of the launch tables applies to one of them
 REPORT = re.compile(r"(\d+) bytes spill stores, (\d+) bytes spill loads.*?Used (\d+) registers", re.DOTALL)
-
-
 ARRIVE = re.compile(r"mbarrier\.arrive\.shared")  # not those of the loading warp, which also expect bytes
 ACCESS = re.compile(r"\b(?:ld|st|atom|red)\.(?:\w+\.)*global|\bcp\.async")
 BARRIER = re.compile(r"(?:bar|barrier)(\.warp)?\.sync\s+([^;]*);")
@@ -96,18 +95,12 @@ def early_accesses(ptx):
     return len(ACCESS.findall(before)) if wait else None
 
 
-def processor_seconds():
-    """CPU time of this process and of ptxas, which does not depend on other processes."""
-    return sum(os.times()[:4])
-
-
 class Driver:
     """Replaces Triton's driver: describes the chip to the compiler and reports each kernel instead of loading it."""
 
     def __init__(self, chip, ptxas_log, report):
         self.chip, self.ptxas_log, self.report = chip, ptxas_log, report
         self.utils = self
-        self.since = processor_seconds()
 
     def remember_ptx(self, *, metadata_group, **compilation):
         self.ptx = Path(next(path for name, path in metadata_group.items() if name.endswith(".ptx"))).read_text()
@@ -130,19 +123,9 @@ class Driver:
         self.ptxas_log.truncate()
         stores, loads, registers = map(int, REPORT.search(log).groups())
         warnings = sorted(set(re.findall(r"\((C75\d\d)\)", log)))  # C7510...: wgmma instructions run one by one
-        since, self.since = self.since, processor_seconds()
-        seconds = round(self.since - since, 1)  # since the last kernel; nearly all of it is compilation
-        arrivals = barriers_before_arrivals(self.ptx)
-        found = dict(
-            spilled=stores + loads,
-            shared=shared,
-            registers=registers,
-            warnings=warnings,
-            seconds=seconds,
-            arrivals=arrivals,
-            early=early_accesses(self.ptx),
-            overlaps=overlapping_barriers(self.ptx),
-        )
+        found = dict(spilled=stores + loads, shared=shared, registers=registers, warnings=warnings)
+        found |= dict(arrivals=barriers_before_arrivals(self.ptx), overlaps=overlapping_barriers(self.ptx))
+        found |= dict(early=early_accesses(self.ptx))
         self.report(kernel=name, **found)
         return 0, 0, registers, 0, 1024  # module, function, registers, spills, largest block
 
@@ -163,6 +146,7 @@ def launch_kernels(dtype, dim, causal, group, features=False, length=4096, ways=
             bias=q.new_empty(2, 2 * group, length, length),
             gate=q.new_empty(2, 2 * group, length, dtype=torch.float64) if causal else None,
             sink=q.new_empty(2 * group),
+            relative_bias=q.new_empty(2, 2 * group, 128),
             alibi_slopes=q.new_empty(2 * group, dtype=torch.float32).expand(2, -1),
             seed=q.new_empty(1, dtype=torch.int64),
             lengths=q.new_empty(2, dtype=torch.int32),
@@ -171,13 +155,14 @@ def launch_kernels(dtype, dim, causal, group, features=False, length=4096, ways=
             dropout=0.1,
             max_logit=True,
         )
+    wanted = {name: x is not None for name, x in zip(GRADIENTS, (q, k, k, *options.learned), strict=True)}
     out, lse2, *_ = portable.forward(q, k, k, options)
     for way in ways[: 1 if group == 1 else 2]:
         portable.loops_over_group = lambda problem, programs, device, way=way: way == "loop"
-        portable.backward(q, k, k, out, lse2, out, None, features, options)
+        portable.backward(q, k, k, out, lse2, out, None, wanted, options)
         if features:  # a bias over whole rows: delta is computed by a walk over the keys
             of_queries = options._replace(bias=q.new_empty(2, 2 * group, length, 1))
-            portable.backward(q, k, k, out, lse2, out, None, True, of_queries)
+            portable.backward(q, k, k, out, lse2, out, None, wanted, of_queries)
 
 
 UNEVEN = 4095  # a length that no tile divides
@@ -214,7 +199,15 @@ def launch_hopper_kernels(dtype, dim, causal, group, features=(), length=4096, b
         for dropout in {options.dropout, 2 * options.dropout}:  # another probability compiles nothing
             options = options._replace(dropout=dropout)
             out, lse2, *_ = hopper.forward(q, k, v, options)
-            hopper.backward(q, k, v, out, lse2, out, None, False, options)
+            hopper.backward(q, k, v, out, lse2, out, None, dict.fromkeys(GRADIENTS, True), options)
+
+
+def launch_simple_kernels(dtype, dim, causal, group, features=False, length=4096):
+    from attention.simple import simple_attention
+
+    q, k = (torch.empty(2, length, heads, dim, dtype=dtype, device="meta") for heads in (2 * group, 2))
+    out = simple_attention(q.requires_grad_(), k, k, causal)
+    torch.autograd.grad(out, q, torch.empty_like(q))
 
 
 def launch_decode_kernels(dtype, dim, causal, group, features=False, length=4096):
@@ -238,10 +231,10 @@ def launch_generation_kernels(dtype, dim, causal, group, features=False, length=
     """A block, the head and the choice of a token, for each number of rows; 12 heads, so C = 12 dim."""
     from torch import nn
 
-    from kernels.gumbel import gumbel_scores
-    from kernels.heads import store_heads
-    from kernels.linear import linear
-    from kernels.top_k import best_and_kth
+    from generation.gumbel import gumbel_scores
+    from generation.heads import store_heads
+    from generation.linear import linear
+    from generation.top_k import best_and_kth
 
     width, vocabulary = 12 * dim, 50_257
     make = partial(nn.Linear, bias=features, device="meta", dtype=dtype)
@@ -265,21 +258,19 @@ def launch_generation_kernels(dtype, dim, causal, group, features=False, length=
 
 
 def launch_training_kernels(dtype, dim, causal, group, features=False, length=4096):
-    """An MLP of width 12 dim, Muon, cross-entropy, and add_norm() of width 6 dim and at most 1,024; with features the
-    MLP's other activations and a bias, and the norm's bias and RMSNorm."""
-    from kernels import add_norm_kernel as add_norm
+    """An MLP of width 12 dim, Muon and cross-entropy; with features the MLP's other activations and a bias."""
     from kernels import matmul as module
     from kernels import muon
-    from kernels.add_norm import WIDEST
+    from kernels.activation import ACTIVATIONS
     from kernels.cross_entropy_hopper import cross_entropy
 
-    module.processors = add_norm.processors = lambda device: 132
+    module.processors = lambda device: 132
     x, hidden, weight = (
         torch.empty(*shape, 12 * dim, dtype=dtype, device="meta") for shape in ((length,), (length, 4), (48 * dim,))
     )
     hidden, bias = hidden.flatten(1), weight.new_empty(48 * dim)
     scale = x.new_empty((), dtype=torch.float32)
-    for kind in ("gelu", "gelu_tanh", "relu2") if features else ("gelu",):
+    for kind in ACTIVATIONS if features else ("gelu",):
         module.matmul(x, weight, "activate", kind=kind, bias=bias if features else None)
         module.matmul(x, weight, "slope", kind=kind, other=hidden)
         copies, scales = (tensor.to(torch.float8_e4m3fn) for tensor in (x, weight)), [scale] * 3
@@ -290,14 +281,6 @@ def launch_training_kernels(dtype, dim, causal, group, features=False, length=40
     state = torch.empty_like(weight, dtype=torch.float32)
     muon.blend(state, state, weight, 0.05, scale, scale)
     muon.update(state, weight, scale, 0.2, 0.1, scale)
-    for width in (6 * dim, WIDEST):
-        x, weight = (x.new_empty(*shape, width, dtype=t) for shape, t in (((length,), dtype), ((), torch.float32)))
-        seed = x.new_empty(1, dtype=torch.int64)
-        for gain, shift, centered in ((weight, weight, True), (None, None, False))[: 1 + features]:
-            options = 0.1, 1e-5, centered, dtype
-            total, out = add_norm.forward(x, x, gain, shift, seed, *options)
-            for dtotal in (out, None):
-                add_norm.find_gradients(total, gain, seed, dtotal, out, shift is not None, *options)
 
 
 def main():
@@ -315,6 +298,7 @@ def main():
         "--features", nargs="*", choices=HOPPER_FEATURES, help="with all features; with --hopper, or with those named"
     )
     parser.add_argument("--hopper", action="store_true", help="the kernels of attention/hopper/")
+    parser.add_argument("--simple", action="store_true", help="the kernels of attention/simple.py")
     parser.add_argument("--decode", action="store_true", help="the kernels of attention/decode_kernel.py")
     parser.add_argument("--generation", action="store_true", help="the kernels of kernels/ that generate tokens")
     parser.add_argument("--training", action="store_true", help="the kernels of kernels/ that train, on Hopper")
@@ -328,7 +312,9 @@ def main():
     torch.cuda.get_device_capability = lambda device: divmod(args.chip, 10)
     stdout, ptxas_log = sys.stdout, io.StringIO()
     launch_all, lengths, features = partial(launch_kernels, ways=args.ways), LENGTHS, args.features is not None
-    if args.decode:
+    if args.simple:
+        launch_all, lengths = launch_simple_kernels, [UNEVEN]
+    elif args.decode:
         launch_all, args.masks = launch_decode_kernels, ["causal"]
     elif args.generation:
         launch_all = partial(launch_generation_kernels, row_counts=args.rows)
@@ -339,25 +325,21 @@ def main():
         features = () if args.features is None else args.features or [x for x in HOPPER_FEATURES if x != "decay"]
         launch_all = partial(launch_hopper_kernels, bounds=args.bounds)
         lengths = (LENGTHS[-1],) if args.bounds else (LENGTHS[-1], UNEVEN)
-    for name in args.dtypes:
+    for case in itertools.product(args.dtypes, args.dims, args.masks, args.groups, args.lengths or lengths):
+        name, dim, mask, group, length = case
         dtype, precision = DTYPES[name]
         torch.set_float32_matmul_precision(precision)
-        for dim in args.dims:
-            for mask in args.masks:
-                for group in args.groups:
-                    for length in args.lengths or lengths:
-                        case = dict(chip=args.chip, dtype=name, dim=dim, mask=mask, group=group, length=length)
-                        if args.hopper:
-                            case |= dict(bounds=args.bounds, features=features)
+        known = dict(chip=args.chip, dtype=name, dim=dim, mask=mask, group=group, length=length)
+        known |= dict(bounds=args.bounds, features=features) if args.hopper else {}
 
-                        def report(case=case, **found):
-                            print(json.dumps(case | found), file=stdout, flush=True)
+        def report(known=known, **found):
+            print(json.dumps(known | found), file=stdout, flush=True)
 
-                        driver = Driver(args.chip, ptxas_log, report)
-                        triton.runtime.driver.set_active(driver)
-                        triton.knobs.compilation.listener = driver.remember_ptx
-                        with contextlib.redirect_stdout(ptxas_log):
-                            launch_all(dtype, dim, mask == "causal", group, features, length)
+        driver = Driver(args.chip, ptxas_log, report)
+        triton.runtime.driver.set_active(driver)
+        triton.knobs.compilation.listener = driver.remember_ptx
+        with contextlib.redirect_stdout(ptxas_log):
+            launch_all(dtype, dim, mask == "causal", group, features, length)
 
 
 if __name__ == "__main__":

@@ -2,6 +2,7 @@
 
 import dataclasses
 import os
+import signal
 import sys
 from importlib.util import find_spec
 from pathlib import Path
@@ -14,11 +15,35 @@ os.environ["OPENBLAS_CORETYPE"] = "Sandybridge"
 
 import torch
 
+# A shell starts background jobs, such as a CI job, with Ctrl-C ignored, and the commands under test would inherit that.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 sys.path.insert(0, str(Path(__file__).parents[1]))
 torch.set_num_threads(1)  # pytest-xdist runs several workers, which share the cores
 os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"  # deterministic runs need it; set before cuBLAS is first used
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"  # set before triton.jit is first used
+
+
+def mend_interpreter():
+    """Let the interpreters of Triton 3.6 to 3.8 run the kernels as that of 3.9 does."""
+    import triton
+    from triton.language import core
+    from triton.runtime import interpreter
+
+    # there a constexpr plus a tensor is a constexpr of a tensor, which few functions take
+    core.constexpr.__new__ = lambda cls, value=None: value if isinstance(value, core.tensor) else object.__new__(cls)
+    if triton.__version__.startswith("3.6."):  # it also forgets the names in a NamedTuple
+        old, patch = core._unwrap_if_constexpr, interpreter._patch_lang_tensor
+
+        def unwrap(x):
+            return type(x)(*map(unwrap, x)) if isinstance(x, tuple) and hasattr(x, "_fields") else old(x)
+
+        def patch_lang_tensor(tensor, scope):
+            patch(tensor, scope)
+            tensor.__index__ = lambda self: int(self.handle.data.squeeze())  # NumPy 2.4 converts no array of one number
+
+        core._unwrap_if_constexpr = unwrap
+        interpreter._patch_lang_tensor = patch_lang_tensor
 
 
 def hasten_interpreter():
@@ -55,6 +80,7 @@ def hasten_interpreter():
 
 
 if not torch.cuda.is_available() and find_spec("triton"):
+    mend_interpreter()
     hasten_interpreter()
 
 
@@ -117,9 +143,15 @@ def folder(tmp_path, monkeypatch):
 
 
 @pytest.fixture
-def run(folder, capsys):
-    """Call train.py in this process: run(*argv, **options) -> (exit code, standard error)."""
+def run(folder, capsys, monkeypatch):
+    """Call train.py in this process: run(*argv, **options) -> (exit code, standard error).
+
+    It draws no loss.png, which takes half of the time of a short run.
+    """
     from helpers import FAST, in_process
+    from matplotlib.figure import Figure
+
+    monkeypatch.setattr(Figure, "savefig", lambda *args, **options: None)
 
     def run(*argv, **options):
         result = in_process(capsys, *argv, **FAST | options)

@@ -17,11 +17,11 @@ import train
 from training.report import Report
 
 ROOT = Path(__file__).parents[1]
-TINY = dict(
-    data="text", tokenizer="bytes", device="cpu", n_layer=2, n_head=2, n_embd=32, block_size=32, batch_size=8, steps=40,
-    warmup_steps=2, learning_rate=5e-3, eval_every=20, eval_batches=4, log_every=1,
+FAST = dict(
+    data="text", input="corpus.txt", tokenizer="bytes", device="cpu", n_layer=2, n_head=2, n_embd=32, block_size=32,
+    batch_size=8, steps=40, warmup_steps=2, learning_rate=5e-3, dropout=0.1, eval_every=20, eval_batches=4, log_every=1,
+    attention="sdpa",
 )  # fmt: skip
-FAST = TINY | dict(input="corpus.txt", attention="sdpa", dropout=0.1)
 PATHS = dict(
     norm="rmsnorm", norm_weight=False, qk_norm=True, tie_head=False, embed_skip=True,
     value_residual=True, window=9, embed_scale=5.0,
@@ -76,14 +76,11 @@ def at_step(monkeypatch, step, function):
 started = []  # processes that the current test has started
 
 
-def start(folder, *argv, ranks=1, script=ROOT / "train.py", variables=(), **options):
-    """Start train.py, with torchrun if there are several ranks. It is killed when the test ends.
-
-    variables: environment variables to add, (name, value) pairs or a dict.
-    """
+def start(folder, *argv, ranks=1, script=ROOT / "train.py", variables=(), stdin=None, **options):
+    """Start train.py, with torchrun if there are several ranks. It is killed when the test ends."""
     launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}"] if ranks > 1 else []
     command = [sys.executable, *launcher, str(script), *flags(argv, options)]
-    pipes = dict(stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    pipes = dict(stdin=stdin, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     process = subprocess.Popen(command, cwd=folder, env=environment(folder) | dict(variables), **pipes)
     started.append(process)
     return process
@@ -101,13 +98,6 @@ def finish(process, code=0):
     out, err = process.communicate(timeout=300)
     assert process.returncode == code, err
     return out, err
-
-
-def launch(folder, *argv, ranks=1, **options):
-    """A run of TINY in other processes, from start to end; returns a CompletedProcess."""
-    process = start(folder, *argv, ranks=ranks, **TINY | dict(input="corpus.txt") | options)
-    out, err = process.communicate(timeout=300)
-    return subprocess.CompletedProcess(process.args, process.returncode, out, err)
 
 
 def children(pid):
@@ -136,20 +126,20 @@ def end_processes():
 def metrics(folder, run="run"):
     """All records of metrics.jsonl; a line without an end is still being written."""
     *lines, _ = (folder / "runs" / run / "metrics.jsonl").read_text().split("\n")
-    return [json.loads(line) for line in lines]
+    return [json.loads(line, parse_constant=pytest.fail) for line in lines]  # JSON has no NaN
 
 
 def losses(folder, run="run"):
     return [record["loss"] for record in metrics(folder, run) if "loss" in record]
 
 
-def reached(folder, step, run="run"):
-    """Whether a run has reported step number `step`."""
-    path = folder / "runs" / run / "metrics.jsonl"
-    return path.exists() and any(record["step"] >= step for record in metrics(folder, run) if "loss" in record)
+def wait_for_step(folder, step):
+    """Wait until the run has reported step number `step`."""
+    path = folder / "runs/run/metrics.jsonl"
+    wait_for(lambda: path.exists() and any(record["step"] >= step for record in metrics(folder) if "loss" in record))
 
 
-def wait_for(condition, seconds=120):
+def wait_for(condition, seconds=300):
     """Wait until a function returns something true, and return it."""
     deadline = time.monotonic() + seconds
     while not (value := condition()):
@@ -165,6 +155,22 @@ def contents(path):
 def same(a, b):
     """Whether the contents of two checkpoints are equal bit for bit, apart from the run's options."""
     return equal(a | {"config": None}, b | {"config": None})
+
+
+def assert_same_runs(folder, found="run", expected="whole"):
+    """Two runs of these names have the same bits in their newest checkpoints, and the same losses."""
+    assert same(*(contents(folder / f"runs/{name}/checkpoint.pt") for name in (found, expected)))
+    assert losses(folder, found) == losses(folder, expected)
+
+
+def assert_resumes_bit_exactly(folder, run, steps, **options):
+    """A run that has lost its last checkpoint goes on from the middle and equals an uninterrupted one."""
+    assert run(name="whole", steps=steps, eval_every=steps, **options)[0] == 0
+    assert run(steps=steps, eval_every=steps // 2, **options)[0] == 0
+    (folder / "runs/run/checkpoint.pt").unlink()
+    assert run("--resume")[0] == 0
+    assert_same_runs(folder)
+    assert contents(folder / "runs/run/checkpoint.pt")["step"] == len(losses(folder)) == steps
 
 
 def equal(a, b):
@@ -185,3 +191,10 @@ def one_sentence(err, *parts):
     assert sentence.count("\n") == 1, err
     for part in parts:
         assert part in sentence, sentence
+
+
+def refused(result, *parts):
+    """Assert that a run, (exit code, standard error), ended with code 1 and one sentence that contains all parts."""
+    code, err = result
+    assert code == 1, err
+    one_sentence(err, *parts)

@@ -15,10 +15,6 @@ from huggingface_hub.utils import _http
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
 
 
-def lfs_of(contents):
-    return {"oid": hashlib.sha256(contents).hexdigest(), "size": len(contents), "pointerSize": 130}
-
-
 class Handler(BaseHTTPRequestHandler):
     """Answers for a server whose `repositories` are {name: {file name: contents}}.
 
@@ -29,12 +25,9 @@ class Handler(BaseHTTPRequestHandler):
     disable_nagle_algorithm = True  # otherwise each answer takes 40 ms
 
     def do_HEAD(self):
-        self.answer(body=False)
+        self.do_GET(body=False)
 
-    def do_GET(self):
-        self.answer(body=True)
-
-    def answer(self, body):
+    def do_GET(self, body=True):
         path, hub = unquote(urlsplit(self.path).path), self.server
         hub.requests.append(path)
         if hub.mode == "error" or path.endswith(hub.mode):
@@ -42,48 +35,36 @@ class Handler(BaseHTTPRequestHandler):
         for repository, files in hub.repositories.items():
             if path in (f"/api/datasets/{repository}", f"/api/models/{repository}"):
                 return self.send(200, json.dumps({"id": repository, "sha": COMMIT}).encode())
-            start = f"/{repository}/resolve/main/"  # of a model
-            if (name := path.removeprefix(start)) in files and path.startswith(start):
-                return self.file(name, files[name], body)
-            start = f"/api/datasets/{repository}/tree/{COMMIT}/"
-            if path.startswith(start):
-                return self.tree(files, path.removeprefix(start) + "/")
-            start = f"/datasets/{repository}/resolve/{COMMIT}/"
-            if (name := path.removeprefix(start)) in files and path.startswith(start):
-                return self.file(name, files[name], body)
+            tree = f"/api/datasets/{repository}/tree/{COMMIT}/"
+            if path.startswith(tree):
+                return self.tree(files, path.removeprefix(tree) + "/")
+            for start in (f"/{repository}/resolve/main/", f"/datasets/{repository}/resolve/{COMMIT}/"):
+                if (name := path.removeprefix(start)) in files and path.startswith(start):
+                    return self.file(name, files[name], body)
         self.send(404, b"", **{"X-Error-Code": "RepoNotFound"})
 
     def tree(self, files, folder):
-        entries = [
-            {"type": "file", "path": name, "size": len(contents), "oid": "0" * 40}
-            | ({"lfs": lfs_of(contents)} if name.endswith(".parquet") else {})
-            for name, contents in files.items()
-            if name.startswith(folder)
-        ]
-        if not entries:
+        entries = [{"type": "directory", "path": f"{folder}old", "oid": "0" * 40}]
+        for name, contents in files.items():
+            if name.startswith(folder):
+                entry = {"type": "file", "path": name, "size": len(contents), "oid": "0" * 40}
+                if name.endswith(".parquet"):  # other files are small and in git
+                    entry["lfs"] = {"oid": hashlib.sha256(contents).hexdigest(), "size": 1, "pointerSize": 130}
+                entries.append(entry)
+        if len(entries) == 1:
             return self.send(404, b"", **{"X-Error-Code": "EntryNotFound"})
-        others = [
-            {"type": "file", "path": f"{folder}README.md", "size": 3, "oid": "0" * 40},  # in git, not in LFS
-            {"type": "directory", "path": f"{folder}old", "oid": "0" * 40},
-        ]
-        self.send(200, json.dumps([*others, *entries]).encode())
+        self.send(200, json.dumps(entries).encode())
 
     def file(self, name, contents, body):
         headers = {"X-Repo-Commit": COMMIT, "ETag": f'"{hashlib.sha256(contents).hexdigest()}"'}
+        headers["Content-Length"] = str(len(contents))
         if not body:
-            return self.send(200, b"", **headers, **{"Content-Length": str(len(contents))})
+            return self.send(200, b"", **headers)
         self.server.downloads.append(name)
         self.server.present.append(sorted(path.name for path in self.server.folder.rglob("*.parquet")))
         if self.server.mode == "changed":
             contents = contents[:50] + bytes([contents[50] ^ 255]) + contents[51:]
-        headers["Content-Length"] = str(len(contents))
-        if start := int(self.headers.get("Range", "bytes=0-")[6:-1]):
-            contents = contents[start:]
-            headers["Content-Range"] = f"bytes {start}-{start + len(contents) - 1}/{start + len(contents)}"
-            headers["Content-Length"] = str(len(contents))
-        elif self.server.mode == "breaks off":
-            contents = contents[:1000]
-        self.send(206 if start else 200, contents, **headers)
+        self.send(200, contents, **headers)
 
     def send(self, status, contents, **headers):
         self.send_response(status)
@@ -91,8 +72,6 @@ class Handler(BaseHTTPRequestHandler):
             self.send_header(name, value)
         self.end_headers()
         self.wfile.write(contents)
-        if self.server.mode == "breaks off":
-            self.close_connection = True
 
     def log_message(self, *args):
         pass
@@ -109,17 +88,12 @@ def running(monkeypatch, folder, repositories):
         server.requests, server.downloads, server.present = [], [], []  # paths; names of files
         threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True).start()
         huggingface_hub.close_session()  # whose connections may use a proxy
-        use(monkeypatch, f"http://127.0.0.1:{server.server_port}")
+        url = f"http://127.0.0.1:{server.server_port}"
+        monkeypatch.setattr(constants, "ENDPOINT", url)
+        monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", url + "/{repo_id}/resolve/{revision}/{filename}")
+        monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+        for module in (_http, file_download):
+            monkeypatch.setattr(module, "time", SimpleNamespace(sleep=lambda seconds: None))
         yield server
         huggingface_hub.close_session()
         server.shutdown()
-
-
-def use(monkeypatch, url):
-    """Let huggingface_hub ask this server, and wait for nothing."""
-    monkeypatch.setattr(constants, "ENDPOINT", url)
-    monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", url + "/{repo_id}/resolve/{revision}/{filename}")
-    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
-    monkeypatch.setattr(constants, "DOWNLOAD_CHUNK_SIZE", 100)
-    for module in (_http, file_download):
-        monkeypatch.setattr(module, "time", SimpleNamespace(sleep=lambda seconds: None))

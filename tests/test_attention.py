@@ -6,14 +6,10 @@ from functools import partial
 import pytest
 import torch
 import torch.nn.functional as F
-import triton.language as tl
-from problems import CASES, DIFFERENTIABLE, ON_GPU, check, make_problem, results
+from problems import CASES, DIFFERENTIABLE, ON_GPU, by_impl, check, make_problem, needs_gpu, results
 
-from attention import attention, problem, table, tiles
-from attention.choose import hopper_misses
-from attention.launcher import Launcher
+from attention import attention, problem, table
 from attention.portable import launch as portable
-from attention.portable.dbias import dbias_kernel
 from attention.reference import keep_mask, reference_attention
 
 
@@ -32,7 +28,7 @@ def test_half_precision(case, dtype, device, poisoned):
 
 
 def test_check_finds_few_bad_rows(device, monkeypatch):
-    """Four rows of 1,120 have about 20 times eager PyTorch's error; the norm of the whole result stays in its bound."""
+    """Four rows of 1,120 have about 20 times eager PyTorch's error, which the norm of the whole result hides."""
 
     def spoiled(*, impl, **arguments):
         found = attention(**arguments, impl="reference")
@@ -44,21 +40,6 @@ def test_check_finds_few_bad_rows(device, monkeypatch):
     draw = partial(make_problem, device, torch.float32, q_len=280, causal=False, return_lse=False)
     with pytest.raises(AssertionError, match="of triton"):
         check(draw, torch.float32, ("triton",))
-    monkeypatch.setattr("problems.worst_row", lambda rows, held_to: 0.0)
-    check(draw, torch.float32, ("triton",))
-
-
-def test_programs_share_the_gradient_of_a_small_bias(device, monkeypatch):
-    """Each program sums some of the scores to which an element of the bias was added."""
-    q, k, v = (torch.randn(2, length, 2, 16, device=device) for length in (150, 40, 40))
-    biases = [torch.zeros(40, device=device, requires_grad=True) for _ in range(2)]
-    started, start = [], Launcher.start
-    monkeypatch.setattr(Launcher, "start", lambda self, *args: (started.append(self), start(self, *args)))
-    for bias, impl in zip(biases, ("triton", "reference"), strict=True):
-        (attention(q, k, v, causal=False, bias=bias, impl=impl) * q).sum().backward()
-    [launcher] = [x for x in started if x.kernel is dbias_kernel]
-    assert launcher.constants[-1].parts > 1
-    torch.testing.assert_close(biases[0].grad, biases[1].grad, rtol=1e-4, atol=1e-4)
 
 
 def test_gates_before_the_window(device):
@@ -80,18 +61,18 @@ def test_gates_before_the_window(device):
 def test_tf32(case, device, poisoned):
     """As exact as float16, which has as many bits. Eager tf32 is no yardstick: cuBLAS may not use it."""
     before = torch.get_float32_matmul_precision()
-    torch.set_float32_matmul_precision("high")
     try:
+        torch.set_float32_matmul_precision("high")
         check(partial(make_problem, device, torch.float32, **CASES[case]), torch.float32, yardstick=torch.float16)
     finally:
         torch.set_float32_matmul_precision(before)
 
 
 def test_precision_by_either_api(device):
-    """The precision is read correctly after PyTorch's newer API was used, where its older getter raises."""
+    """The precision of each call is right, also after PyTorch's newer API was used, where its older getter raises."""
     matmul, q = torch.backends.cuda.matmul, torch.randn(1, 20, 1, 16, device=device)
     before, asked = matmul.fp32_precision, torch.get_float32_matmul_precision()
-    found = {}
+    found, outputs = {}, {}
     try:
         for precision in ("highest", "high", "medium"):
             torch.set_float32_matmul_precision(precision)
@@ -99,11 +80,12 @@ def test_precision_by_either_api(device):
         for precision in ("ieee", "tf32"):
             matmul.fp32_precision = precision
             found[precision] = table.float32_precision(torch.float32)
-        assert attention(q, q, q, impl="triton").isfinite().all()
+            outputs[precision] = attention(q, q, q, impl="triton")
     finally:
         torch.set_float32_matmul_precision(asked)
         matmul.fp32_precision = before
     assert found == {"highest": "ieee", "high": "tf32", "medium": "tf32", "ieee": "ieee", "tf32": "tf32"}
+    assert torch.equal(outputs["ieee"], outputs["tf32"]) != ON_GPU  # the interpreter has no tf32
 
 
 DIMS = range(8, 257, 8) if ON_GPU else (8, 24, 64, 72, 128, 200, 256)
@@ -126,62 +108,49 @@ def test_lengths(q_len, k_len, device, poisoned):
         check(partial(make_problem, device, torch.float16, **problem), torch.float16)
 
 
+@needs_gpu
 @pytest.mark.slow
 @pytest.mark.parametrize("group", [1, 2])
-def test_more_heads_than_take_turns(group, device, poisoned, monkeypatch):
+def test_more_heads_than_take_turns(group, device, poisoned):
     """With a causal mask heads are processed in sets, and here the last set is not full: see query_tile()."""
     # a set has at most 256 key heads in the forwards and dq, 32 in Hopper's backward
-    sizes, dtype = dict(batch=20, heads=30, kv_heads=30 // group, dim=64), torch.bfloat16
-    if not ON_GPU:  # 3 groups, since there are three tiles of queries
-        sizes, dtype = dict(batch=1, heads=8, kv_heads=8 // group), torch.float32
-        monkeypatch.setattr(tiles, "TURN_ELEMENTS", tl.constexpr(0))
-        monkeypatch.setattr(tiles, "MANY", tl.constexpr(8))
-    check(partial(make_problem, device, dtype, q_len=70, **sizes), dtype)
-
-
-def apart(launches):
-    """The same launch settings, but with dk and dv computed one after the other."""
-    both = launches.get("dkdv")
-    return {name: x for name, x in launches.items() if name != "dkdv"} | ({"dk": both, "dv": both} if both else {})
+    sizes = dict(batch=20, heads=30, kv_heads=30 // group, dim=64, q_len=70)
+    check(partial(make_problem, device, torch.bfloat16, **sizes), torch.bfloat16)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("outputs", ["together", "apart"])
 @pytest.mark.parametrize("loops", [True, False], ids=["loop", "partials"])
 @pytest.mark.parametrize("group", [1, 2, 3, 8] if ON_GPU else [1, 3])
-def test_dkdv_strategies(outputs, loops, group, device, poisoned, monkeypatch):
-    length = 50 if ON_GPU else 33  # in the interpreter, two tiles of queries and three of keys
-    make = partial(make_problem, device, torch.float16, batch=1, q_len=length)
+def test_dk_and_dv_one_after_the_other(loops, group, device, poisoned, monkeypatch):
+    """As launch settings may ask; test_attention_pairs.py has both at once."""
+
+    def apart(*args):
+        launches = table(*args)
+        both = dict.fromkeys(("dk", "dv"), launches["dkdv"]) if "dkdv" in launches else {}
+        return {name: x for name, x in launches.items() if name != "dkdv"} | both
+
+    table = problem.launches_for
     monkeypatch.setattr(portable, "loops_over_group", lambda problem, programs, device: loops)
     monkeypatch.setattr(problem, "PROBLEMS", {})
-    if outputs == "apart":
-        table = problem.launches_for
-        monkeypatch.setattr(problem, "launches_for", lambda *args: apart(table(*args)))
-        check(partial(make, heads=group, decay=True), torch.float16)
-    check(partial(make, heads=group, kv_heads=1), torch.float16)
-    check(partial(make, heads=2 * group, kv_heads=2), torch.float16)
+    monkeypatch.setattr(problem, "launches_for", apart)
+    make = partial(make_problem, device, torch.float16, batch=1, q_len=50 if ON_GPU else 33)
+    for sizes in (dict(heads=group, decay=True), dict(heads=group, kv_heads=1), dict(heads=2 * group, kv_heads=2)):
+        check(partial(make, **sizes), torch.float16)
 
 
-SMALL_BIASES = {
-    "one": dict(bias=(1,), q_len=70),
-    "heads": dict(bias=(1, 2, 1, 1), lengths=[0, 70, 15], batch=3, q_len=70),
-    "keys": dict(bias=(2, 1, 1, 70), q_len=70),
-    "queries": dict(bias=(70, 1), q_len=70, causal=False),
-    "packed_one": dict(bias=(2, 1, 1), packed=[0, 20, 70], q_len=70),
-    "packed_keys": dict(bias=(1, 1, 1, 70), packed=[0, 20, 70], q_len=70),
-    "packed_queries": dict(bias=(1, 1, 70, 1), packed=[0, 20, 70], q_len=70),
-}
+SMALL_BIASES = ("bias_of_one", "bias_of_keys", "bias_of_queries", "lengths_bias", "packed_bias_of_one")
 
 
-@pytest.mark.parametrize("processors", [1, 1000])  # few and many programs that share a sum
-@pytest.mark.parametrize("case", SMALL_BIASES.values(), ids=SMALL_BIASES)
-def test_shares_of_dbias(case, processors, device, poisoned, monkeypatch):
-    monkeypatch.setattr(portable, "processors", lambda device: processors)
+@pytest.mark.parametrize(
+    "case", [*(CASES[name] for name in SMALL_BIASES), dict(bias=(1, 1, 40, 1), packed=[0, 20, 40], q_len=40)], ids=str
+)
+def test_many_programs_share_the_gradient_of_a_small_bias(case, device, poisoned, monkeypatch):
+    monkeypatch.setattr(portable, "processors", lambda device: 1000)
     monkeypatch.setattr(problem, "PROBLEMS", {})
-    check(partial(make_problem, device, torch.float32, heads=2, **case), torch.float32)
+    check(partial(make_problem, device, torch.float32, **case), torch.float32)
 
 
-@pytest.mark.skipif(not ON_GPU, reason="needs a GPU: sizes of real training are slow in the interpreter")
+@needs_gpu
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("dim", [64, 128, 256])
 @pytest.mark.parametrize("options", [{}, dict(causal=False), dict(dropout=0.1, seed=9)], ids=str)
@@ -190,47 +159,15 @@ def test_training_sizes(dtype, dim, options, device, poisoned):
 
 
 def test_strided_inputs(device):
-    """Slices of a fused QKV projection, a transposed layout, and a layout that must be copied."""
-    qkv = torch.randn(2, 40, 6, 16, device=device)
-    q, k, v = qkv.split((2, 2, 2), dim=2)
-    expected = attention(q.contiguous(), k.contiguous(), v.contiguous(), impl="triton")
-    assert torch.equal(attention(q, k, v, impl="triton"), expected)
-    q, k, v = (x.transpose(1, 2).contiguous().transpose(1, 2) for x in (q, k, v))
-    assert torch.equal(attention(q, k, v, impl="triton"), expected)
-    q, k, v = (F.pad(x, (1, 2))[..., 1:-2] for x in (q, k, v))
-    assert torch.equal(attention(q, k, v, impl="triton"), expected)
-
-
-def test_strided_sink(device):
-    q = torch.randn(1, 20, 4, 16, device=device)
-    for sink in (torch.randn(8, device=device)[::2], torch.randn(1, device=device).expand(4)):
-        expected = attention(q, q, q, sink=sink.contiguous(), impl="triton")
-        assert torch.equal(attention(q, q, q, sink=sink, impl="triton"), expected)
-
-
-def test_one_token_at_any_stride(device):
-    """With one token per row, the stride over tokens has no effect."""
+    """Slices of a fused QKV projection, a transposed layout, a layout that must be copied, and an expanded sink."""
+    qkv, sink = torch.randn(2, 40, 6, 16, device=device), torch.randn(1, device=device).expand(2)
+    slices = qkv.split((2, 2, 2), dim=2)
+    expected = attention(*(x.contiguous() for x in slices), sink=sink.contiguous(), impl="triton")
+    transposed = [x.transpose(1, 2).contiguous().transpose(1, 2) for x in slices]
+    for tensors in (slices, transposed, [F.pad(x, (1, 2))[..., 1:-2] for x in slices]):
+        assert torch.equal(attention(*tensors, sink=sink, impl="triton"), expected)
     x = torch.randn(3, 1, 2, 16, device=device).as_strided((3, 1, 2, 16), (32, 2**23, 16, 1))
-    assert torch.equal(attention(x, x, x, impl="triton"), x)
-
-
-def test_bias_without_gradient_is_not_differentiated(device, monkeypatch):
-    """dbias is not computed for a constant bias, such as ALiBi."""
-    monkeypatch.setattr(portable, "launch_dbias", None)
-    problem = make_problem(device, torch.float32, bias=(1, 2, 40, 40), q_len=40)
-    arguments, dout, _ = problem
-    arguments["q"].requires_grad_()
-    attention(**arguments, impl="triton").backward(dout)
-    assert arguments["q"].grad.isfinite().all()
-
-
-def test_gradient_of_a_sum(device):
-    """.sum().backward() gives the backward an expanded scalar, whose strides are all zero."""
-    q, k, v = (torch.randn(1, 20, 2, 16, device=device, requires_grad=True) for _ in range(3))
-    attention(q, k, v, impl="triton").sum().backward()
-    expected = torch.autograd.grad(reference_attention(q, k, v).sum(), (q, k, v))
-    for x, gradient in zip((q, k, v), expected, strict=True):
-        torch.testing.assert_close(x.grad, gradient, rtol=1e-3 if ON_GPU else 1e-4, atol=1e-5)
+    assert torch.equal(attention(x, x, x, impl="triton"), x)  # the stride over the only token has no effect
 
 
 def test_dropout_mask_is_fair_and_keyed_by_position(device):
@@ -264,11 +201,9 @@ def test_dropout_mask_is_fair_and_keyed_by_position(device):
         assert uncorrelated(x, y, 0.25 * 0.75)
 
 
-@pytest.mark.parametrize("impl", ["triton", "hopper"])
+@by_impl
 def test_kernels_drop_what_the_reference_drops(impl, device):
     """With equal scores, one-hot values show the mask in the output, and one-hot gradients in that of the values."""
-    if impl == "hopper" and hopper_misses(torch.device(device)):
-        pytest.skip(hopper_misses(torch.device(device)))
     q_len, k_len, dim = (200, 330, 64) if ON_GPU else (40, 70, 16)
     q, k = (torch.zeros(2, n, 2, dim, device=device, dtype=torch.bfloat16) for n in (q_len, k_len))
     seed = torch.tensor([-3], device=device)
@@ -321,10 +256,14 @@ def test_dropout_draws_a_seed_from_torch(device):
         dict(scale=-0.3),
         dict(scale=0.0),
         dict(bias=(2, 1, 20, 20), q_len=20),
+        dict(packed=[0, 5, 5, 90, 250, 260, 270], q_len=275),
+        dict(packed=[0, 5, 40, 170], q_len=170, window=7, heads=4, kv_heads=2),
+        dict(packed=[0, 0], q_len=3, causal=False),
     ],
     ids=str,
 )
 def test_sdpa_agrees(options, device):
+    device = "cpu" if "packed" in options else device
     arguments, dout, _ = make_problem(device, torch.float32, **options)
     leaves = [arguments[name].requires_grad_() for name in DIFFERENTIABLE if name in arguments]
     gradients = []
@@ -370,3 +309,28 @@ def test_reference_by_other_ways():
     scores = torch.einsum("bqhd,bkhd->bhqk", q, k) * 8**-0.5
     scores = (1.5 * torch.tanh(scores / 1.5)).masked_fill(distance < 0, float("-inf"))
     same(reference_attention(q, k, v, softcap=1.5), torch.einsum("bhqk,bkhd->bqhd", scores.softmax(-1), v))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "case, dtype",
+    [*((case, torch.float64) for case in ("full", "all", "all_packed")), ("full", torch.float32)],
+    ids=str,
+)
+def test_reference_passes_gradcheck(case, dtype, device):
+    """Gradients of output and LSE against finite differences."""
+    small = {
+        "full": dict(q_len=5),
+        "all": dict(q_len=4, k_len=6, bias=(3, 4, 6), lengths=[5]),
+        "all_packed": dict(q_len=6, bias=(4, 1, 6), packed=[0, 2, 2, 5], dim=8, value_dim=8),
+    }[case]
+    arguments, _, _ = make_problem(device, dtype, **CASES[case] | small)
+    names = [name for name in DIFFERENTIABLE if name in arguments]
+    tensors = [arguments.pop(name).to(dtype).requires_grad_() for name in names]
+
+    def outputs(*tensors):
+        out, lse = attention(**dict(zip(names, tensors, strict=True)), **arguments, return_lse=True, impl="reference")
+        return out, lse.masked_fill(lse.isinf(), 0.0)
+
+    tolerances = {} if dtype == torch.float64 else dict(eps=1e-2, atol=5e-3, rtol=5e-2)
+    assert torch.autograd.gradcheck(outputs, tensors, **tolerances)

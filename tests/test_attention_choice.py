@@ -2,13 +2,13 @@
 
 import pytest
 import torch
-from problems import make_problem
-from test_hopper import CASES, MISSES, REPEATED
+from problems import MISSES, make_problem
+from test_hopper import CASES, REPEATED
 
 from attention import attention, explain
 from attention.api import call_of
 from attention.call import key_of
-from attention.choose import hopper_lacks
+from attention.choose import call_problem
 
 
 def test_explain_names_the_implementation(device):
@@ -58,7 +58,7 @@ def test_unsupported_sizes():
     for q_len, k_len, lack in (
         (8, 2**20, None), (8, 2**20 + 1, "1,048,576"), (8, 0, "empty"), (0, 8, "empty"),
     ):  # fmt: skip
-        found = hopper_lacks(call_of(q[:, :q_len], k[:, :k_len], k[:, :k_len]))
+        found = call_problem(call_of(q[:, :q_len], k[:, :k_len], k[:, :k_len]))
         assert found is None if lack is None else lack in found
 
 
@@ -69,10 +69,10 @@ def test_supported_calls(case):
 
 
 def lacks(dtype=torch.bfloat16, dim=64, **problem):
-    """hopper_lacks() of a problem: why the Hopper kernels do not support it, or None."""
+    """call_problem() of a problem: why the Hopper kernels do not support it, or None."""
     arguments, _, _ = make_problem("cpu", dtype, dim=dim, **problem)
     q, k, v = map(arguments.pop, "qkv")
-    return hopper_lacks(call_of(q, k, v, **arguments))
+    return call_problem(call_of(q, k, v, **arguments))
 
 
 def test_bounds_of_queries_and_keys_apart_are_another_kind_of_call():
@@ -81,5 +81,5 @@ def test_bounds_of_queries_and_keys_apart_are_another_kind_of_call():
     starts = torch.tensor([0, 128], dtype=torch.int32)
     options = dict(window=16, dropout=0.1, seed=1, max_seqlen=128)
     alone, pair = (call_of(q, q, q, cu_seqlens=bounds, **options) for bounds in (starts, (starts, starts)))
-    assert hopper_lacks(alone) != hopper_lacks(pair)
+    assert call_problem(alone) != call_problem(pair)
     assert key_of(alone) != key_of(pair)

@@ -4,18 +4,15 @@ from functools import partial
 
 import pytest
 import torch
-from problems import CASES, DIFFERENTIABLE, ON_GPU, from_qkv, kernels, make_problem, results
+from problems import BACKEND, CASES, ON_GPU, by_impl, from_qkv, make_problem, named, needs_gpu, results, same
 from test_hopper import CASES as HOPPER_CASES
-from test_hopper import on_hopper
 from torch.autograd import forward_ad
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
-from attention import attention, ops
+from attention import attention, decode, ops
+from attention.portable import launch as portable
 
-# On a CPU, Inductor would only add the time of its own compiler.
-BACKEND = "inductor" if ON_GPU else "aot_eager"
-needs_gpu = pytest.mark.skipif(not ON_GPU, reason="needs a GPU")
 # name -> implementation, dtype and problem: without options, or with all options that the implementation supports
 WHOLE = {
     "none": ("triton", torch.float32, CASES["causal"]),
@@ -33,19 +30,11 @@ WHOLE = {
 }
 
 
-def named(names):
-    """Parameters of a test. Those of the Hopper kernels are skipped on other chips."""
-    return [pytest.param(name, marks=on_hopper) if name.startswith("hopper") else name for name in names]
-
-
 def whole(name, device, **changes):
     """A problem of WHOLE: the function that computes it, its dtype, and the result of make_problem()."""
     impl, dtype, problem = WHOLE[name]
     function = from_qkv if "qkv" in name else attention
     return partial(function, impl=impl), dtype, make_problem(device, dtype, **problem | changes)
-
-
-by_impl = pytest.mark.parametrize("impl", named(["triton", "hopper"]))
 
 
 def leaves(device, length=33, impl="triton"):
@@ -137,50 +126,30 @@ SHORT = {
 }
 
 
-@pytest.mark.parametrize("name", named(WHOLE))
-def test_custom_ops(name, device, monkeypatch):
-    """torch.library.opcheck of both ops, with the arguments that attention() passes to them."""
-    call, dtype, problem = whole(name, device, **({} if ON_GPU else SHORT.get(name, {})))
-    monkeypatch.setattr(ops, "_plain", lambda *tensors: False)  # else eager calls bypass the ops
+@pytest.mark.parametrize(
+    "name", [pytest.param(x, marks=pytest.mark.slow) if x in ("prefix_all", "qkv_all") else x for x in named(WHOLE)]
+)
+def test_custom_ops(name, device):
+    """A dispatch mode sees both ops, and they give the same results; torch.library.opcheck with their arguments."""
     calls = {}
-    for direction in ("forward", "backward"):
-        op = getattr(ops, direction)
-
-        def record(*args, direction=direction, op=op):
-            calls[direction] = (op, [x.detach().clone() if isinstance(x, torch.Tensor) else x for x in args])
-            return op(*args)
-
-        monkeypatch.setattr(ops, direction, record)
-    results(call, problem, dtype)
-    assert set(calls) == {"forward", "backward"}
-    for direction, (op, args) in calls.items():
-        tests = ["test_schema", "test_faketensor", "test_autograd_registration"]
-        if direction == "forward":  # the backward op has no derivative to trace
-            args = [x.requires_grad_() if isinstance(x, torch.Tensor) and x.is_floating_point() else x for x in args]
-            tests.append("test_aot_dispatch_dynamic")
-        torch.library.opcheck(op, tuple(args), test_utils=tests)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", named(WHOLE))
-def test_dispatch_modes_see_the_ops(name, device):
-    """Under a dispatch mode, calls use both ops and give the same results."""
-    seen = set()
 
     class Log(TorchDispatchMode):
         def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-            seen.add(function)
+            if function in (ops.forward, ops.backward):
+                calls[function] = [x.detach().clone() if isinstance(x, torch.Tensor) else x for x in args]
             return function(*args, **kwargs or {})
 
-    call, dtype, problem = whole(name, device)
+    call, dtype, problem = whole(name, device, **({} if ON_GPU else SHORT.get(name, {})))
     with Log():
         found = results(call, problem, dtype)
-    assert {ops.forward, ops.backward} <= seen
-    for which, x in results(call, problem, dtype).items():
-        if name.startswith("hopper") and which == "dq":  # summed in any order
-            torch.testing.assert_close(x, found[which])
-        else:
-            assert torch.equal(x, found[which]), which
+    same(found, results(call, problem, dtype), name)
+    assert set(calls) == {ops.forward, ops.backward}
+    for op, args in calls.items():
+        tests = ["test_schema", "test_faketensor", "test_autograd_registration"]
+        if op is ops.forward:  # the backward op has no derivative to trace
+            args = [x.requires_grad_() if isinstance(x, torch.Tensor) and x.is_floating_point() else x for x in args]
+            tests.append("test_aot_dispatch_dynamic")
+        torch.library.opcheck(op, tuple(args), test_utils=tests)
 
 
 @by_impl
@@ -210,12 +179,55 @@ def test_activation_checkpointing(impl, device):
     assert all(torch.equal(a, b) for a, b in zip(plain, again, strict=True))
 
 
-@by_impl
-def test_double_backward_raises(impl, device):
-    q, k, v = leaves(device, impl=impl)
-    (dq,) = torch.autograd.grad(attention(q, k, v, impl=impl).sum(), q, create_graph=True)
-    with pytest.raises(RuntimeError, match="second derivative"):
-        dq.sum().backward()
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)  # delta is found in two ways
+@pytest.mark.parametrize("frozen", ["q", "kv", "qkv", "bias"])
+def test_no_kernel_for_gradients_that_nobody_needs(frozen, dtype, device, monkeypatch):
+    arguments, dout, _ = make_problem(device, dtype, q_len=20, sink=True, bias=(20, 20))
+    if frozen == "bias":
+        frozen = ["bias"]
+    else:
+        arguments.pop("bias")
+
+    def gradients(frozen):
+        given = {name: x.detach().requires_grad_(name not in frozen) for name, x in arguments.items()}
+        learned = [name for name in given if name not in frozen]
+        out = attention(**given, impl="triton")
+        return dict(zip(learned, torch.autograd.grad(out, [given[x] for x in learned], dout), strict=True))
+
+    expected, launcher = gradients(""), portable.dq_launcher
+    if "q" in frozen:
+        monkeypatch.setattr(portable, "dq_launcher", lambda problem, out: {"delta": launcher}[out](problem, out))
+    if "k" in frozen:
+        monkeypatch.setattr(portable, "launch_dkdv", None)
+    if "bias" in frozen:
+        monkeypatch.setattr(portable, "launch_dbias", None)
+    found = gradients(frozen)
+    assert set(found) == set(arguments) - set(frozen)
+    for name, x in found.items():
+        torch.testing.assert_close(x, expected[name])
+
+
+@pytest.mark.parametrize("impl", ["triton", "reference"])
+@pytest.mark.parametrize("name", ["lengths", "cu_seqlens", "decode"])
+def test_export_keeps_sizes_dynamic(name, impl, device):
+    """Of the batch, and the number of packed sequences."""
+    lengths = torch.tensor([9, 4, 0], dtype=torch.int32, device=device)
+    starts = torch.tensor([0, 3, 9, 9], dtype=torch.int32, device=device)
+    q, k, v = (torch.randn(3 if name != "cu_seqlens" else 1, 9, 2, 16, device=device) for _ in range(3))
+    slopes = torch.rand(2, device=device)
+
+    class Network(torch.nn.Module):
+        def forward(self, q, k, v, x):
+            if name == "decode":
+                return decode(q[:, -1:], k, v, x, alibi_slopes=slopes, impl=impl.replace("reference", "eager"))
+            return attention(q, k, v, alibi_slopes=slopes, **{name: x}, impl=impl)
+
+    packed, dynamic = name == "cu_seqlens", {0: torch.export.Dim.DYNAMIC}
+    shapes = dict.fromkeys("qkv", None if packed else dynamic) | dict(x=dynamic)
+    args = q, k, v, starts if packed else lengths
+    exported = torch.export.export(Network(), args, dynamic_shapes=shapes, strict=False).module()
+    fewer = (q, k, v, starts[:3]) if packed else [x[:2] for x in args]
+    torch.testing.assert_close(exported(*fewer), Network()(*fewer))
 
 
 @pytest.mark.parametrize("case", named(["q", "decay", "hopper_q"]))
@@ -248,72 +260,40 @@ def test_forward_mode_raises(case, device):
         assert torch.equal(torch.vmap(call)(x[None])[0], call(x))
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "case, dtype",
-    [*((case, torch.float64) for case in ("full", "all", "all_packed")), ("full", torch.float32)],
-    ids=str,
-)
-def test_reference_passes_gradcheck(case, dtype, device):
-    """Gradients of output and LSE against finite differences."""
-    small = {
-        "full": dict(q_len=5),
-        "all": dict(q_len=4, k_len=6, bias=(3, 4, 6), lengths=[5]),
-        "all_packed": dict(q_len=6, bias=(4, 1, 6), packed=[0, 2, 2, 5], dim=8, value_dim=8),
-    }[case]
-    arguments, _, _ = make_problem(device, dtype, **CASES[case] | small)
-    names = [name for name in DIFFERENTIABLE if name in arguments]
-    tensors = [arguments.pop(name).to(dtype).requires_grad_() for name in names]
-
-    def outputs(*tensors):
-        out, lse = attention(**dict(zip(names, tensors, strict=True)), **arguments, return_lse=True, impl="reference")
-        return out, lse.masked_fill(lse.isinf(), 0.0)
-
-    tolerances = {} if dtype == torch.float64 else dict(eps=1e-2, atol=5e-3, rtol=5e-2)
-    assert torch.autograd.gradcheck(outputs, tensors, **tolerances)
-
-
 @needs_gpu
-def test_cuda_graph(device):
+@by_impl
+def test_cuda_graph_and_another_stream(impl, device):
     """A captured graph replays on new inputs; dropout draws a new mask from torch's generator in each replay."""
-    q, k, v = (x.detach().half() for x in leaves(device, 200))
+    names = {"triton": ("all", "all_packed"), "hopper": ("hopper_all", "hopper_packed_all")}
+    q, k, v = (x.detach().half() for x in leaves(device, 200, impl))
     q.requires_grad_()
-    stream = torch.cuda.Stream()
-    with torch.cuda.stream(stream):
-        attention(q, k, v, dropout=0.5, impl="triton").sum().backward()
-    torch.cuda.current_stream().wait_stream(stream)
-    problems = [make_problem(device, torch.float32, **CASES[case]) for case in ("all", "all_packed")]
-    expected = [results(kernels, problem, torch.float32) for problem in problems]
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        found = [results(kernels, problem, torch.float32) for problem in problems]
-        plain = attention(q, k, v, impl="triton")
-        seeded = attention(q, k, v, dropout=0.5, seed=3, impl="triton")
-        (dq,) = torch.autograd.grad(seeded.sum(), q)
-        dropped = attention(q, k, v, dropout=0.5, impl="triton")
-    with torch.no_grad():
-        q.normal_()
-    graph.replay()
-    for ours, eager in zip(found, expected, strict=True):
-        assert all(torch.equal(ours[name], eager[name]) for name in eager)
-    assert torch.equal(plain, attention(q, k, v, impl="triton"))
-    expected = attention(q, k, v, dropout=0.5, seed=3, impl="triton")
-    assert torch.equal(seeded, expected) and torch.equal(dq, torch.autograd.grad(expected.sum(), q)[0])
-    first = dropped.clone()
-    graph.replay()
-    assert not torch.equal(first, dropped)
-
-
-@needs_gpu
-def test_another_stream(device):
-    problem = make_problem(device, torch.float16, q_len=500)
-    expected = results(kernels, problem, torch.float16)
+    call = partial(attention, q, k, v, impl=impl)
+    problems = [whole(name, device) for name in names[impl]]
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
-        found = results(kernels, problem, torch.float16)
-    stream.synchronize()
-    assert all(torch.equal(found[name], expected[name]) for name in expected)
+        call(dropout=0.5).sum().backward()
+        call(return_max_logit=True)
+        expected = [results(run, problem, dtype) for run, dtype, problem in problems]
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        found = [results(run, problem, dtype) for run, dtype, problem in problems]
+        plain, largest = call(return_max_logit=True)
+        seeded = call(dropout=0.5, seed=3)
+        (dq,) = torch.autograd.grad(seeded.sum(), q)
+        dropped = call(dropout=0.5)
+    with torch.no_grad():
+        q.mul_(0.25)  # so that the largest logits of the first run would be too large
+    graph.replay()
+    for ours, on_another_stream in zip(found, expected, strict=True):
+        same(ours, on_another_stream, impl)
+    expected = call(dropout=0.5, seed=3)
+    assert all(map(torch.equal, (plain, largest, seeded), (*call(return_max_logit=True), expected)))
+    torch.testing.assert_close(dq, torch.autograd.grad(expected.sum(), q)[0])
+    first = dropped.clone()
+    graph.replay()
+    assert not torch.equal(first, dropped)
 
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
@@ -374,10 +354,10 @@ def test_bias_past_2_to_the_31(device):
 def test_one_long_row_of_gates_repeats(device):
     """The same bits in each call, although PyTorch's cumsum of a single row varies in order."""
     problem = make_problem(device, torch.bfloat16, batch=1, q_len=20_000, heads=1, decay=True)
+    kernels = partial(attention, impl="triton")
     first = results(kernels, problem, torch.bfloat16)
     for _ in range(50):
-        again = results(kernels, problem, torch.bfloat16)
-        assert all(torch.equal(first[name], again[name]) for name in first)
+        same(results(kernels, problem, torch.bfloat16), first, "triton")
 
 
 @needs_gpu

@@ -5,20 +5,10 @@ from functools import partial
 import pytest
 import torch
 import torch.nn.functional as F
-from problems import DIFFERENTIABLE, ON_GPU, floats, integers, make_problem, our_kernels, results
-from test_hopper import on_hopper
+from problems import DIFFERENTIABLE, ON_GPU, floats, integers, make_problem, on_hopper, our_kernels, results
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from attention import attention, explain
-
-
-def test_rows_without_keys(device):
-    """Causal with more queries than keys: the first queries see no key."""
-    q, k, v = (torch.randn(1, n, 2, 16, device=device, requires_grad=True) for n in (50, 20, 20))
-    out, lse = attention(q, k, v, return_lse=True, impl="triton")
-    assert (out[:, :30] == 0).all() and (lse[:, :, :30] == float("-inf")).all() and lse[:, :, 30:].isfinite().all()
-    (dq,) = torch.autograd.grad(out.square().sum(), q)
-    assert (dq[:, :30] == 0).all() and dq.isfinite().all()
 
 
 def test_prefixes_are_a_mask(device):
@@ -85,13 +75,16 @@ def test_loss_of_the_lse_alone(impl, device):
         assert (ours[name] - truth).norm() <= (2e-2 if ON_GPU else 1e-5) * truth.norm(), name
 
 
-def test_no_keys_or_no_batch(device):
-    q = torch.randn(2, 5, 2, 16, device=device, requires_grad=True)
-    none = torch.randn(2, 0, 2, 16, device=device, requires_grad=True)
-    out = attention(q, none, none, impl="triton")
-    out.sum().backward()
-    assert (out == 0).all() and (q.grad == 0).all()
-    assert attention(q[:0], q[:0], q[:0], impl="triton").shape == (0, 5, 2, 16)
+def test_no_keys(device):
+    """Of some queries, of all, and no batch: output and gradients are 0, the LSE is -inf."""
+    q = torch.randn(2, 50, 2, 16, device=device, requires_grad=True)
+    for k_len in (20, 0):
+        k = torch.randn(2, k_len, 2, 16, device=device)
+        out, lse = attention(q, k, k, return_lse=True, impl="triton")
+        (dq,) = torch.autograd.grad(out.square().sum(), q)
+        assert not out[:, : 50 - k_len].any() and not dq[:, : 50 - k_len].any() and dq.isfinite().all()
+        assert (lse[:, :, : 50 - k_len] == float("-inf")).all() and lse[:, :, 50 - k_len :].isfinite().all()
+    assert attention(q[:0], q[:0], q[:0], impl="triton").shape == (0, 50, 2, 16)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
@@ -101,11 +94,8 @@ def test_least_bias(impl, dtype, device):
     q, k, v = (torch.randn(1, 20, 1, 16, device=device, dtype=dtype) for _ in range(3))
     k[:, 5] = v[:, 5] = float("nan")
     found = []
-    for least, bias_dtype in (
-        (-float("inf"), dtype),
-        (-float("inf"), torch.float32),
-        (torch.finfo().min, torch.float32),
-    ):
+    hides = -float("inf")
+    for least, bias_dtype in ((hides, dtype), (hides, torch.float32), (torch.finfo().min, torch.float32)):
         bias = floats(20, 20)
         bias[3], bias[7], bias[:, 5] = -2.2e38 if bias_dtype == torch.float32 else -1e4, least, least
         leaves = [x.clone().requires_grad_() for x in (q, k, v)]
@@ -151,20 +141,20 @@ def test_an_expanded_bias_has_a_full_gradient(shape, device):
     def close(x, y):
         torch.testing.assert_close(x, y, rtol=2e-2 if ON_GPU else 1e-4, atol=1e-2 if ON_GPU else 1e-5)
 
-    gradients = []
-    for impl in ("sdpa", "reference"):
-        leaf = bias.detach().requires_grad_()
-        gradients.append(torch.autograd.grad(loss(leaf, impl), leaf)[0])
-    close(*gradients)
-    close(torch.func.grad(loss)(bias, "sdpa"), gradients[1])
-    gradients = []
-    for impl in ("sdpa", "reference"):  # autograd of a torch.func derivative
-        leaf = bias.detach().requires_grad_()
-        inner = lambda x, leaf=leaf, impl=impl: attention(x, k, v, bias=leaf, causal=False, impl=impl).square().sum()  # noqa: E731
+    def curvature(bias, impl):
+        """By autograd of a torch.func derivative."""
+        inner = torch.func.grad(lambda q: attention(q, k, v, bias=bias, causal=False, impl=impl).square().sum())
         with sdpa_kernel(SDPBackend.MATH):
-            (gradient,) = torch.autograd.grad(torch.func.grad(inner)(q).square().sum(), leaf)
-        gradients.append(gradient)
-    close(*gradients)
+            return inner(q).square().sum()
+
+    for function in (loss, curvature):
+        gradients = []
+        for impl in ("sdpa", "reference"):
+            leaf = bias.detach().requires_grad_()
+            gradients.append(torch.autograd.grad(function(leaf, impl), leaf)[0])
+        close(*gradients)
+        if function is loss:
+            close(torch.func.grad(loss)(bias, "sdpa"), gradients[1])
     close(loss(bias, "sdpa"), loss(bias, "reference"))
 
 
@@ -182,20 +172,10 @@ def test_a_gate_that_forgets_everything(impl, device):
         torch.testing.assert_close(out.double(), expected, rtol=tolerance, atol=tolerance)
 
 
-@pytest.mark.parametrize(
-    "where",
-    [
-        "lengths",
-        "packed",
-        "window",
-        "window_full",
-        "window_bias",
-        "bias",
-        "bias_of_a_head",
-        "bias_of_a_query",
-        "softcap",
-    ],
-)
+HIDDEN = ("lengths", "packed", "window", "window_full", "window_bias", "bias", "bias_of_a_head", "bias_of_a_query")
+
+
+@pytest.mark.parametrize("where", [*HIDDEN, "softcap"])
 @pytest.mark.parametrize("impl", ["triton", "reference", "sdpa"])
 def test_nan_at_hidden_positions(impl, where, device):
     """NaN in keys and values that no query sees, and in queries that see no key, changes no output and no gradient."""
@@ -235,3 +215,36 @@ def test_nan_at_hidden_positions(impl, where, device):
         found.append([out, *torch.autograd.grad(out.sum(), leaves)])
     for clean, poisoned in zip(*found, strict=True):
         assert torch.equal(clean, poisoned)
+
+
+@pytest.mark.parametrize("impl", ["triton", "reference", pytest.param("hopper", marks=on_hopper)])
+def test_nan_in_gradients_of_rows_without_keys(impl, device):
+    """Their output is 0 whatever the inputs are, so what is computed from it reaches no gradient."""
+    dtype, dim = (torch.bfloat16, 64) if impl == "hopper" else (torch.float32, 16)
+    q, k, v, dout = (torch.randn(2, 20, 2, dim, device=device, dtype=dtype) for _ in range(4))
+    starts = dict(q=q[:1], k=k[:1], v=v[:1], cu_seqlens=integers(0, 8, 13))
+    for call, dead in ((dict(q=q, k=k, v=v, lengths=integers(13, 0)), (13, 0)), (starts, (13,))):
+        call |= {name: call[name].clone().requires_grad_() for name in "qkv"}
+        found = []
+        for value in (0.0, float("nan")):
+            gradient = dout[: len(dead)].clone()
+            for row, first in enumerate(dead):
+                gradient[row, first:] = value
+            found.append(torch.autograd.grad(attention(**call, impl=impl), [call[x] for x in "qkv"], gradient))
+        for name, clean, poisoned in zip("qkv", *found, strict=True):
+            torch.testing.assert_close(poisoned, clean, msg=f"d{name}")
+
+
+@pytest.mark.parametrize("rows", [1, 2])
+@pytest.mark.parametrize("impl", ["triton", "reference", pytest.param("hopper", marks=on_hopper)])
+def test_bounds_of_any_strides(impl, rows, device):
+    """A column of a table, also of a single row, whose stride .contiguous() keeps."""
+    dtype, dim = (torch.bfloat16, 64) if impl == "hopper" else (torch.float32, 16)
+    q = torch.randn(rows, 20, 2, dim, device=device, dtype=dtype)
+    table = integers(13, 7, 5, 20).view(2, 2)[:rows]
+    calls = [(q, dict(lengths=table[:, 0])), (q[:1], dict(cu_seqlens=integers(0, 1, 8, 2, 20, 3)[::2]))]
+    if impl != "hopper":
+        calls.append((q, dict(prefix_lengths=table[:, 0])))
+    for x, bounds in calls:
+        plain = {name: integers(*y.tolist()) for name, y in bounds.items()}
+        assert torch.equal(*(attention(x, x, x, **given, impl=impl) for given in (bounds, plain)))

@@ -31,6 +31,7 @@ PARAMETERS = {
     "decay": [False, True],
     "alibi": [0, 1, 2],
     "sink": [False, True],
+    "relative": [None, (1,), (2, 12)],
     "seed": [None, 5],  # None: drawn from torch
     "hide": [False, True],  # part of the bias is -inf
     "longest": [True, False],  # whether max_seqlen is given
@@ -59,10 +60,10 @@ def arguments(case):
     batch = {None: 2, "lengths": 3, "packed": 1, "packed_pair": 1}[case.ragged]
     arguments = dict(
         q_len=q_len, k_len=k_len, dim=dim, value_dim=case.value_dim, heads=heads, kv_heads=case.kv_heads, batch=batch,
-        causal=case.causal, decay=case.decay, alibi=case.alibi, sink=case.sink, window=case.window,
-        softcap=case.softcap, scale=None if case.scale is None else case.scale * dim**-0.5, dropout=case.dropout,
-        seed=case.seed,
-        hide=case.hide, longest=case.longest, return_lse=case.return_lse,
+        causal=case.causal, decay=case.decay, alibi=case.alibi, sink=case.sink, relative=case.relative,
+        window=case.window, softcap=case.softcap, dropout=case.dropout, seed=case.seed,
+        scale=None if case.scale is None else case.scale * dim**-0.5, hide=case.hide, longest=case.longest,
+        return_lse=case.return_lse,
     )  # fmt: skip
     arguments["bias"] = {
         None: None,

@@ -2,12 +2,9 @@
 
 from functools import partial
 
-import problems
 import pytest
 import torch
-from problems import CASES, ON_GPU, check, from_qkv, make_problem, our_kernels, results
-from test_attention_composes import BACKEND, named
-from torch.utils.flop_counter import FlopCounterMode
+from problems import CASES, ON_GPU, by_impl, from_qkv, make_problem, our_kernels, results, same
 
 from attention import attention, attention_qkv
 
@@ -18,12 +15,12 @@ QKV_CASES = {
     "grouped": dict(heads=4, kv_heads=2),
     "multi_query_full": dict(causal=False, heads=3, kv_heads=1),
     "window": dict(window=20),
-    "lengths": dict(lengths=[70, 23, 0], batch=3),
-    "lengths_window": dict(lengths=[70, 30], heads=4, kv_heads=2, window=9),
-    "packed_with_rest": dict(packed=[0, 20, 20, 53, 60], heads=4, kv_heads=2),
-    "packed_window": dict(packed=[0, 31, 60], window=12, sink=True),
-    "packed_pair": dict(packed=([0, 20, 20, 50], [0, 30, 41, 60]), q_len=60),
-    "bias": dict(bias=(2, 2, 50, 50), q_len=50, hide=True),
+    "lengths": dict(lengths=[40, 23, 0], batch=3),
+    "lengths_window": dict(lengths=[40, 30], heads=4, kv_heads=2, window=9),
+    "packed_with_rest": dict(packed=[0, 20, 20, 33, 40], heads=4, kv_heads=2),
+    "packed_window": dict(packed=[0, 11, 40], window=12, sink=True),
+    "packed_pair": dict(packed=([0, 20, 20, 30], [0, 30, 35, 40])),
+    "bias": dict(bias=(2, 2, 40, 40), hide=True),
     "all": CASES["all"] | dict(q_len=60, bias=(3, 60, 60)),
     "all_packed": CASES["all_packed"] | dict(dim=DIM, value_dim=None),
 }
@@ -32,24 +29,13 @@ QKV_CASES = {
 @pytest.mark.parametrize("loops", [True, False], ids=["loop", "partials"])
 @pytest.mark.parametrize("case", QKV_CASES.values(), ids=QKV_CASES)
 def test_equals_attention_of_slices(case, loops, device, poisoned, monkeypatch):
-    """The same bits, except for dq of the Hopper kernels, which is summed in any order."""
     if not loops and "kv_heads" not in case:
         pytest.skip("partial sums are for grouped queries")
     monkeypatch.setattr("attention.portable.launch.loops_over_group", lambda problem, programs, device: loops)
-    problem = make_problem(device, DTYPE, **dict(dim=DIM) | case)
+    problem = make_problem(device, DTYPE, **dict(dim=DIM, q_len=40) | case)
     for impl in our_kernels(problem[0]):
         whole, slices = (results(partial(call, impl=impl), problem, DTYPE) for call in (from_qkv, attention))
-        for name, expected in slices.items():
-            if (impl, name) == ("hopper", "dq"):
-                torch.testing.assert_close(whole[name], expected)
-            else:
-                assert torch.equal(whole[name], expected), (impl, name)
-
-
-@pytest.mark.parametrize("case", ["grouped", "lengths_window", "all", "all_packed"])
-def test_errors_against_float64(case, device, poisoned, monkeypatch):
-    monkeypatch.setattr(problems, "attention", from_qkv)  # which check() calls
-    check(partial(make_problem, device, DTYPE, **dict(dim=DIM) | QKV_CASES[case]), DTYPE)
+        same(whole, slices, impl)
 
 
 def projection(device, *batch, impl="triton"):
@@ -65,9 +51,6 @@ def loss(qkv, impl, **options):
 def loss_of_slices(qkv, impl, **options):
     q, k, v = qkv.unflatten(-1, (8, -1)).split((4, 2, 2), -2)
     return attention(q, k, v, impl=impl, **options).float().square().sum()
-
-
-by_impl = pytest.mark.parametrize("impl", named(["triton", "hopper"]))
 
 
 @by_impl
@@ -95,36 +78,6 @@ def test_other_implementations(impl, device):
     torch.testing.assert_close(found, expected)
 
 
-@by_impl
-def test_transforms(impl, device):
-    """torch.vmap, torch.func and torch.compile, alone and together; second derivatives raise."""
-    qkv = projection(device, 3, 2, impl=impl)
-    losses = torch.stack([loss_of_slices(x, impl) for x in qkv])
-    (truth,) = torch.autograd.grad(losses.sum(), qkv)
-    close = partial(torch.testing.assert_close, rtol=2e-2 if ON_GPU else 1e-4, atol=1e-2 if ON_GPU else 1e-5)
-    mapped = torch.vmap(partial(loss, impl=impl))(qkv)
-    close(mapped, losses)
-    close(torch.autograd.grad(mapped.sum(), qkv)[0], truth)
-    gradient = torch.vmap(torch.func.grad(partial(loss, impl=impl)))
-    for call in (gradient, torch.compile(gradient, backend=BACKEND)):
-        close(call(qkv.detach()), truth)
-    with pytest.raises(RuntimeError, match=r"second derivative.*impl='reference'"):
-        torch.func.grad(lambda x: gradient(x).square().sum())(qkv.detach())
-    with pytest.raises(RuntimeError, match="forward-mode"):
-        torch.func.jvp(partial(loss, impl=impl), (qkv[0].detach(),), (qkv[0].detach(),))
-
-
-@by_impl
-def test_flops(impl, device):
-    """As those of attention(), of the packed gradient too."""
-    counts = []
-    for call in (loss, loss_of_slices):
-        with FlopCounterMode(display=False) as counter:
-            call(projection(device, 2, impl=impl), impl).backward()
-        counts.append(counter.get_total_flops())
-    assert counts[0] == counts[1] > 0
-
-
 def test_autocast(device):
     qkv = projection(device, 2)
     with torch.autocast(device, torch.bfloat16):
@@ -132,11 +85,6 @@ def test_autocast(device):
     assert out.dtype == torch.bfloat16
     assert torch.equal(out, attention_qkv(qkv.bfloat16(), 4, 2, impl="triton"))
     assert torch.autograd.grad(out.float().sum(), qkv)[0].dtype == torch.float32
-
-
-def test_empty_batch(device):
-    qkv = projection(device, 0)
-    assert torch.autograd.grad(loss(qkv, "triton"), qkv)[0].shape == qkv.shape
 
 
 def test_key_heads_default_to_query_heads(device):
@@ -164,6 +112,7 @@ def test_rules(shape, heads, said):
 def test_arguments():
     with pytest.raises(ValueError, match="qkv is list"):
         attention_qkv([1.0], 4)
+    assert attention_qkv(torch.zeros(0, 30, 96), 2).shape == (0, 30, 2, 16)
     for name in ("windows", "q"):
         with pytest.raises(TypeError, match=rf"attention_qkv\(\).*'{name}'"):
             attention_qkv(torch.zeros(1, 10, 96), 2, **{name: 3})

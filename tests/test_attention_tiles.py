@@ -1,16 +1,17 @@
-"""The kernels never visit tiles that are fully hidden. This observes the kernels, not a copy of their formulas."""
+"""Kernels read no tile that is fully hidden, mask those that are partly hidden, and stay inside of their row."""
 
 import itertools
-from collections import defaultdict
-from typing import NamedTuple
 
 import pytest
 import torch
-from problems import ON_GPU, kernels, make_problem, results
+import triton
+import triton.language as tl
+from problems import ON_GPU, integers, kernels, make_problem, reference, results
 
-from attention import table
+from attention import attention, table
 from attention.launcher import Launcher
-from attention.portable import backward, dkdv, forward
+from attention.score import Rule
+from attention.tiles import Tile, query_tile
 
 # Multiples of all tile sizes: those of the GPU tables, or those of the interpreter.
 BLOCK_Q, BLOCK_K = (128, 128) if ON_GPU else (table.INTERPRETER.block_q, table.INTERPRETER.block_k)
@@ -18,12 +19,11 @@ LONG = 3 * BLOCK_Q + 7
 
 CASES = {
     "causal": {},
-    "full": dict(causal=False, k_len=LONG // 2),
     "more_queries": dict(k_len=LONG // 2),
     "window": dict(window=BLOCK_Q + 2 * BLOCK_K),
     "window_of_one": dict(window=1),
     "window_full": dict(window=BLOCK_K // 2 + 3, causal=False, k_len=LONG + 9),
-    "window_more_keys": dict(window=BLOCK_K, q_len=LONG // 2, k_len=LONG),
+    "window_more_keys": dict(window=BLOCK_K, k_len=2 * LONG),
     "lengths": dict(lengths=[LONG - BLOCK_K - 5, 0], batch=2),
     "lengths_window_full": dict(lengths=[LONG - 5, 3], batch=2, window=BLOCK_Q + 2 * BLOCK_K, causal=False),
     "prefix": dict(prefix_lengths=[BLOCK_K + 5, 2 * BLOCK_K], batch=2, k_len=LONG + 9),
@@ -32,23 +32,14 @@ CASES = {
     "packed_pair_window": dict(
         packed=([0, LONG - BLOCK_Q, LONG], [0, LONG, LONG + BLOCK_K + 1]), k_len=LONG + 2 * BLOCK_K, window=BLOCK_Q
     ),
-    "grouped": dict(heads=2, kv_heads=1, q_len=LONG // 2, k_len=8 * BLOCK_K, window=BLOCK_K + 3),
-    "bias": dict(bias=(LONG // 2, LONG), q_len=LONG // 2, k_len=LONG, window=BLOCK_K + 3),
-    "bias_of_keys": dict(bias=(LONG // 2,), q_len=LONG // 2, window=BLOCK_K + 3),
+    "grouped": dict(heads=2, kv_heads=1, k_len=8 * BLOCK_K, window=BLOCK_K + 3),
+    "bias": dict(bias=(LONG, LONG), window=BLOCK_K + 3),
 }
 
 
-class Bounds(NamedTuple):
-    """Where a sequence lies, and which keys its queries see: [queries, keys], by the definition of the mask."""
-
-    row: int
-    q_start: int
-    k_start: int
-    sees: torch.Tensor
-
-
-def make_case(case, device, dtype=torch.float32, **sizes):
-    problem = make_problem(device, dtype, **dict(q_len=LONG, batch=1, heads=1) | CASES[case], **sizes)
+def make_case(case, device, **sizes):
+    """A problem and its largest sequence: row, places of its first query and key, and [queries, keys] which it sees."""
+    problem = make_problem(device, torch.float32, **dict(q_len=LONG, batch=1, heads=1) | CASES[case], **sizes)
     arguments = problem[0]
     (batch, q_len), k_len = arguments["q"].shape[:2], arguments["k"].shape[1]
     causal, window = arguments.get("causal", True), arguments.get("window") or 2**30
@@ -67,66 +58,21 @@ def make_case(case, device, dtype=torch.float32, **sizes):
         sees = (distance < window) & (distance >= 0 if causal else distance > -window)
         if "prefix_lengths" in arguments:
             sees |= torch.arange(keys) < arguments["prefix_lengths"][row].item()
-        sequences.append(Bounds(row, q_start, k_start, sees))
-    return problem, sequences
+        sequences.append((row, q_start, k_start, sees))
+    return problem, max(sequences, key=lambda sequence: sequence[-1].numel())
 
 
-@pytest.mark.skipif(ON_GPU, reason="only the interpreter can record the tiles that a kernel visits")
-@pytest.mark.parametrize("dtype", [torch.float32, pytest.param(torch.float16, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("case", CASES)
-def test_visited_tiles(case, dtype, device, monkeypatch):
-    """Each kernel visits every visible pair once, masks tiles that are partly hidden and visits no fully hidden one."""
-    visits, running = defaultdict(list), []
-
-    def start(self, *args):
-        outputs = [x for x in self.constants if isinstance(x, str)]
-        running.append(" ".join([self.kernel.fn.__name__.removesuffix("_kernel"), *outputs]))
-        original_start(self, *args)
-
-    def shape_scores(qk, q_pos, k_pos, head, seq, terms, rule, masked):
-        sequence, head_number = (int(x.handle.data.item()) for x in (seq.index, head))
-        q_index = q_pos - (seq.k_len - seq.q_len)
-        positions = [torch.tensor(x.handle.data.flatten()) for x in (q_index, k_pos)]
-        visits[running[-1]].append((sequence, head_number, *positions, bool(masked)))
-        return original_scores(qk, q_pos, k_pos, head, seq, terms, rule, masked)
-
-    original_start, original_scores = Launcher.start, forward.shape_scores
-    monkeypatch.setattr(Launcher, "start", start)
-    for module in (forward, backward, dkdv):
-        monkeypatch.setattr(module, "shape_scores", shape_scores)
-    problem, sequences = make_case(case, device, dtype=dtype)
-    results(kernels, problem, dtype)
-
-    backwards = {"dq both"} if dtype == torch.float16 else {"dq delta", "dq dq"}
-    assert set(visits) == {"forward", "dkdv dkdv", *backwards} | ({"dbias"} if "bias" in case else set())
-    for kernel, found in visits.items():
-        counts = [torch.zeros(problem[0]["q"].shape[2], *x.sees.shape, dtype=torch.int32) for x in sequences]
-        for sequence, head, q_index, k_index, masked in found:
-            sees = sequences[sequence].sees
-            rows = q_index[(q_index >= 0) & (q_index < len(sees))]
-            keys = k_index[k_index < sees.shape[1]]
-            tile = sees[rows][:, keys]
-            where = f"{kernel}: queries from {int(q_index[0])}, keys from {int(k_index[0])} of sequence {sequence}"
-            assert tile.any(), f"{where} are fully hidden"
-            assert masked or tile.all(), f"{where} are partly hidden, but not masked"
-            counts[sequence][head, rows[:, None], keys] += 1
-        for count, bounds in zip(counts, sequences, strict=True):
-            assert (count[:, bounds.sees] == 1).all(), f"{kernel} skips a visible pair or visits it twice"
-
-
-@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")  # NumPy's, of NaN
 @pytest.mark.parametrize("dim", [16, 32])  # the interpreter loads these by TMA and through pointers
-@pytest.mark.parametrize("case", ["causal", "window_full", "lengths", "packed_pair_window"])
+@pytest.mark.parametrize("case", CASES)
 def test_nan_in_tiles_that_a_tile_does_not_see(case, dim, device):
     """NaN in tiles of keys that are hidden from a tile of queries does not change the output or dq of that tile.
 
     Nor does NaN in tiles of queries change dk and dv of a tile of keys that is hidden from them. Visits to keys before
     the visible ones would go unnoticed, since load_tile() then reads the first visible ones.
     """
-    (arguments, dout, dlse), sequences = make_case(case, device, dim=dim)
+    (arguments, dout, dlse), (row, q_start, k_start, sees) = make_case(case, device, dim=dim)
     clean = results(kernels, (arguments, dout, dlse), torch.float32)
-    row, q_start, k_start, sees = max(sequences, key=lambda bounds: bounds.sees.numel())
 
     def tile_of(position, length, block):
         start = position // block * block
@@ -151,7 +97,91 @@ def test_nan_in_tiles_that_a_tile_does_not_see(case, dim, device):
     same(("out", "dq"), q_start, tile)
 
     count = sees.shape[1]
-    tile = tile_of(2 * count // 3, count, BLOCK_K)
+    tile = tile_of(count - 1 - len(sees) // 3, count, BLOCK_K)
     q, dout = (spoil(x, sees[:, tile].any(1), q_start, BLOCK_Q) for x in (arguments["q"], dout))
     found = results(kernels, (arguments | dict(q=q), dout, dlse), torch.float32)
     same(("dk", "dv"), k_start, tile)
+
+
+@pytest.mark.parametrize("options", [{}, dict(window=BLOCK_Q + 5), dict(window=BLOCK_Q, causal=False)], ids=str)
+def test_masks_at_any_offset(options, device):
+    """Which tiles need no mask depends on where queries begin among the keys: here at each position of a tile."""
+    for more in range(BLOCK_K):
+        problem = make_problem(device, torch.float32, batch=1, heads=1, q_len=50, k_len=50 + more, **options)
+        ours, expected = (results(call, problem, torch.float32) for call in (kernels, reference))
+        for name, x in expected.items():
+            torch.testing.assert_close(ours[name], x, rtol=1e-2 if ON_GPU else 1e-4, atol=1e-2 if ON_GPU else 1e-5)
+
+
+@triton.jit
+def tiles_kernel(out, count, n_tiles, k_len, RULE: tl.constexpr, TILE: tl.constexpr, BLOCK: tl.constexpr):
+    """out = number of the tile of each program, heads and sequences counted through."""
+    number = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    number = tl.minimum(number, count - 1)
+    tile, head, index = query_tile(number, count, n_tiles, k_len, RULE, TILE)
+    tl.store(out + number, (index * TILE.heads + head) * n_tiles + tile)
+
+
+@pytest.mark.parametrize("heads, group", [(1, 1), (6, 2)])
+@pytest.mark.parametrize(
+    "q_len, k_len, dim",
+    [(n + more, n + more, dim) for dim, n in ((64, 2**24), (64, 2**25), (128, 2**23), (128, 2**24), (256, 2**23))
+     for more in (0, 1)] + [(2**24, 1, 8), (70, 2**29, 256)],
+)  # fmt: skip
+def test_every_query_tile_of_a_long_row_is_visited(q_len, k_len, dim, heads, group, device):
+    """Once, also where the number of elements of keys and values passes 2^31 or 2^32."""
+    n_tiles = -(-q_len // 64)
+    count = n_tiles * heads
+    out = torch.full((count,), -1, dtype=torch.int32, device=device)
+    rule, tile = Rule(True, 0, 0.0, False, False), Tile(64, 64, dim, dim, heads, group, "ieee")
+    block = 2**10 if ON_GPU else 2**20
+    tiles_kernel[(-(-count // block),)](out, count, n_tiles, k_len, rule, tile, block)
+    assert torch.equal(out.sort().values, torch.arange(count, dtype=torch.int32, device=device))
+
+
+@pytest.mark.parametrize("bias", [None, (2, 60, 60), (1,)], ids=str)
+def test_programs_of_packed_sequences(bias, device, monkeypatch):
+    """Whatever max_seqlen is, each kernel starts no more programs than there could be tiles of its sequences."""
+    starts = [0, 1, 1, 30, 31, *range(32, 52, 2), 52]
+    (arguments, dout, _), programs = make_problem(device, torch.float32, q_len=60, packed=starts, bias=bias), {}
+
+    def start(self, *args):
+        programs[self.kernel.fn.__name__] = self.programs
+        original_start(self, *args)
+
+    original_start = Launcher.start
+    monkeypatch.setattr(Launcher, "start", start)
+    found = []
+    for limit in (29, None, 60):
+        programs.clear()
+        found.append(results(kernels, (arguments | dict(max_seqlen=limit), dout, None), torch.float32))
+        tiles = len(starts) - 1 + 60 // (16 if not ON_GPU else 32)
+        across = 2 * tiles if bias == (2, 60, 60) else 1
+        assert programs.pop("dbias_kernel", 0) <= 2 * tiles * across
+        assert set(programs) == {"forward_kernel", "dq_kernel", "dkdv_kernel"}
+        assert max(programs.values()) <= 2 * tiles
+    for other in found[1:]:
+        assert all(torch.equal(x, found[0][name]) for name, x in other.items())
+
+
+@pytest.mark.parametrize("more", [0, 1, 1000, 2**31 - 71])
+def test_starts_past_the_end_of_the_row(more, device):
+    """They are cut off, on the device: of queries, of keys, of both; nothing outside of the row is read or written."""
+    arguments, dout, dlse = make_problem(device, torch.float32, packed=[0, 30, 70], bias=(2, 70, 70))
+    inside, past = integers(0, 30, 70, 70), integers(0, 30, 70 + more, 70 + more)
+    for starts in ((past, past), (past, inside), (inside, past)):
+        ours, expected = (
+            results(call, (arguments | dict(cu_seqlens=x, max_seqlen=None), dout, dlse), torch.float32)
+            for call, x in ((kernels, starts), (reference, (inside, inside)))
+        )
+        for name, x in expected.items():
+            torch.testing.assert_close(ours[name], x, rtol=1e-2 if ON_GPU else 1e-4, atol=1e-2 if ON_GPU else 1e-5)
+        out = attention(**arguments | dict(cu_seqlens=starts, max_seqlen=None), impl="reference")
+        torch.testing.assert_close(out, expected["out"])
+
+
+def test_starts_that_decrease_stay_in_the_row(device):
+    """Which is against the rules, and may give anything, but touches no other memory."""
+    for starts in (integers(50, 0, 70, 0, 70), integers(-5, 70, -70, 2**31 - 1), integers(64, 64, 70)):
+        arguments, dout, dlse = make_problem(device, torch.float32, packed=starts.tolist(), longest=False)
+        results(kernels, (arguments, dout, dlse), torch.float32)

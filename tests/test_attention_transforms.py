@@ -1,29 +1,34 @@
-"""attention() under torch.vmap, the transforms of torch.func and FlopCounterMode, with each implementation."""
+"""attention() and attention_qkv() under torch.vmap, torch.func and FlopCounterMode, with each implementation."""
 
 from functools import partial
 
 import pytest
 import torch
-from problems import ON_GPU
-from test_attention_composes import BACKEND, named
+from problems import BACKEND, ON_GPU, from_qkv, named
 from torch.utils.flop_counter import FlopCounterMode, sdpa_backward_flop_count, sdpa_flop_count
 
 from attention import attention
 
-IMPLS = ["triton", "hopper", "sdpa", "reference"]
-by_impl = pytest.mark.parametrize("impl", named(IMPLS))
+KERNELS = ["triton", "hopper", "triton_qkv", "hopper_qkv"]
+by_kernels = pytest.mark.parametrize("impl", named(KERNELS))
+by_all = pytest.mark.parametrize("impl", named([*KERNELS, "sdpa", "reference"]))
 close = partial(torch.testing.assert_close, rtol=2e-2 if ON_GPU else 1e-4, atol=1e-2 if ON_GPU else 1e-5)
 
 
 def inputs(impl, device):
     """q of two examples [2, 1, 9, 2, D], and k and v for both."""
-    dtype, dim = (torch.bfloat16, 64) if impl == "hopper" else (torch.float32, 16)
+    dtype, dim = (torch.bfloat16, 64) if "hopper" in impl else (torch.float32, 16)
     shapes = (2, 1, 9, 2, dim), (1, 9, 1, dim), (1, 9, 1, dim)
     return [torch.randn(*shape, device=device, dtype=dtype, requires_grad=True) for shape in shapes]
 
 
+def function(impl):
+    """attention() by an implementation, or attention_qkv(), as a function of q, k and v too."""
+    return partial(from_qkv if "qkv" in impl else attention, impl=impl.removesuffix("_qkv"))
+
+
 def loss(q, k, v, impl, **options):
-    return attention(q, k, v, impl=impl, **options).float().square().sum()
+    return function(impl)(q, k, v, **options).float().square().sum()
 
 
 def expected(q, k, v, impl, **options):
@@ -32,7 +37,7 @@ def expected(q, k, v, impl, **options):
     return losses, *torch.autograd.grad(losses.sum(), (q, k, v))
 
 
-@by_impl
+@by_all
 def test_vmap_has_gradients(impl, device):
     """Of the tensor that torch.vmap splits, along any dimension, and of the others."""
     q, k, v = inputs(impl, device)
@@ -44,7 +49,7 @@ def test_vmap_has_gradients(impl, device):
         close(ours, truth)
 
 
-@by_impl
+@by_all
 def test_func_grad(impl, device):
     """Alone, inside of torch.vmap, around it, and compiled."""
     q, k, v = inputs(impl, device)
@@ -79,14 +84,16 @@ def test_vmap_over_every_tensor(device):
     assert not torch.equal(*drop(q[:1].expand_as(q)))
 
 
-@pytest.mark.parametrize("impl", named(IMPLS[:2]))
+@by_kernels
 def test_no_second_derivative(impl, device):
     """Of the kernels, in any order of transforms: an error, not zero."""
     q, k, v = (x.detach() for x in inputs(impl, device))
     first = torch.func.grad(partial(loss, impl=impl))
     again = torch.func.grad(lambda q: first(q, k, v).square().sum())
     leaf = q[0].clone().requires_grad_()
+    (dq,) = torch.autograd.grad(loss(leaf, k, v, impl), leaf, create_graph=True)
     for call in (
+        lambda: dq.sum().backward(),
         lambda: again(q[0]),
         lambda: torch.vmap(again)(q),
         lambda: torch.func.jacfwd(first)(q[0], k, v),
@@ -96,7 +103,33 @@ def test_no_second_derivative(impl, device):
             call()
 
 
-@pytest.mark.parametrize("impl", named(IMPLS[:2]))
+@by_kernels
+def test_vmap_over_no_example(impl, device):
+    q, k, v = inputs(impl, device)
+    out = torch.vmap(function(impl), (0, None, None))(q[:0], k, v)
+    assert out.shape == q[:0].shape
+    dq, dk = torch.autograd.grad(out.sum(), (q, k))
+    assert not dq.any() and not dk.any()
+
+
+@by_kernels
+def test_batched_gradients_raise(impl, device):
+    """Those of torch.vmap over torch.func.vjp work instead."""
+    q, k, v = (x.detach() for x in inputs(impl, device))
+    call, leaf = partial(function(impl), k=k, v=v), q[0].clone().requires_grad_()
+    directions = torch.randn(2, *leaf.shape, device=device, dtype=leaf.dtype)
+    out = call(leaf)
+    with pytest.raises(RuntimeError, match=r"is_grads_batched=True.*torch.func.vjp"):
+        torch.autograd.grad(out, leaf, directions, is_grads_batched=True, retain_graph=True)
+    _, pull = torch.func.vjp(call, leaf.detach())
+    with torch.no_grad():
+        (found,) = torch.vmap(pull)(directions)
+        close(pull(directions[0])[0], found[0])
+    for ours, direction in zip(found, directions, strict=True):
+        close(ours, torch.autograd.grad(out, leaf, direction, retain_graph=True)[0])
+
+
+@by_kernels
 def test_flops_count_as_those_of_sdpa(impl, device):
     """The causal mask counts in full, packed sequences one by one, and each query head of a group."""
     q, k, v = inputs(impl, device)

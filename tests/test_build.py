@@ -1,21 +1,25 @@
-"""Corpora of many documents: splits, end-of-text, shards, limits, opening."""
+"""Preparing a corpus: splits, end-of-text, shards, interruptions, memory."""
 
 import hashlib
 import json
+import os
 import random
-import time
-from pathlib import Path
+import resource
+import shutil
+import subprocess
+import sys
 
 import numpy as np
 import pytest
+from helpers import ROOT, wait_for
 
+from data import build
 from data.build import Options
 from data.corpus import open_corpus, prepare
-from data.shards import HEADER_BYTES
 from data.tokenizer import end_of_text
+from errors import UserError
 
 WORDS = ["the", "sea", "keeps", "what", "it", "has", "taken", "and", "gives", "back", "only", "sand"]
-
 
 pytestmark = pytest.mark.usefixtures("data_root")
 
@@ -30,9 +34,13 @@ def write_lines(path, documents):
     return path
 
 
-def documents_of(part, tokenizer):
-    """The documents of a part, cut at end-of-text."""
-    ids = part.windows([0], len(part))[0]
+def ids_of(split):
+    return split.windows([0], len(split))[0]
+
+
+def documents_of(split, tokenizer):
+    """The documents of a split, cut at end-of-text."""
+    ids = ids_of(split)
     ends = np.flatnonzero(ids == end_of_text(tokenizer))
     assert ends[-1] == len(ids) - 1
     return [tokenizer.decode(piece[piece != end_of_text(tokenizer)].tolist()) for piece in np.split(ids, ends)[:-1]]
@@ -47,7 +55,7 @@ def shards_of(folder):
     return {path.name: path.read_bytes() for path in folder.glob("*.bin")}
 
 
-def test_every_document_is_in_one_part_in_order(tmp_path):
+def test_every_document_is_in_one_split_in_order(tmp_path):
     documents = make_documents(3000)
     found = prepare("text", "bytes+eot", write_lines(tmp_path / "x.jsonl", documents))
     val = [text for text in documents if is_small(text, 0.005)]
@@ -78,22 +86,24 @@ def test_few_documents_are_split_by_hash_too(tmp_path, count):
     assert found.train.documents + found.val.documents == count and found.train.documents > 0
 
 
-def test_a_single_document_is_cut(tmp_path):
-    """In whichever format; val_share moves the cut."""
+@pytest.mark.parametrize("name", ["x.txt", "y.jsonl"])
+@pytest.mark.parametrize("share, options", [(0.1, Options()), (0.3, Options(val_share=0.3))])
+def test_a_single_document_is_cut(tmp_path, monkeypatch, name, share, options):
+    """Also one that is read in several pieces."""
     text = " ".join(make_documents(50))
-    (tmp_path / "x.txt").write_text(text)
-    write_lines(tmp_path / "y.jsonl", ["", text, "  "])
-    for name in ("x.txt", "y.jsonl"):
-        for share, options in ((0.1, Options()), (0.3, Options(val_share=0.3))):
-            found = prepare("text", "bytes+eot", tmp_path / name, options)
-            parts = [part.windows([0], len(part))[0].astype(np.uint8).tobytes() for part in (found.train, found.val)]
-            cut = int((1 - share) * len(text))
-            assert parts == [text[:cut].encode(), text[cut:].encode()]
+    monkeypatch.setattr("data.documents.CHUNK", 1000)
+    monkeypatch.setattr("data.tokenizer.chunks.__defaults__", (1000,))
+    path = tmp_path / name
+    path.write_text(text) if name == "x.txt" else write_lines(path, ["", text, "  "])
+    found = prepare("text", "bytes+eot", path, options)
+    cut = int((1 - share) * len(text))
+    assert ids_of(found.train).astype(np.uint8).tobytes() == text[:cut].encode()
+    assert ids_of(found.val).astype(np.uint8).tobytes() == text[cut:].encode()
 
 
 def test_documents_without_end_of_text_are_separated(tmp_path):
     found = prepare("text", "char", write_lines(tmp_path / "x.jsonl", ["one", "two", "six"]), Options(val_share=0.5))
-    texts = [found.tokenizer.decode(part.windows([0], len(part))[0].tolist()) for part in (found.train, found.val)]
+    texts = [found.tokenizer.decode(ids_of(split).tolist()) for split in (found.train, found.val)]
     assert sorted("".join(texts).split("\n\n")) == ["", "one", "six", "two"]
 
 
@@ -108,64 +118,136 @@ def test_bpe_counts_end_of_text_among_its_tokens(tmp_path):
 
 def test_shards_have_a_fixed_size_and_are_read_as_one(tmp_path):
     path = write_lines(tmp_path / "x.jsonl", make_documents(500))
-    whole = prepare("text", "bytes+eot", path)
-    ids = whole.train.windows([0], len(whole.train))[0]
+    ids = ids_of(prepare("text", "bytes+eot", path).train)
     cut = prepare("text", "bytes+eot", path, Options(shard_tokens="1000"))
     assert {len(shard) for shard in cut.train.shards[:-1]} == {1000} and len(cut.train.shards) > 50
-    assert np.array_equal(cut.train.windows([0], len(ids))[0], ids)
+    assert np.array_equal(ids_of(cut.train), ids)
     starts = np.array([0, 999, 1000, 4321, len(ids) - 2500])
     assert np.array_equal(cut.train.windows(starts, 2500), [ids[start : start + 2500] for start in starts])
     header = np.fromfile(cut.folder / "train_000000.bin", "<i4", 256)
     assert header[:3].tolist() == [20240520, 1, 1000] and not header[3:].any()  # as llm.c writes it
-    assert not list(cut.folder.glob("*.partial")) and not (cut.folder / "progress.json").exists()
 
 
-def test_threads_do_not_change_the_shards(tmp_path, monkeypatch):
-    monkeypatch.setattr("data.documents.BLOCK_BYTES", 2000)
-    path = write_lines(tmp_path / "x.jsonl", make_documents(400))
-    made = []
-    for threads in (1, 5):
-        folder = prepare("text", "bpe:300", path, Options(shard_tokens="5000"), threads).folder
-        made.append(shards_of(folder))
-        (folder / "manifest.json").unlink()
-    assert made[0] == made[1]
+def test_a_failed_preparation_does_not_cost_the_corpus_that_is_there(tmp_path):
+    path = write_lines(tmp_path / "x.jsonl", make_documents(1200))
+    before = prepare("text", "bytes+eot", path)
+    whole = shards_of(before.folder)
+    with pytest.raises(UserError, match=r"'txt'.*--text_field"):
+        prepare("text", "bytes+eot", path, Options(text_field="txt"))
+    with pytest.raises(UserError, match=r"no text for the split val; give more text, in documents that differ"):
+        prepare("text", "bytes+eot", path, Options(val_share=1e-9))
+    with open(path, "a") as file:
+        file.write("no JSON\n")
+    with pytest.raises(UserError, match="line 1201"):
+        open_corpus("text", "bytes+eot", path)
+    assert shards_of(before.folder) == whole
+    found = prepare("text", "bytes+eot", path, Options(skip_bad=True))
+    assert found.sha256 == before.sha256 and found.bad_lines == 1
+    path.unlink()
+    assert open_corpus("text", "bytes+eot", path).sha256 == before.sha256
 
 
-def test_tokens_limits_a_corpus(tmp_path, monkeypatch):
-    monkeypatch.setattr("data.documents.BLOCK_BYTES", 2000)
-    path = write_lines(tmp_path / "x.jsonl", make_documents(2000))
-    found = prepare("text", "bytes+eot", path, Options(tokens="50000"))
-    assert 50_000 <= len(found.train) + len(found.val) < 55_000
-    documents = make_documents(2000)[: found.train.documents + found.val.documents]
-    assert documents_of(found.train, found.tokenizer) == [text for text in documents if not is_small(text, 0.005)]
+@pytest.mark.parametrize("stop", [0, 7, 20, 40, 60])
+def test_an_interrupted_preparation_goes_on(tmp_path, monkeypatch, stop):
+    """After the last finished input file, with the same shards; so does one with another number of threads."""
+    monkeypatch.setattr("data.documents.BLOCK_BYTES", 500)
+    monkeypatch.setattr(build, "GROUP_BYTES", 1)  # each file is a group of several blocks and shards
+    seen, limit, encode_block = [], [None], build.Encoder.__call__
+
+    def encode(self, block):
+        if len(seen) == limit[0]:
+            raise KeyboardInterrupt
+        seen.append(block.texts[0])
+        return encode_block(self, block)
+
+    monkeypatch.setattr(build.Encoder, "__call__", encode)
+    for name in "abc":
+        write_lines(tmp_path / f"{name}.jsonl", make_documents(100, seed=ord(name)))
+    arguments = ("text", "bpe:300", tmp_path, Options(shard_tokens="900"))
+    expected = prepare(*arguments, threads=1)
+    blocks, whole = seen[:], shards_of(expected.folder)
+    assert len(blocks) > stop and len(whole) > 9
+    shutil.rmtree(expected.folder)
+    seen.clear()
+    limit[0] = stop
+    with pytest.raises(KeyboardInterrupt):
+        prepare(*arguments, threads=1)
+    assert not expected.folder.exists()
+    seen.clear()
+    limit[0] = None
+    assert shards_of(prepare(*arguments, threads=5).folder) == whole
+    firsts = [blocks.index(make_documents(100, seed=ord(name))[0]) for name in "abc"]  # blocks that begin a file
+    assert set(seen) == set(blocks[max(first for first in firsts if first <= stop) :])
 
 
-def test_a_part_without_text_is_refused(tmp_path):
-    with pytest.raises(ValueError, match=r"no text for validation.*val_share"):
-        prepare("text", "bytes+eot", write_lines(tmp_path / "x.jsonl", ["the same"] * 5))
-    with pytest.raises(ValueError, match=r"val_share=1\.5"):
-        Options(val_share=1.5)
+def test_a_full_disk_is_one_sentence(tmp_path):
+    """A limit on the size of files stands for a full disk."""
+    path = write_lines(tmp_path / "x.jsonl", make_documents(1000))
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, limits[1]))
+    try:
+        with pytest.raises(UserError, match=r"cannot write .*; make room"):
+            prepare("text", "bytes+eot", path)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
 
 
-def test_opening_reads_no_text_and_no_tokens(tmp_path):
-    """20 GB of shards, sparse files, beside a text that is too large to be compared by its contents."""
-    path = write_lines(tmp_path / "x.jsonl", make_documents(100))
-    found = prepare("text", "bytes+eot", path, Options(shard_tokens="1000"))
-    manifest = found.folder / "manifest.json"
-    record = json.loads(manifest.read_text())
-    shards = [record["train"]["shards"][0] | {"file": f"train_{n:06}.bin", "tokens": 100_000_000} for n in range(100)]
-    for shard in shards:
-        with open(found.folder / shard["file"], "wb") as file:
-            file.truncate(HEADER_BYTES + 200_000_000)
-    record["train"] |= {"shards": shards, "tokens": 10_000_000_000}
-    manifest.write_text(json.dumps(record))
-    read, start = bytes_read(), time.perf_counter()
-    opened = open_corpus("text", "bytes+eot", path)
-    assert time.perf_counter() - start < 1 and len(opened.train) == 10**10
-    assert bytes_read() - read < 5e6
+def start_command(path, root):
+    """Start data.prepare; each input file is a group of its own."""
+    module = "import data.build, runpy; data.build.GROUP_BYTES = 1; runpy.run_module('data.prepare', {}, '__main__')"
+    flags = ["text", "--input", path, "--tokenizer", "bpe:400", "--shard_tokens", "80000"]
+    options = dict(cwd=ROOT, env=os.environ | {"GPT_DATA": str(root)}, stdout=subprocess.DEVNULL)
+    return subprocess.Popen([sys.executable, "-c", module, *flags], stderr=subprocess.DEVNULL, **options)
 
 
-def bytes_read():
-    """Bytes that this process has read from files, from the page cache or not."""
-    lines = Path("/proc/self/io").read_text().splitlines()
-    return int(next(line.split()[1] for line in lines if line.startswith("rchar")))
+@pytest.mark.slow
+def test_kill_9_while_preparing(tmp_path, data_root):
+    """What is half-written is not taken for whole, and finished files stay."""
+    (tmp_path / "in").mkdir()
+    for number in range(6):
+        write_lines(tmp_path / "in" / f"{number}.jsonl", make_documents(10_000, seed=number))
+    arguments = (tmp_path / "in", data_root)
+    assert start_command(*arguments).wait() == 0
+    [folder] = (path.parent for path in data_root.rglob("manifest.json"))
+    unfinished = folder.with_name(f"{folder.name}.building")
+    whole = shards_of(folder)
+    assert len(whole) > 20
+    shutil.rmtree(folder)
+    for shards in (3, 11, 19):
+        process = start_command(*arguments)
+        wait_for(lambda shards=shards: len(list(unfinished.glob("train_*.bin"))) >= shards)
+        assert process.poll() is None
+        process.kill()
+        process.wait()
+        assert not folder.exists()
+    times = {path.name: path.stat().st_mtime_ns for path in unfinished.glob("train_*.bin")}
+    assert start_command(*arguments).wait() == 0
+    assert shards_of(folder) == whole
+    kept = [name for name, time in times.items() if (folder / name).stat().st_mtime_ns == time]
+    assert len(kept) > 10
+
+
+MEASURE = """
+import os, re, sys
+os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[:2])  # prepare() starts a thread for each CPU
+from data.corpus import prepare
+memory = lambda name: int(re.search(rf"{name}:\\s+(\\d+) kB", open("/proc/self/status").read())[1]) / 1000
+before = memory("VmRSS")
+prepare("text", "char", sys.argv[1])
+print(memory("VmHWM") - before)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["lines", "one text"])
+def test_memory_does_not_grow_with_the_corpus(tmp_path, kind):
+    """200 MB of text; 1 GB took 77 MB (benchmarks/LOG.md)."""
+    text = "".join(make_documents(4000, seed=3))
+    path = tmp_path / ("x.jsonl" if kind == "lines" else "x.txt")
+    with open(path, "w") as file:
+        for number in range(2 * 10**8 // len(text) + 1):
+            file.write(json.dumps({"text": f"{number} {text}"}) + "\n" if kind == "lines" else text + "\n")
+    assert path.stat().st_size > 2 * 10**8
+    run = subprocess.run([sys.executable, "-c", MEASURE, path], cwd=ROOT, capture_output=True, text=True)
+    assert run.returncode == 0, run.stderr
+    assert float(run.stdout) < 150  # MB

@@ -7,10 +7,12 @@ from pathlib import Path
 import pytest
 import torch
 import torch.nn.functional as F
+from problems import BACKEND, ON_GPU, needs_gpu
 
-cross_entropy = pytest.importorskip("kernels.cross_entropy", reason="Triton exists for Linux only")
-linear_cross_entropy = cross_entropy.linear_cross_entropy
-ON_GPU = torch.cuda.is_available()
+from kernels import cross_entropy
+from kernels.cross_entropy import linear_cross_entropy
+
+NAN = float("nan")
 
 
 def plain(x, weight, targets, softcap):
@@ -33,13 +35,14 @@ DRAWS = 4 if ON_GPU else 2
 SIZES = [(8, 8, 3), (300 if ON_GPU else 260, 16, 65), (400 if ON_GPU else 140, 64, 5003), (60, 16, 9001)]
 
 
-@pytest.mark.parametrize("softcap", [None, 5.0])
-@pytest.mark.parametrize("rows, width, vocabulary", SIZES)
+@pytest.mark.parametrize(
+    "softcap, rows, width, vocabulary", [(cap, *size) for cap in (None, 5.0) for size in SIZES] + [(1e5, *SIZES[1])]
+)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16] if ON_GPU else [torch.float32])
 def test_value_and_gradients(dtype, rows, width, vocabulary, softcap, device, monkeypatch):
     """At most twice PyTorch's error in the same dtype, over several draws, in one chunk and in chunks of 128 rows."""
-    for share in (16, 2**40) if rows > 128 else (16,):
-        monkeypatch.setattr(cross_entropy, "SHARE", share)
+    for fraction in (1 / 16, 0.0) if rows > 128 else (1 / 16,):
+        monkeypatch.setattr(cross_entropy, "LOGITS_MEMORY_FRACTION", fraction)
         squares = 0
         for _ in range(DRAWS):
             x, weight = torch.randn(rows, width, device=device).to(dtype), torch.randn(vocabulary, width, device=device)
@@ -77,32 +80,39 @@ def test_many_programs_at_once(softcap):
 
 
 def test_without_gradients(device):
-    x, weight = torch.randn(20, 8, device=device), torch.randn(30, 8, device=device, requires_grad=True)
-    targets = torch.randint(30, (20,), device=device)
-    with torch.no_grad():
-        value = linear_cross_entropy(x, weight, targets)
-    torch.testing.assert_close(value, F.cross_entropy(x @ weight.T, targets))
-
-
-def test_targets_of_any_stride(device):
-    x, weight = torch.randn(5, 8, device=device), torch.randn(30, 8, device=device)
+    """With targets of any stride; one past the vocabulary gives NaN."""
+    x, weight = torch.randn(5, 8, device=device), torch.randn(30, 8, device=device, requires_grad=True)
     targets = torch.randint(30, (5, 6), device=device)[:, -1]
-    torch.testing.assert_close(linear_cross_entropy(x, weight, targets), F.cross_entropy(x @ weight.T, targets))
-
-
-def test_targets_outside_the_vocabulary_give_nan(device):
-    x, weight = torch.randn(2, 8, device=device), torch.randn(30, 8, device=device)
-    for targets in (torch.tensor([3, 30], device=device), torch.tensor([-100, -100], device=device)):
+    with torch.no_grad():
+        torch.testing.assert_close(linear_cross_entropy(x, weight, targets), F.cross_entropy(x @ weight.T, targets))
+        targets[3] = 30
         assert linear_cross_entropy(x, weight, targets).isnan()
-    assert linear_cross_entropy(x[:0], weight, targets[:0]).isnan()
 
 
-def test_gradients_of_no_rows(device):
-    x, weight = (torch.randn(n, 8, device=device, requires_grad=True) for n in (0, 30))
-    _, dx, dweight = cross_entropy._chunked_cross_entropy(
-        x, weight, torch.zeros(0, dtype=int, device=device), 0.0, True
-    )
-    assert dx.shape == x.shape and torch.equal(dweight, torch.zeros_like(weight))
+@pytest.mark.parametrize("rows", [0, 3])
+def test_where_no_row_counts(rows, device):
+    """The loss is NaN and the gradients are 0, as in PyTorch."""
+    x, weight = (torch.randn(n, 8, device=device, requires_grad=True) for n in (rows, 30))
+    loss = linear_cross_entropy(x, weight, torch.full((rows,), -100, device=device))
+    assert loss.isnan()
+    for found, leaf in zip(torch.autograd.grad(loss, (x, weight)), (x, weight), strict=True):
+        assert torch.equal(found, torch.zeros_like(leaf))
+
+
+@pytest.mark.parametrize("change", [dict(softcap=c) for c in (-1.0, 0.0, NAN)] + [dict(targets=n) for n in (4, 6)])
+def test_arguments_that_break_a_rule(change, device):
+    x, weight = torch.randn(5, 8, device=device), torch.randn(30, 8, device=device)
+    with pytest.raises(ValueError, match=r"softcap=|\[5, 8\].* targets \[[46]\]"):
+        targets = torch.zeros(change.get("targets", 5), dtype=torch.int64, device=device)
+        linear_cross_entropy(x, weight, targets, change.get("softcap"))
+
+
+def test_no_second_derivative(device):
+    """The gradient, which is stored, would count as a constant: asking for its graph is an error."""
+    x, weight = (torch.randn(n, 8, device=device, requires_grad=True) for n in (20, 30))
+    loss = linear_cross_entropy(x, weight, torch.randint(30, (20,), device=device))
+    with pytest.raises(RuntimeError, match="no second derivative"):
+        torch.autograd.grad(loss, x, create_graph=True)
 
 
 def test_autocast(device):
@@ -121,9 +131,10 @@ def test_custom_op(device):
         torch.library.opcheck(cross_entropy._chunked_cross_entropy, (hidden, weight, targets, 2.0, True))
 
 
-@pytest.mark.skipif(not ON_GPU, reason="counts the memory of a GPU")
+@needs_gpu
 def test_chunks_of_logits_take_their_share_of_memory(monkeypatch):
-    monkeypatch.setattr(cross_entropy, "SHARE", torch.cuda.get_device_properties("cuda").total_memory // 2**28)
+    memory = torch.cuda.get_device_properties("cuda").total_memory
+    monkeypatch.setattr(cross_entropy, "LOGITS_MEMORY_FRACTION", 2**28 / memory)
     rows, vocabulary = 16_384, 50_304
     x = torch.randn(rows, 64, device="cuda", dtype=torch.bfloat16, requires_grad=True)
     weight = torch.randn(vocabulary, 64, device="cuda", requires_grad=True)
@@ -137,14 +148,14 @@ def test_chunks_of_logits_take_their_share_of_memory(monkeypatch):
 def test_compiles_in_one_graph(device):
     x, weight = torch.randn(20, 8, device=device, requires_grad=True), torch.randn(30, 8, device=device)
     targets = torch.randint(30, (20,), device=device)
-    compiled = torch.compile(linear_cross_entropy, fullgraph=True, backend="inductor" if ON_GPU else "aot_eager")
+    compiled = torch.compile(linear_cross_entropy, fullgraph=True, backend=BACKEND)
     (ours,) = torch.autograd.grad(compiled(x, weight, targets), x)
     (eager,) = torch.autograd.grad(F.cross_entropy(x @ weight.T, targets), x)
     torch.testing.assert_close(ours, eager, rtol=1e-3 if ON_GPU else 1e-4, atol=1e-5)
 
 
 def test_torch_dynamo_is_imported_only_to_compile(device):
-    code = f"""import sys, torch
+    code = f"""import sys, torch, tests.conftest
 from kernels.cross_entropy import linear_cross_entropy
 x, weight = (torch.randn(rows, 8, device="{device}", requires_grad=True) for rows in (20, 30))
 linear_cross_entropy(x, weight, torch.zeros(20, dtype=torch.int64, device="{device}")).backward()

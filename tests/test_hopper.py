@@ -6,13 +6,9 @@ from functools import partial
 
 import pytest
 import torch
-from problems import check, make_problem, results
+from problems import check, integers, make_problem, on_hopper, results
 
 from attention import attention
-from attention.choose import hopper_misses
-
-MISSES = hopper_misses(torch.device("cuda" if torch.cuda.is_available() else "cpu"))
-on_hopper = pytest.mark.skipif(MISSES is not None, reason=f"this is {MISSES}")
 
 # name -> arguments of make_problem; the tiles are 64 to 192 queries by 64 or 128 keys
 CASES = {
@@ -168,12 +164,12 @@ def test_nan_stays_in_its_sequence(options, bounds, dim, value_dim, poisoned):
 
     batch, q_len, k_len = (2, 400, 400) if bounds == "lengths" else (1, 400, 600 if bounds == "packed_pair" else 400)
     if bounds == "lengths":
-        ragged = dict(lengths=torch.tensor([100, 230], dtype=torch.int32, device="cuda"))
+        ragged = dict(lengths=integers(100, 230))
         queries = keys = mask(800, (0, 100), (400, 630))
         q_rest = k_rest = ~queries
     else:  # the second sequence is NaN
         starts = [0, 100, 230, 330], [0, 220, 300, 530] if bounds == "packed_pair" else [0, 100, 230, 330]
-        q_starts, k_starts = (torch.tensor(x, dtype=torch.int32, device="cuda") for x in starts)
+        q_starts, k_starts = (integers(*x) for x in starts)
         ragged = dict(cu_seqlens=(q_starts, k_starts) if bounds == "packed_pair" else q_starts)
         queries, keys = (mask(n, (x[0], x[1]), (x[2], x[3])) for n, x in zip((q_len, k_len), starts, strict=True))
         q_rest, k_rest = mask(q_len, (330, q_len)), mask(k_len, (starts[1][-1], k_len))
@@ -222,43 +218,48 @@ def test_ragged_inputs_of_any_strides():
         x = x.transpose(1, 2) if x.shape[1] == 8 else x
         inputs = x.to("cuda", torch.bfloat16).split((4, 2, 2), 2)
         for row, ragged in ((slice(None), dict(lengths=[300, 120])), (slice(1), dict(cu_seqlens=[0, 100, 300]))):
-            ragged = {name: torch.tensor(x, dtype=torch.int32, device="cuda") for name, x in ragged.items()}
+            ragged = {name: integers(*x) for name, x in ragged.items()}
             strided = [x[row].requires_grad_() for x in inputs]
             plain = [x.detach().contiguous().requires_grad_() for x in strided]
             out, expected = (attention(*x, impl="hopper", **ragged) for x in (strided, plain))
             assert torch.equal(out, expected)
-            for ours, theirs in zip(
-                torch.autograd.grad(out.sum(), strided), torch.autograd.grad(expected.sum(), plain), strict=True
-            ):
+            gradients = torch.autograd.grad(out.sum(), strided), torch.autograd.grad(expected.sum(), plain)
+            for ours, theirs in zip(*gradients, strict=True):
                 torch.testing.assert_close(ours, theirs, rtol=2e-2, atol=1e-2)
 
 
 @on_hopper
 def test_gates_before_a_sequence_cost_no_digits():
     """The second sequence, of more queries than keys, behind gates that add up to -4e5; and that sequence alone."""
-    q, k, v = (
-        torch.randn(1, n, 2, 64, device="cuda", dtype=torch.bfloat16, requires_grad=True) for n in (300, 470, 470)
-    )
+    shapes = [(1, n, 2, 64) for n in (300, 470, 470)]
+    q, k, v = (torch.randn(x, device="cuda", dtype=torch.bfloat16, requires_grad=True) for x in shapes)
     decay = torch.nn.functional.logsigmoid(torch.randn(1, 470, 2, device="cuda"))
     decay[:, :400] = -1e3
-    starts = [torch.tensor(x, dtype=torch.int32, device="cuda") for x in ([0, 100, 300], [0, 400, 470])]
-    out = attention(q, k, v, decay=decay, cu_seqlens=tuple(starts), max_seqlen=(200, 400), impl="hopper")[:, 100:]
+    starts = integers(0, 100, 300), integers(0, 400, 470)
+    out = attention(q, k, v, decay=decay, cu_seqlens=starts, max_seqlen=(200, 400), impl="hopper")[:, 100:]
     second = q[:, 100:], k[:, 400:], v[:, 400:]
     alone = attention(*second, decay=decay[:, 400:], impl="hopper")
     dout = torch.randn_like(out)
-    for ours, expected in zip(
-        (out, *torch.autograd.grad(out, (q, k, v), dout)), (alone, *torch.autograd.grad(alone, (q, k, v), dout)),
-        strict=True,
-    ):  # fmt: skip
+    found = [(x, *torch.autograd.grad(x, (q, k, v), dout)) for x in (out, alone)]
+    for ours, expected in zip(*found, strict=True):
         torch.testing.assert_close(ours, expected, rtol=1e-2, atol=1e-2)
+
+
+def close(ours, expected):
+    """Whether each row is: a norm over the whole tensor would hide a single bad one."""
+    error, size = (x.double().norm(dim=-1) for x in (ours.double() - expected.double(), expected))
+    return bool((error <= 0.02 * (size + size.square().mean().sqrt())).all())
 
 
 @on_hopper
 @pytest.mark.parametrize("case, dim, value_dim", each(REPEATED, DIMS))
 def test_forward_repeats_and_deterministic_backward_too(case, dim, value_dim):
-    """The same bits in each of 50 passes, but for dq and ddecay without deterministic algorithms: sums in any order."""
-    problem = make_problem("cuda", torch.bfloat16, dim=dim, value_dim=value_dim, **case)
-    for deterministic in (True, False):
+    """The same bits in each of 50 passes, but for dq and ddecay without deterministic algorithms: sums in any order.
+
+    A backward that was compiled for one mode is not used in the other: the layouts of their partial sums differ.
+    """
+    problem, firsts = make_problem("cuda", torch.bfloat16, dim=dim, value_dim=value_dim, **case), []
+    for deterministic in (False, True, False):
         torch.use_deterministic_algorithms(deterministic)
         try:
             first, differ = results(hopper, problem, torch.bfloat16), set()
@@ -268,37 +269,39 @@ def test_forward_repeats_and_deterministic_backward_too(case, dim, value_dim):
         finally:
             torch.use_deterministic_algorithms(False)
         assert differ <= (set() if deterministic else {"dq", "ddecay"}), f"deterministic={deterministic}"
+        firsts.append(first)
+    for other in firsts[1:]:
+        assert all(close(x, firsts[0][name]) for name, x in other.items())
 
 
 @on_hopper
-def test_deterministic_and_not_in_turns():
-    """A backward compiled for one mode is not used in the other: the layouts of their partial sums differ."""
-    problem = make_problem("cuda", torch.bfloat16, q_len=300, heads=8, kv_heads=2, dim=96)
-    found = []
-    for deterministic in (False, True, False, True):
-        torch.use_deterministic_algorithms(deterministic)
-        try:
-            found.append(results(hopper, problem, torch.bfloat16))
-        finally:
-            torch.use_deterministic_algorithms(False)
-    for other in found[1:]:
-        for name, expected in found[0].items():
-            assert close(other[name], expected), name
+@pytest.mark.parametrize("ragged", [False, True])
+def test_launches_back_to_back(ragged):
+    """The programs of a kernel wait for each other; none may wait forever, whatever the shape.
 
-
-def close(ours, expected):
-    """Whether each row is: a norm over the whole tensor would hide a single bad one."""
-    error, size = (x.double().norm(dim=-1) for x in (ours.double() - expected.double(), expected))
-    return bool((error <= 0.02 * (size + size.square().mean().sqrt())).all())
-
-
-def check_back_to_back(calls):
-    """Launch calls of (leaves, options) one after the other; then compare each with the Triton kernels, alone."""
+    Calls are launched one after the other; then each is compared with the Triton kernels, alone.
+    """
 
     def run(leaves, options, impl):
         out = attention(*leaves, **options, impl=impl)
         return [out.detach(), *torch.autograd.grad(out.square().sum(), leaves)]
 
+    generator = random.Random(ragged)
+    choice, calls = generator.choice, []
+    for _ in range(200):
+        batch, heads, (dim, value_dim) = generator.randint(1, 3), choice((1, 2, 6)), choice(DIMS)
+        q_len, k_len = (choice((1, 63, 64, 65, 500, 1000, 2049)) for _ in range(2))
+        kv_heads, options = choice((1, heads)), dict(causal=choice((True, False)))
+        if ragged:
+            batch, kv_heads, count = 1, heads, choice((1, 3, 40))
+            dim = value_dim = choice((64, 128))
+            lengths = [[choice((0, 1, 63, 64, 65, 300)) for _ in range(count)] for _ in range(2)]
+            starts = tuple(integers(0, *itertools.accumulate(x)) for x in lengths)
+            q_len, k_len = (sum(x) + choice((1, 100)) for x in lengths)
+            options = dict(window=choice((None, 50)), cu_seqlens=starts)
+        shapes = (batch, q_len, heads, dim), (batch, k_len, kv_heads, dim), (batch, k_len, kv_heads, value_dim)
+        leaves = [torch.randn(x, device="cuda", dtype=torch.bfloat16, requires_grad=True) for x in shapes]
+        calls.append((leaves, options))
     found = [run(*call, "hopper") for call in calls]
     for call, ours in zip(calls, found, strict=True):
         torch.cuda.synchronize()
@@ -307,49 +310,12 @@ def check_back_to_back(calls):
 
 
 @on_hopper
-def test_launches_back_to_back():
-    """The programs of a kernel wait for each other; none may wait forever, whatever the shape."""
-    generator, calls = random.Random(0), []
-    for _ in range(200):
-        q_len, k_len = (generator.choice((1, 63, 64, 65, 500, 1000, 2049)) for _ in range(2))
-        heads, (dim, value_dim) = generator.choice((1, 2, 6)), generator.choice(DIMS)
-        q = torch.randn(generator.randint(1, 3), q_len, heads, dim, device="cuda", dtype=torch.bfloat16)
-        k = torch.randn(q.shape[0], k_len, generator.choice((1, heads)), dim, device="cuda", dtype=torch.bfloat16)
-        leaves = [x.requires_grad_() for x in (q, k, k[..., :value_dim].clone())]
-        calls.append((leaves, dict(causal=generator.random() < 0.5)))
-    check_back_to_back(calls)
-
-
-@on_hopper
-def test_cuda_graph_and_another_stream():
-    q, k, v, dout = (torch.randn(2, 500, 2, 64, device="cuda", dtype=torch.bfloat16) for _ in range(4))
-    q.requires_grad_()
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        attention(q, k, v, impl="hopper").backward(dout)
-    stream.synchronize()
-    expected = q.grad.clone()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        out = attention(q, k, v, impl="hopper")
-        (dq,) = torch.autograd.grad(out, q, dout)
-    for _ in range(3):
-        graph.replay()
-        torch.testing.assert_close(dq, expected)
-    with torch.no_grad():
-        q.normal_()
-    graph.replay()
-    assert torch.equal(out, attention(q, k, v, impl="hopper"))
-
-
-@on_hopper
 @pytest.mark.parametrize("dim", [64, 128])
 def test_cuda_graph_with_other_sequences(dim):
     """Replays read the starts of the day: other tiles, as many programs, nothing compiled."""
     q, k, v, dout = (torch.randn(1, 2000, 4, dim, device="cuda", dtype=torch.bfloat16) for _ in range(4))
     leaves = [x.requires_grad_() for x in (q, k, v)]
-    starts = torch.tensor([0, 700, 700, 1500, 2000, 2000], dtype=torch.int32, device="cuda")
+    starts = integers(0, 700, 700, 1500, 2000, 2000)
 
     def run(impl):
         out = attention(*leaves, cu_seqlens=starts, impl=impl)
@@ -363,30 +329,8 @@ def test_cuda_graph_with_other_sequences(dim):
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         found = run("hopper")
-    for other in (
-        [0, 700, 700, 1500, 2000, 2000],
-        [0, 2000, 2000, 2000, 2000, 2000],
-        [0, 1, 64, 65, 193, 300],
-        [0] * 6,
-    ):
-        starts.copy_(torch.tensor(other, dtype=torch.int32))
+    for other in (starts.tolist(), [0, *[2000] * 5], [0, 1, 64, 65, 193, 300], [0] * 6):
+        starts.copy_(integers(*other))
         graph.replay()
         for ours, portable in zip(found, run("triton"), strict=True):
             assert close(ours, portable)
-
-
-@on_hopper
-def test_ragged_launches_back_to_back():
-    """Like test_launches_back_to_back(), with ragged sequences."""
-    generator, calls = random.Random(1), []
-    for _ in range(200):
-        heads, dim, count = generator.choice((1, 2, 6)), generator.choice((64, 128)), generator.choice((1, 3, 40))
-        lengths = [[generator.choice((0, 1, 63, 64, 65, 300)) for _ in range(count)] for _ in range(2)]
-        starts = [torch.tensor([0, *itertools.accumulate(x)], dtype=torch.int32, device="cuda") for x in lengths]
-        rows = [sum(x) + generator.choice((1, 100)) for x in lengths]
-        q, k, v = (
-            torch.randn(1, n, heads, dim, device="cuda", dtype=torch.bfloat16) for n in (rows[0], rows[1], rows[1])
-        )
-        leaves = [x.requires_grad_() for x in (q, k, v)]
-        calls.append((leaves, dict(window=generator.choice((None, 50)), cu_seqlens=tuple(starts))))
-    check_back_to_back(calls)

@@ -1,4 +1,4 @@
-"""linear() against the same formula in float64."""
+"""Kernels of generation against the same formulas: linear() and store_heads()."""
 
 import pytest
 import torch
@@ -6,20 +6,17 @@ import torch.nn.functional as F
 from problems import ON_GPU
 from torch import nn
 
-linear = pytest.importorskip("kernels.linear", reason="Triton exists for Linux only").linear
+from kernels.activation import activate
 
-ACTIVATIONS = {
-    None: lambda y: y,
-    "gelu": F.gelu,
-    "gelu_tanh": lambda y: F.gelu(y, approximate="tanh"),
-    "relu2": lambda y: F.relu(y).square(),
-}
+store_heads = pytest.importorskip("generation.heads").store_heads
+linear = pytest.importorskip("generation.linear", reason="Triton exists for Linux only").linear
 
 
 def plain(x, layer, norm=None, activation=None, gate=None, residual=None, softcap=None):
     x = x if norm is None else norm(x)
     y = layer(x)
-    y = F.silu(gate(x)) * y if activation == "swiglu" else ACTIVATIONS[activation](y)
+    if activation is not None:
+        y = F.silu(gate(x)) * y if activation == "swiglu" else activate(y, activation)
     y = y if softcap is None else softcap * torch.tanh(y / softcap)
     return y if residual is None else y + residual
 
@@ -72,3 +69,30 @@ def test_result_dtype_and_strided_rows(device):
         found = linear(x, layer, dtype=torch.float64)
     assert found.dtype == torch.float64
     torch.testing.assert_close(found.to(dtype), layer(x))
+
+
+def transposed(*shape, **options):
+    """Random numbers in memory by columns."""
+    return torch.randn(*shape, **options).mT.contiguous().mT
+
+
+def test_weights_and_residual_of_any_strides(device):
+    layer, gate = nn.Linear(24, 40, device=device), nn.Linear(24, 40, device=device)
+    x, residual = torch.randn(3, 24, device=device).half(), transposed(3, 40, device=device).half()
+    for module in (layer, gate):
+        module.half().weight.data = transposed(40, 24, device=device).half()
+    with torch.no_grad():
+        found = linear(x, layer, activation="swiglu", gate=gate, residual=residual)
+        torch.testing.assert_close(found, plain(x, layer, None, "swiglu", gate, residual), rtol=1e-2, atol=1e-2)
+
+
+def test_store_heads_in_caches_of_different_strides(device):
+    batch, heads, kv_heads, dim = 3, 4, 2, 8
+    qkv = transposed(batch, (heads + 2 * kv_heads) * dim, device=device)
+    k, v = torch.zeros(batch, 6, kv_heads, dim, device=device), torch.zeros(batch, kv_heads, 7, dim, device=device)
+    v, slots = v.transpose(1, 2)[:, :6], torch.tensor([5, 0, 2], device=device)
+    found = store_heads(qkv, k, v, slots)
+    expected = qkv.view(batch, -1, dim).split((heads, kv_heads, kv_heads), 1)
+    rows = torch.arange(batch, device=device)
+    assert all(map(torch.equal, (found[:, 0], k[rows, slots], v[rows, slots]), expected))
+    assert k.count_nonzero() + v.count_nonzero() == 2 * batch * kv_heads * dim  # nothing else is written

@@ -5,29 +5,25 @@ from functools import partial
 import pytest
 import torch
 import torch.nn.functional as F
-from problems import ON_GPU
+import triton
+import triton.language as tl
+from problems import on_hopper
 from torch import nn
 
 from kernels import mlp as module
-from kernels.mlp import activate, activate_backward, mlp
+from kernels.activation import ACTIVATIONS, activate, activate_backward, activate_tile, slope_tile
+from kernels.mlp import mlp
+from model import GPTConfig
 
-triton = pytest.importorskip("triton", reason="Triton exists for Linux only")
-tl = pytest.importorskip("triton.language")
-kernel = pytest.importorskip("kernels.activation")
-
-KINDS = ["gelu", "gelu_tanh", "relu2"]
-each_kind = pytest.mark.parametrize("kind", KINDS)
-on_hopper = pytest.mark.skipif(
-    not (ON_GPU and module.on_hopper(torch.device("cuda", 0))), reason="the kernels are for Hopper GPUs"
-)
+each_kind = pytest.mark.parametrize("kind", ACTIVATIONS)
 
 
 @triton.jit
 def apply_kernel(x, y, dy, COUNT: tl.constexpr, KIND: tl.constexpr):
     lane = tl.arange(0, COUNT)
     value = tl.load(x + lane)
-    tl.store(y + lane, kernel.activate(value, KIND))
-    tl.store(dy + lane, kernel.slope(value, KIND))
+    tl.store(y + lane, activate_tile(value, KIND))
+    tl.store(dy + lane, slope_tile(value, KIND))
 
 
 @each_kind
@@ -43,6 +39,24 @@ def test_activations_of_kernels(kind, device):
     assert ((y.double() - activate(exact, kind)).abs() <= scale)[:-1].all()
     assert ((dy.double() - activate_backward(torch.ones_like(exact), exact, kind)).abs() <= 2 * size)[:-1].all()
     assert y[-1].isnan() and dy[-1].isnan()
+
+
+def test_an_unknown_activation_raises(device):
+    """Wherever one is computed, so that a name that one place lacks does not train as another activation."""
+    from generation.linear import linear
+
+    x, layers = torch.randn(3, 8, device=device).half(), make("silu", True, torch.float16, device)
+    y = torch.empty(2, 8, device=device)
+    calls = [
+        lambda: GPTConfig(mlp="silu"),
+        lambda: mlp(x, *layers, "silu"),
+        lambda: activate_backward(x, x, "silu"),
+        lambda: linear(x, layers[0], activation="silu"),
+        lambda: apply_kernel[(1,)](x.float(), *y, COUNT=8, KIND="silu"),
+    ]
+    for call in calls:
+        with pytest.raises(Exception, match=r"silu|unknown activation"):
+            call()
 
 
 def make(kind, bias, dtype, device="cpu", width=8, inner=24):
@@ -76,35 +90,26 @@ def test_custom_ops(kind):
 
 def test_compiles_in_one_graph_as_where_the_kernels_are(monkeypatch):
     """With autocast, in which weights are cast inside the graph. The op computes its formula on a CPU."""
-    pytest.importorskip("kernels.matmul")
     layers = make("gelu", True, torch.float32, width=192, inner=256)
     x, dy = torch.randn(2, 3, 192, requires_grad=True), torch.randn(2, 3, 192)
-    monkeypatch.setattr(module, "on_hopper", lambda device: torch.compiler.is_compiling())
-    ops = []
-    original = module._mlp
-
-    def count(*args):
-        ops.append(args)
-        return original(*args)
-
-    monkeypatch.setattr(module, "_mlp", count)
+    monkeypatch.setattr(module, "hopper_problem", lambda device: None if torch.compiler.is_compiling() else "eager")
 
     def run(function):
         with torch.autocast("cpu", torch.bfloat16):
             y = function(x, *layers, "gelu")
         return [y.detach(), *torch.autograd.grad(y, (x, *layers[0].parameters(), *layers[1].parameters()), dy)]
 
-    eager = run(mlp)
-    assert not ops
     compiled = run(torch.compile(mlp, fullgraph=True, backend="aot_eager"))
-    assert len(ops) == 1
-    for a, b in zip(compiled, eager, strict=True):
+    for a, b in zip(compiled, run(mlp), strict=True):
         assert a.dtype == b.dtype
         torch.testing.assert_close(a, b, rtol=2e-2, atol=2e-2)
 
 
-def error(found, exact):
-    return (found.double() - exact).norm()
+def assert_twice_eager(found, eager, exact):
+    """The error of each result is at most twice eager PyTorch's, and so is that of its worst row."""
+    for ours, theirs, truth in zip(found, eager, exact, strict=True):
+        error, of_eager = ((x.double() - truth).flatten(0, -2).norm(dim=-1) for x in (ours, theirs))
+        assert error.norm() <= 2 * of_eager.norm() and error.max() <= 2 * of_eager.max()
 
 
 SHAPES = [(1, 768, 256), (100, 192, 512), (129, 768, 3072), (5000, 384, 1536), (20_001, 768, 3072), (300, 3072, 768)]
@@ -116,7 +121,7 @@ SHAPES = [(1, 768, 256), (100, 192, 512), (129, 768, 3072), (5000, 384, 1536), (
 @pytest.mark.parametrize("epilogue", ["activate", "slope"])
 @each_kind
 def test_matmul_and_epilogue(epilogue, kind, bias, rows, depth, columns, poisoned):
-    """At most twice the error of PyTorch's matmul and activation; results are checked whole."""
+    """At most twice the error of PyTorch's matmul and activation."""
     from kernels.matmul import matmul
 
     a, b, other, shift = (
@@ -133,11 +138,7 @@ def test_matmul_and_epilogue(epilogue, kind, bias, rows, depth, columns, poisone
     found = matmul(a, b, epilogue, kind=kind, bias=shift, other=other if epilogue == "slope" else None)
     found = found if isinstance(found, tuple) else [found]
     exact = plain(*(x if x is None else x.double() for x in (a, b, other, shift)))
-    eager = plain(a, b, other, shift)
-    for ours, theirs, truth in zip(found, eager, exact, strict=True):
-        assert error(ours, truth) <= 2 * error(theirs, truth)
-        rows_apart = (ours.double() - truth).norm(dim=1), (theirs.double() - truth).norm(dim=1)
-        assert rows_apart[0].max() <= 2 * rows_apart[1].max()
+    assert_twice_eager(found, plain(a, b, other, shift), exact)
 
 
 @on_hopper
@@ -158,11 +159,7 @@ def test_matmul_in_fp8(kind, bias, rows, depth, columns, poisoned):
     h, active, active_fp8, largest = found
     exact_h = F.linear(a.double() * scales[0], b.double() * scales[1], shift if shift is None else shift.double())
     eager_h = ((a.bfloat16() @ b.bfloat16().T) * (scales[0] * scales[1]).bfloat16()) + (0 if shift is None else shift)
-    for ours, theirs, truth in (
-        (h, eager_h, exact_h), (active, activate(eager_h, kind), activate(exact_h, kind)),
-    ):  # fmt: skip
-        apart = (ours.double() - truth).norm(dim=1), (theirs.double() - truth).norm(dim=1)
-        assert apart[0].max() <= 2 * apart[1].max()
+    assert_twice_eager((h, active), *((x, activate(x, kind)) for x in (eager_h, exact_h)))
     assert largest == active.abs().max()
     expected = quantise(active, active_scale).float()
     assert ((active_fp8.float() - expected).abs() <= expected.abs() / 8 + 2**-9).all()  # 1 / scale rounds otherwise
@@ -192,7 +189,8 @@ def test_mlp_on_hopper(kind, bias, rows, poisoned):
         layer.double()
     exact = run(plain, False, x.detach().double().requires_grad_())
     for a, b, truth in zip(ours, eager, exact, strict=True):
-        assert a.dtype == b.dtype and error(a, truth) <= 2 * error(b, truth)
+        apart = [(x.double() - truth).norm() for x in (a, b)]
+        assert a.dtype == b.dtype and apart[0] <= 2 * apart[1]
 
 
 @on_hopper
@@ -222,7 +220,8 @@ def test_trains_compiled_as_eager():
 
 
 def test_sizes_that_the_kernel_does_not_serve():
-    matmul = pytest.importorskip("kernels.matmul").matmul
+    from kernels.matmul import matmul
+
     x = torch.zeros(4, 256, dtype=torch.bfloat16)
     for a, columns in ((x, 128), (x[:0], 256), (x[:, :64], 256), (x.float(), 256)):
         with pytest.raises(ValueError, match="does not serve"):

@@ -1,33 +1,34 @@
-"""Muon against torch.optim.Muon, parameter groups and learning rates."""
+"""A training step: updates, clipping, skipped steps, micro-batches; and learning rates, and evaluation."""
 
 import copy
 
 import pytest
 import torch
+import torch.distributed as dist
+from helpers import assert_same_runs, contents, equal, losses, metrics
 
+from data import validation_batches
+from data.shards import Tokens
 from model import GPT, GPTConfig
+from train import evaluate, take_step
 from training import optimizer
+from training.batches import choose_micro_batch, micro_batches
 from training.config import Config
 from training.distributed import Ranks
-from training.optimizer import (
-    Muon,
-    averaged,
-    learning_rate,
-    make_optimizer,
-    moment_bytes,
-    move_average,
-    orthogonal,
-    set_learning_rate,
-)  # fmt: skip
+from training.optimizer import Optimizer, learning_rate, orthogonal
+
+SMALL = dict(vocab_size=8, n_layer=2, n_head=2, n_embd=16, block_size=8)
+ONE = Ranks(0, 1, "cpu")
+NAN, INF = float("nan"), float("inf")
 
 
 @pytest.fixture
 def model():
-    return GPT(GPTConfig(vocab_size=8, n_layer=2, n_head=2, n_embd=16, block_size=8))
+    return GPT(GPTConfig(**SMALL, attention="sdpa"))
 
 
-def make(model, **options):
-    return make_optimizer(model, Config(optimizer="muon", **options), Ranks(0, 1, "cpu"))
+def make(model, device="cpu", **options):
+    return Optimizer(model, Config(**dict(optimizer="muon") | options), Ranks(0, 1, device))
 
 
 @pytest.mark.parametrize("shape", [(3, 16, 16), (2, 8, 24), (2, 24, 8)])
@@ -40,35 +41,38 @@ def test_orthogonal_keeps_singular_vectors_and_moves_the_values_close_to_one(sha
     assert 0.3 < diagonal.min() and diagonal.max() < 1.25
 
 
-@pytest.mark.parametrize("batch_elements", [optimizer.BATCH_ELEMENTS, 2 * 16 * 16])
-def test_steps_equal_those_of_torch(model, monkeypatch, batch_elements):
+def pieces_of(parameter, is_matrix):
+    """The rows of its parts that are matrices of their own: q, k and v."""
+    heights = getattr(parameter, "heights", [len(parameter)]) if is_matrix else [len(parameter)]
+    ends = torch.tensor(heights).cumsum(0).tolist()
+    return [slice(end - height, end) for end, height in zip(ends, heights, strict=True)]
+
+
+def test_steps_equal_those_of_torch(model, monkeypatch):
     """torch.optim.Muon for each matrix of the blocks, with q, k and v apart, and AdamW for the other parameters."""
-    monkeypatch.setattr(optimizer, "BATCH_ELEMENTS", batch_elements)
+    monkeypatch.setattr(optimizer, "BATCH_ELEMENTS", 2 * 16 * 16)  # as if these were too large for one step together
     # torch's own iterations are in bfloat16, whose rounding errors grow with small singular values
     monkeypatch.setattr("torch.optim._muon._zeropower_via_newtonschulz", lambda x, *_: orthogonal(x[None])[0])
-    ours = make(model, learning_rate=0.01, muon_scale=2.0, weight_decay=0.1)
-    inner = {p for p in model.blocks.parameters() if p.dim() == 2}
+    ours = make(model, learning_rate=0.01, muon_scale=2.0, weight_decay=0.1).update
+    matrices = {p for p in model.blocks.parameters() if p.dim() == 2}
+    theirs = []  # (parameter, rows, a copy of them, its optimizer)
+    for p in model.parameters():
+        for rows in pieces_of(p, p in matrices):
+            q = torch.nn.Parameter(p[rows].detach().clone())
+            if p in matrices:
+                other = torch.optim.Muon([q], lr=0.02, weight_decay=0.1, adjust_lr_fn="match_rms_adamw")
+            else:
+                other = torch.optim.AdamW([q], lr=0.01, betas=(0.9, 0.99), weight_decay=0.1 if p.dim() > 1 else 0.0)
+            theirs.append((p, rows, q, other))
     for _ in range(3):
-        before = {p: p.detach().clone() for p in model.parameters()}
-        moments = {p: copy.deepcopy(ours.state[p]) for p in model.parameters()}
         for p in model.parameters():
             p.grad = torch.randn_like(p)
+        for p, rows, q, other in theirs:
+            q.grad = p.grad[rows].clone()
+            other.step()
         ours.step()
-        for p, start in before.items():
-            pieces = start.split(getattr(p, "parts", len(p))) if p in inner else [start]
-            for number, piece in enumerate(pieces):
-                q = torch.nn.Parameter(piece.clone())
-                rows = slice(sum(map(len, pieces[:number])), sum(map(len, pieces[: number + 1])))
-                q.grad = p.grad[rows].clone()
-                if p in inner:
-                    other = torch.optim.Muon([q], lr=0.02, weight_decay=0.1, adjust_lr_fn="match_rms_adamw")
-                    if moments[p]:
-                        other.state[q]["momentum_buffer"] = moments[p]["momentum"][rows].clone()
-                else:
-                    other = torch.optim.AdamW([q], lr=0.01, betas=(0.9, 0.99), weight_decay=0.1 if p.dim() > 1 else 0.0)
-                    other.state[q] = moments[p]
-                other.step()
-                torch.testing.assert_close(p[rows], q, rtol=1e-5, atol=1e-6)
+        for p, rows, q, _ in theirs:
+            torch.testing.assert_close(p[rows], q, rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize("skip", [None, 0.0, 1.0])
@@ -97,115 +101,106 @@ def test_kernels_equal_their_formulas(device, skip):
         torch.testing.assert_close(found.double().cpu(), expected, rtol=error, atol=error, equal_nan=found is ours[2])
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="compares a GPU with the CPU")
-def test_steps_on_a_gpu_equal_those_on_the_cpu(model):
-    """But for iterations in bfloat16. An entry of Muon's step is about as large as the tolerance, of AdamW's larger."""
-    on_gpu = copy.deepcopy(model).cuda()
-    models = [(model, make(model, learning_rate=0.01))]
-    config = Config(optimizer="muon", learning_rate=0.01)
-    models.append((on_gpu, make_optimizer(on_gpu, config, Ranks(0, 1, "cuda"))))
-    for _ in range(3):
-        gradients = [torch.randn_like(p) for p in model.parameters()]
-        for network, ours in models:
-            for p, gradient in zip(network.parameters(), gradients, strict=True):
-                p.grad = gradient.to(p.device)
-            ours.step()
-    for p, q in zip(model.parameters(), on_gpu.parameters(), strict=True):
-        torch.testing.assert_close(q.cpu(), p, rtol=0, atol=2e-3)
-        assert (q.cpu() - p).square().mean() < 2e-4**2  # a tenth of one step of Muon
-
-
-def test_gradients_are_divided_by_grad_scale(model):
-    """Those of Muon's matrices, of which the momentum is a sum, and those of AdamW's."""
-    other = GPT(model.config)
-    other.load_state_dict(model.state_dict())
-    pairs = [(model, make(model), 4.0), (other, make(other), None)]
-    for _ in range(2):
-        for p, q in zip(model.parameters(), other.parameters(), strict=True):
-            p.grad = torch.randn_like(p)
-            q.grad = p.grad / 4
-        for _, ours, scale in pairs:
-            ours.grad_scale = None if scale is None else torch.tensor(scale)
-            ours.step()
-    for p, q in zip(model.parameters(), other.parameters(), strict=True):
-        torch.testing.assert_close(p, q)
-    for one, two in zip(*(ours.state.values() for _, ours, _ in pairs), strict=True):
-        torch.testing.assert_close(one, two)
-
-
-def test_a_matrix_without_a_gradient_stays_as_it_is(model):
-    optimizer = make(model)
-    tokens = torch.randint(8, (4, 8))
-    model(tokens, tokens).backward()
-    still = model.blocks[1].mlp.expand.weight
-    still.grad, before = None, still.clone()
-    optimizer.step()
-    assert torch.equal(still, before) and not optimizer.state[still]
-
-
-def test_every_parameter_is_in_one_group_and_has_its_rate(model):
-    optimizer = make(model, learning_rate=1e-3, muon_scale=20.0, min_learning_rate=0.0)
-    assert isinstance(optimizer, Muon)
-    grouped = [p for group in optimizer.param_groups for p in group["params"]]
-    assert len(grouped) == len(set(grouped)) == len(list(model.parameters()))
-    assert set(optimizer.param_groups[2]["params"]) == {p for p in model.blocks.parameters() if p.dim() == 2}
-    set_learning_rate(optimizer, 5e-4)
-    assert [group["lr"] for group in optimizer.param_groups] == pytest.approx([5e-4, 5e-4, 1e-2])
-
-
-def test_embeddings_may_have_a_rate_of_their_own():
-    config = GPTConfig(vocab_size=8, n_layer=2, n_head=2, n_embd=16, block_size=8, tie_head=False)
-    model = GPT(config)
-    optimizer = make(model, learning_rate=1e-3, embed_scale=30.0, tie_head=False)
-    of = {p: group for group in optimizer.param_groups for p in group["params"]}
-    assert [of[layer.weight]["lr"] for layer in (model.embed, model.embed_position)] == pytest.approx([3e-2] * 2)
-    set_learning_rate(optimizer, 2e-3)
-    rates = [of[p]["lr"] for p in (model.embed.weight, model.head.weight, model.norm.weight)]
-    assert rates == pytest.approx([6e-2, 2e-3, 2e-3]) and len(of) == len(list(model.parameters()))
-
-
-def test_cosine_decay():
-    config = Config(steps=110, warmup_steps=10, learning_rate=1.0, min_learning_rate=0.1)
-    rates = [learning_rate(step, config) for step in range(111)]
-    assert rates[0] == pytest.approx(1 / 11) and rates[10] == max(rates) == 1.0
-    assert rates[60] == pytest.approx(0.55) and rates[110] == pytest.approx(0.1)
-
-
-def test_cooldown():
-    config = Config(steps=100, warmup_steps=10, learning_rate=1.0, min_learning_rate=0.1, cooldown=0.2)
-    rates = [learning_rate(step, config) for step in range(101)]
-    assert rates[9] < 1.0 and rates[10:81] == pytest.approx([1.0] * 71)
-    assert rates[90] == pytest.approx(0.55) and rates[100] == pytest.approx(0.1)
-    assert learning_rate(50, Config(steps=100, warmup_steps=0, cooldown=1.0)) == pytest.approx((1e-3 + 1e-4) / 2)
+@pytest.mark.parametrize(
+    "options, expected",
+    [
+        (dict(), {0: 1 / 11, 10: 1.0, 60: 0.55, 110: 0.1}),
+        (dict(cooldown=0.2), {0: 1 / 11, 10: 1.0, 50: 1.0, 88: 1.0, 99: 0.55, 110: 0.1}),
+    ],
+    ids=["cosine", "cooldown"],
+)
+def test_learning_rate(options, expected):
+    config = Config(**dict(steps=110, warmup_steps=10, learning_rate=1.0, min_learning_rate=0.1) | options)
+    assert {step: learning_rate(step, config) for step in expected} == pytest.approx(expected)
 
 
 @pytest.mark.parametrize("kind", ["adamw", "muon"])
-def test_running_averages(model, kind):
-    """Against the formula; in averaged() they and the parameters have changed places, also if an error ends it."""
-    ours = make_optimizer(model, Config(optimizer=kind), Ranks(0, 1, "cpu"))
-    expected = None
-    for _ in range(3):
-        for p in model.parameters():
-            p.grad = torch.randn_like(p)
-        ours.step()
-        move_average(ours, 0.75)
-        now = [p.detach().clone() for p in model.parameters()]
-        expected = [0.75 * a + 0.25 * p for a, p in zip(expected or now, now, strict=True)]
-    with pytest.raises(ZeroDivisionError), averaged(ours):
-        torch.testing.assert_close(list(model.parameters()), expected)
-        1 / 0  # noqa: B018
-    assert all(torch.equal(p, weight) for p, weight in zip(model.parameters(), now, strict=True))
-    torch.testing.assert_close([ours.state[p]["average"] for p in model.parameters()], expected)
+@pytest.mark.parametrize("bad", ["gradient", "loss"])
+def test_a_skipped_step_changes_nothing(bad, kind, model, device):
+    """Neither weights nor moments nor step counts. The step after it is taken again."""
+    ours, tokens = make(model.to(device), device, optimizer=kind), torch.randint(8, (2, 4, 8), device=device)
+
+    def state_after_a_step():
+        take_step(model, ours, [(*tokens, 1.0)])
+        return copy.deepcopy((model.state_dict(), ours.update.state_dict()["state"]))
+
+    before = state_after_a_step()
+    if bad == "gradient":
+        hook = model.norm.weight.register_hook(lambda gradient: gradient * INF)
+    else:
+        hook = model.register_forward_hook(lambda module, inputs, loss: loss + NAN)  # its gradients are finite
+    assert equal(state_after_a_step(), before) and ours.skipped == 1
+    hook.remove()
+    assert not any(map(equal, state_after_a_step(), before)) and ours.skipped == 1
 
 
 @pytest.mark.parametrize("kind", ["adamw", "muon"])
-def test_bytes_of_the_moments(model, kind):
-    """After a step the optimizer holds as many, apart from counts of steps."""
-    config = Config(optimizer=kind, ema=0.9)
-    optimizer = make_optimizer(model, config, Ranks(0, 1, "cpu"))
-    for p in model.parameters():
-        p.grad = torch.ones_like(p)
-    optimizer.step()
-    move_average(optimizer, config.ema)
-    moments = [x for state in optimizer.state.values() for x in state.values() if x.dim()]
-    assert moment_bytes(model, config) == sum(x.numel() * x.element_size() for x in moments)
+@pytest.mark.parametrize("grad_clip", [1e-2, 100.0, 0.0])
+def test_gradient_clipping(folder, run, device, grad_clip, kind):
+    """0 turns it off. After one step, a moment of AdamW is a tenth of the gradient, and one of Muon a twentieth."""
+    assert run(steps=1, eval_every=1, grad_clip=grad_clip, optimizer=kind, device=device, compile="off")[0] == 0
+    [norm] = [record["grad_norm"] for record in metrics(folder) if "loss" in record]
+    states = contents("runs/run/checkpoint.pt")["optimizer"]["state"].values()
+    gradients = [own["exp_avg"] * 10 if "exp_avg" in own else own["momentum"] * 20 for own in states]
+    found = torch.cat([gradient.flatten() for gradient in gradients]).norm()
+    assert norm > 1 and found.item() == pytest.approx(1e-2 if grad_clip == 1e-2 else norm, rel=1e-3)
+
+
+def test_micro_batches_give_the_same_losses_as_one_batch(folder, run):
+    """Up to rounding; the next run of the same options has the same bits."""
+    options = dict(steps=6, eval_every=6, dropout=0)
+    for name, size in (("whole", 0), ("parts", 2), ("again", 2)):
+        assert run(name=name, micro_batch=size, **options)[0] == 0
+    assert losses(folder, "parts") == pytest.approx(losses(folder, "whole"), rel=1e-5)
+    assert_same_runs(folder, "parts", "again")
+
+
+def test_dropout_depends_on_seed_step_and_rows_only(model):
+    """So a resumed run draws the same masks, and several ranks those of one."""
+
+    def seeds(step, seed=1, rank=0, world=1):
+        config = Config(**SMALL, batch_size=8, dropout=0.5, seed=seed)
+        rows, ranks = torch.zeros(8 // world, 8), Ranks(rank, world, "cpu", sharded=True)
+        parts = micro_batches(step, rows, rows, torch.ones(4 // world), model, make(model), config, ranks, 2)
+        return [torch.initial_seed() for _ in parts]
+
+    whole = seeds(step=5)
+    assert len({*whole, *seeds(step=6), *seeds(step=5, seed=2)}) == 12
+    assert whole == seeds(step=5, rank=0, world=2) + seeds(step=5, rank=1, world=2)
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="measures the memory of a GPU")
+def test_micro_batch_auto_takes_the_largest_that_fits(model):
+    config = Config(**SMALL, batch_size=64, micro_batch="auto", device="cuda")
+    ranks, limit = Ranks(0, 1, "cuda"), 64
+
+    def refuse(module, inputs):
+        if len(inputs[0]) > limit:
+            raise torch.OutOfMemoryError("too many sequences")
+
+    model.cuda().blocks[0].register_forward_pre_hook(refuse)
+    assert choose_micro_batch(model, config, ranks, None) == 64
+    limit = 20
+    assert choose_micro_batch(model, config, ranks, None) == 16
+    assert all(p.grad is None for p in model.parameters())
+    limit = 0
+    with pytest.raises(ValueError, match="not even a micro-batch of 1 fits"):
+        choose_micro_batch(model, config, ranks, None)
+
+
+def test_evaluation_is_the_mean_over_all_tokens_and_is_split_over_the_ranks(model):
+    """17 windows in batches of 4: the last one is smaller, so the mean of the batches' losses would differ."""
+    model.head.weight.data *= 50  # losses that differ from batch to batch
+    ids = torch.randint(8, (17 * 8 + 1,))
+    inputs, targets = ids[:-1].view(17, 8), ids[1:].view(17, 8)
+    with torch.no_grad():
+        expected = model.eval()(inputs, targets).item()
+    text = Tokens((ids.numpy().astype("<u2"),), sha256="", documents=1, text_bytes=len(ids))
+    validation = validation_batches(text, block_size=8, batch_size=4)
+    config = Config(**SMALL, device="cpu")
+    assert evaluate(model.train(), validation, config, ONE) == pytest.approx(expected, rel=1e-6) and model.training
+    # a group of this process alone, in which sums over all ranks leave a value as it is
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    parts = [evaluate(model, validation, config, Ranks(rank, 2, "cpu")) for rank in (0, 1)]
+    dist.destroy_process_group()
+    assert (9 * parts[0] + 8 * parts[1]) / 17 == pytest.approx(expected, rel=1e-6)

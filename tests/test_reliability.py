@@ -3,7 +3,7 @@
 test_checkpoint.py has the damaged checkpoints, test_distributed.py the faults of several ranks.
 """
 
-import os
+import errno
 import re
 import resource
 import signal
@@ -17,25 +17,28 @@ from helpers import (
     FAST,
     ON_GPU,
     ROOT,
+    assert_resumes_bit_exactly,
+    assert_same_runs,
     at_step,
     contents,
     environment,
     finish,
-    flags,
     losses,
     metrics,
-    one_sentence,
-    reached,
+    refused,
     same,
     start,
     wait_for,
+    wait_for_step,
 )
 
+import train
 from data import Batches
 from data.corpus import prepare
-from training import step
+from training.device import autocast
 
 CHECKPOINT = "runs/run/checkpoint.pt"
+TEN = dict(steps=10, eval_every=5)
 slow = pytest.mark.slow
 
 
@@ -48,28 +51,22 @@ def test_kill_9_at_random_moments():
 
 
 @slow
-def test_sigusr1_saves_and_goes_on_and_a_second_process_is_refused(folder, run):
-    """The run is then stopped with Ctrl-C, resumes, and equals an uninterrupted one."""
+def test_sigusr1_saves_and_goes_on_and_ctrl_c_stops(folder, run):
+    """The run then resumes, and equals an uninterrupted one."""
     options = dict(steps=300, eval_every=200, eval_batches=1)
     assert run(name="whole", **options)[0] == 0
     process = start(folder, **FAST | options)
-    wait_for(lambda: reached(folder, 3))
+    wait_for_step(folder, 3)
     process.send_signal(signal.SIGUSR1)
     wait_for((folder / CHECKPOINT).exists)
-    process.send_signal(signal.SIGSTOP)  # so that it does not end meanwhile
-    code, err = run("--resume", "runs/run")
-    assert code == 1
-    one_sentence(err, "another process")
     saved = contents(CHECKPOINT)["step"]
     process.send_signal(signal.SIGINT)
-    process.send_signal(signal.SIGCONT)
     out, err = finish(process)
     assert "Ctrl-C again" in err, err
     stopped = int(re.search(r"stopped at step (\d+); resume with: python train.py --resume runs/run", out)[1])
     assert saved < contents(CHECKPOINT)["step"] == stopped < 300
     assert run("--resume", "runs/run")[0] == 0
-    assert same(contents(CHECKPOINT), contents("runs/whole/checkpoint.pt"))
-    assert losses(folder) == losses(folder, "whole")
+    assert_same_runs(folder)
 
 
 @slow
@@ -84,24 +81,8 @@ def test_second_ctrl_c_exits_at_once(folder):
     while "stopping" not in (line := process.stderr.readline()):
         assert line, "the process has ended"
     process.send_signal(signal.SIGINT)
-    assert process.wait(timeout=5) == 130
+    assert process.wait(timeout=300) == 130
     assert not (folder / CHECKPOINT).exists()
-
-
-@slow
-def test_nohup_ignores_a_closed_terminal(folder):
-    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)  # as nohup does for its child
-    try:
-        process = start(folder, **FAST | dict(steps=100_000, eval_every=100_000))
-    finally:
-        signal.signal(signal.SIGHUP, before)
-    wait_for(lambda: reached(folder, 3))
-    process.send_signal(signal.SIGHUP)
-    sent_at = len(losses(folder))
-    wait_for(lambda: reached(folder, sent_at + 50))
-    process.send_signal(signal.SIGTERM)
-    finish(process)
-    assert contents(CHECKPOINT)["step"] > sent_at + 50
 
 
 @pytest.fixture
@@ -113,87 +94,82 @@ def file_limit():
 
 
 def test_a_full_disk_costs_warnings_and_training_goes_on(folder, run, monkeypatch, file_limit):
-    """The disk is full at the checkpoint of step 20 and has room again at that of step 40."""
-    assert run(name="whole")[0] == 0
+    """The disk is full at the checkpoint of step 5 and has room again at that of step 10."""
+    assert run(name="whole", **TEN)[0] == 0
     full = lambda: file_limit((folder / "runs/run/metrics.jsonl").stat().st_size)  # noqa: E731
-    at_step(monkeypatch, 15, full)
-    at_step(monkeypatch, 35, lambda: file_limit(resource.RLIM_INFINITY))
-    code, err = run()
-    assert code == 0 and re.search("warning: .*checkpoint.* step 20 .*File too large", err), err
+    at_step(monkeypatch, 3, full)
+    at_step(monkeypatch, 8, lambda: file_limit(resource.RLIM_INFINITY))
+    code, err = run(**TEN)
+    assert code == 0 and re.search("warning: .*checkpoint.* step 5 .*File too large", err), err
     assert same(contents(CHECKPOINT), contents("runs/whole/checkpoint.pt"))
     whole = losses(folder, "whole")
-    assert losses(folder) == whole[:15] + whole[35:]  # the lines between had no room
+    assert losses(folder) == whole[:3] + whole[8:]  # the lines between had no room
     assert not list((folder / "runs/run").glob(".*.tmp"))
 
 
 def test_a_last_checkpoint_that_cannot_be_written_is_an_error(folder, run, monkeypatch, file_limit):
-    assert run(name="whole")[0] == 0
+    assert run(name="whole", **TEN)[0] == 0
     with monkeypatch.context() as patch:
-        at_step(patch, 35, lambda: file_limit(100_000))
-        code, err = run()
+        at_step(patch, 8, lambda: file_limit(100_000))
+        result = run(**TEN)
     file_limit(resource.RLIM_INFINITY)
-    assert code == 1
-    one_sentence(err, "step 40", "File too large", "make room")
-    assert run("--resume", "runs/run")[0] == 0  # from step 20
-    assert same(contents(CHECKPOINT), contents("runs/whole/checkpoint.pt"))
-    assert losses(folder) == losses(folder, "whole")
+    refused(result, "step 10", "File too large", "make room")
+    assert run("--resume", "runs/run")[0] == 0  # from step 5
+    assert_same_runs(folder)
 
 
-@slow
 def test_a_read_only_folder_is_one_sentence(folder, run):
-    run(steps=4, eval_every=2)
-    own = folder / "runs/run"
-    before = {path.name: path.read_bytes() for path in own.iterdir()}
-    own.chmod(0o555), own.parent.chmod(0o555), (own / ".lock").chmod(0o444)
-    # root may write anywhere unless its capability CAP_DAC_OVERRIDE (1) is dropped with PR_CAPBSET_DROP (24)
-    program = "import ctypes, os, sys; ctypes.CDLL(None).prctl(24, 1); os.execv(sys.executable, sys.argv[1:])"
-    for argv in (["--resume", "runs/run", "--steps", "6", "--allow_changes"], []):
-        command = [sys.executable, "-c", program, sys.executable, str(ROOT / "train.py"), *flags(argv, FAST)]
-        result = subprocess.run(command, cwd=folder, env=environment(folder), capture_output=True, text=True)
-        assert result.returncode == 1
-        one_sentence(result.stderr, "runs", "Permission denied")
-    own.chmod(0o755), own.parent.chmod(0o755)
-    assert {path.name: path.read_bytes() for path in own.iterdir()} == before
+    (folder / "runs").symlink_to("/sys/kernel")  # in which even root cannot make a folder
+    refused(run(steps=2), "runs/run: ")
 
 
 def test_losses_that_are_not_finite_stop_the_run(folder, run):
-    assert run(steps=20, eval_every=10)[0] == 0
+    """Skipped steps change nothing, and the sentence has a command that is accepted."""
+    assert run(**TEN)[0] == 0
     before = contents(CHECKPOINT)
-    changes = ["--steps", "60", "--learning_rate", "1e30", "--allow_changes", "--max_bad_steps", "5"]
-    code, err = run("--resume", *changes)
-    assert code == 1
-    one_sentence(err, "not finite in 5 steps", "batch ", "--resume runs/run")
+    changes = dict(steps=60, learning_rate=1e30, min_learning_rate=1e30, max_bad_steps=5, allow_changes=True)
+    code, err = run("--resume", *(f"--{name}={value}" for name, value in changes.items()))
+    refused((code, err), "not finite in 5 steps", "batch ", "--resume runs/run")
     assert metrics(folder)[-1]["skipped_steps"] == 5 and metrics(folder)[-1]["loss"] is None
     assert same(contents(CHECKPOINT), before)
+    _, advice = err.strip().split("lower rate: ")
+    assert "not finite" in run(*advice.split())[1]  # the rate is still too high
+
+
+@pytest.mark.parametrize("options", [{}, dict(norm="rmsnorm", mlp="relu2", ema=0.5)], ids=["layernorm", "rmsnorm"])
+def test_a_run_that_diverges_keeps_its_good_checkpoints(folder, run, options):
+    """From step 14 on the rate is wrong. The first weights to be saved are huge, but no step has been skipped yet."""
+    assert run(steps=14, eval_every=7, **options)[0] == 0
+    before = {path.name: path.read_bytes() for path in (folder / "runs/run").glob("*.pt")}
+    best = contents("runs/run/best.pt")["best"]
+    changes = ["--learning_rate", "1e20", "--eval_every", "3", "--save_every", "1", "--allow_changes"]
+    code, err = run("--resume", "--steps", "18", *changes)
+    assert err.count("warning: no checkpoint of step") == 4, err
+    refused((code, err), "step 18", "--resume runs/run --learning_rate LOWER --allow_changes")
+    assert {path.name: path.read_bytes() for path in (folder / "runs/run").glob("*.pt")} == before
+    assert run("--resume", "--steps", "18", "--learning_rate", "5e-3", "--allow_changes")[0] == 0
+    assert contents(CHECKPOINT)["step"] == 18 and contents("runs/run/best.pt")["best"] < best
 
 
 def test_changed_tokens_are_refused(folder, run):
     """Without its text, or with a text that has only been edited, a run continues with its prepared tokens."""
-    assert run(steps=20, eval_every=10)[0] == 0
-    whole, text = contents(CHECKPOINT), folder / "corpus.txt"
-    words = text.read_text()
+    assert run(steps=4, eval_every=2)[0] == 0
+    whole, text, older = contents(CHECKPOINT), folder / "corpus.txt", folder / "runs/run/checkpoint-2.pt"
+    edited, at_2 = text.read_text() + "and the sea keeps on. ", older.read_bytes()
 
     def resume(*argv):
-        (folder / CHECKPOINT).unlink()
-        (folder / "runs/run/checkpoint-10.pt").write_bytes(older)
+        (folder / CHECKPOINT).unlink(missing_ok=True)
+        older.write_bytes(at_2)
         return run("--resume", *argv)
 
-    older = (folder / "runs/run/checkpoint-10.pt").read_bytes()
     tokens = {path: path.read_bytes() for path in folder.glob("prepared/prepared/*/*")}
-    for change in (
-        lambda: [os.utime(path, (1, 1)) for path in (text, *tokens)],
-        lambda: text.write_text(words + "and the sea keeps on. "),
-        text.unlink,
-    ):
+    for change in (lambda: text.write_text(edited), text.unlink):
         change()
         assert resume()[0] == 0 and same(contents(CHECKPOINT), whole)
         assert len(tokens) == 3 and {path: path.read_bytes() for path in tokens} == tokens
-    text.write_text(words + "and the sea keeps on. ")
+    text.write_text(edited)
     prepare("text", "bytes", text)
-    code, err = resume()
-    assert code == 1
-    one_sentence(err, "tokens", "--allow_changes")
-    (folder / CHECKPOINT).write_bytes(older)  # what resume() removes
+    refused(resume(), "tokens", "--allow_changes")
     assert resume("--allow_changes")[0] == 0
     assert contents(CHECKPOINT)["tokens_sha256"] != whole["tokens_sha256"]
 
@@ -203,41 +179,34 @@ def test_an_error_while_a_batch_is_loaded_is_one_sentence(folder, run, monkeypat
     original = Batches.batch
 
     def batch(self, step, rows=slice(None)):
-        if step == 30:
-            raise OSError("the token file is gone")
+        if step == 8:
+            raise OSError(errno.ENOENT, "No such file", "train-0.bin")
         return original(self, step, rows)
 
     monkeypatch.setattr(Batches, "batch", batch)
-    code, err = run()
-    assert code == 1
-    one_sentence(err, "the token file is gone")
-    assert contents(CHECKPOINT)["step"] == 20 and len(losses(folder)) == 30
+    refused(run(**TEN), "train-0.bin")
+    assert contents(CHECKPOINT)["step"] == 5 and len(losses(folder)) == 8
 
 
-def test_a_gpu_without_memory_is_one_sentence(run, monkeypatch):
-    """Without a GPU, the exception of one."""
-    if torch.cuda.is_available():
-        torch.cuda.set_per_process_memory_fraction(0.001)
-        try:
-            code, err = run(**ON_GPU | dict(batch_size=4096))
-        finally:
-            torch.cuda.set_per_process_memory_fraction(1.0)
-    else:
+def test_a_gpu_without_memory_is_one_sentence(folder, run, monkeypatch):
+    """Here the exception of one. A run that fails before its first step leaves no folder."""
 
-        def fail(*_):
-            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has ..")
+    def fail(*_):
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has ..")
 
-        monkeypatch.setattr(step.TrainStep, "__call__", fail)
-        code, err = run()
-    assert code == 1
-    one_sentence(err, "out of memory", "--micro_batch", "--checkpoint_activations blocks")
+    monkeypatch.setattr(train, "take_step", fail)
+    refused(run(), "out of memory", "--micro_batch", "--checkpoint_activations blocks")
+    assert not list((folder / "runs").iterdir())
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
-@pytest.mark.parametrize("compile", ["off", "blocks", "model"])
-def test_deterministic_resume_on_a_gpu_is_bit_exact(folder, run, compile):
-    assert run(**ON_GPU | dict(compile=compile, ema=0.9))[0] == 0
-    whole, whole_losses = contents(CHECKPOINT), losses(folder)
-    os.remove(CHECKPOINT)
-    assert run("--resume")[0] == 0
-    assert same(contents(CHECKPOINT), whole) and losses(folder) == whole_losses
+@pytest.mark.parametrize("compile, dtype", [("off", "float32"), ("blocks", "float16"), ("model", "bfloat16")])
+def test_deterministic_resume_on_a_gpu_is_bit_exact(folder, run, compile, dtype):
+    assert_resumes_bit_exactly(folder, run, steps=40, **ON_GPU | dict(compile=compile, dtype=dtype, ema=0.9))
+    assert losses(folder)[-1] < 0.6 * losses(folder)[0]
+
+
+def test_autocast_keeps_no_cache():
+    """Leaving autocast in one thread would clear it for all, and can deadlock with a thread that compiles."""
+    with autocast("bfloat16", "cpu"):
+        assert not torch.is_autocast_cache_enabled()

@@ -1,44 +1,32 @@
-"""Reports of a run: metrics.jsonl, loss.png, wandb."""
+"""Reports of a run: metrics.jsonl, the terminal, wandb; and plot.py: the curves, the legend, and errors."""
 
 import itertools
 import json
-import subprocess
+import re
+import signal
 import sys
+import time
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-import torch
-from helpers import FAST, ROOT, launch, losses
+from helpers import FAST, ROOT, at_step, in_process, losses, metrics, run_script
+from matplotlib.figure import Figure
 
+import train
 from data import make_tokenizer
 from model import GPT
-from training import report
 from training.config import Config
-from training.distributed import Ranks
-from training.report import Report, plot_losses, read_metrics
 
 SHORT = dict(steps=4, eval_every=2)
-NAN = float("nan")
-BYTES = make_tokenizer("bytes")
 
 
-def make_report(folder, start=0, rank=0, **options):
-    """A Report of a small network; of the corpus it needs only the bytes per token."""
-    config = Config(**FAST | SHORT | options)
-    (folder / "config.json").touch()
-    corpus = SimpleNamespace(bytes_per_token=2.0)
-    return Report(folder, config, GPT(config.model(BYTES)), corpus, Ranks(rank, 2, "cpu"), start)
-
-
-def record_step(report, step, loss=1.0, grad_norm=1.0, skipped=0.0):
-    report.step(step, 1e-3, torch.tensor(loss), torch.tensor(grad_norm), torch.tensor(skipped))
-
-
-def test_metrics_of_a_run(folder, run):
-    """Every line is JSON, and the numbers fit together."""
+def test_metrics_of_a_run(folder, run, monkeypatch):
+    """The numbers fit together. Time that is spent on evaluation is no time of training."""
+    evaluate = train.evaluate
+    monkeypatch.setattr(train, "evaluate", lambda *rest: time.sleep(0.2) or evaluate(*rest))
     assert run(**SHORT)[0] == 0
-    lines = (folder / "runs/run/metrics.jsonl").read_text().splitlines()
-    records = [json.loads(line) for line in lines]
+    records = metrics(folder)
     assert [record["step"] for record in records] == [0, 1, 2, 2, 3, 4, 4]
     trained, evaluated = ([r for r in records if name in r] for name in ("loss", "val_loss"))
     assert [record["step"] for record in trained] == [1, 2, 3, 4] and len(evaluated) == 3
@@ -47,61 +35,24 @@ def test_metrics_of_a_run(folder, run):
     seconds = [record["seconds"] for record in records]
     assert seconds == sorted(seconds) and 0 < seconds[0]
     names = {"step", "seconds", "loss", "learning_rate", "grad_norm", "skipped_steps", "tokens_per_second", "tflops"}
-    assert all(
-        record.keys() - {"mfu", "peak_memory"} == names and record["tokens_per_second"] > 0 for record in trained
-    )
-    model = GPT(Config(**FAST).model(BYTES))
+    assert all(record.keys() - {"mfu", "peak_memory"} == names for record in trained)
+    assert min(record["tokens_per_second"] for record in trained[1:]) > 8 * 32 / 0.2
     flops = [record["tflops"] / record["tokens_per_second"] * 1e12 for record in trained]
+    model = GPT(Config(**FAST).model(make_tokenizer("bytes")))
     assert flops == pytest.approx([model.flops_per_token()] * 4)
 
 
-def test_nan_becomes_null(tmp_path, capsys):
-    report = make_report(tmp_path)
-    record_step(report, 1, loss=NAN, grad_norm=float("inf"), skipped=1.0)
-    report.evaluation(2, NAN, is_best=False)
-    lines = (tmp_path / "metrics.jsonl").read_text().splitlines()
-    first, second = (json.loads(line, parse_constant=pytest.fail) for line in lines)
-    assert (first["loss"], first["grad_norm"], first["skipped_steps"]) == (None, None, 1)
-    assert (second["step"], second["val_loss"], second["val_bpb"]) == (2, None, None)
-    plot_losses(tmp_path, 1.0)  # draws nothing, because there is nothing to draw
-    assert not (tmp_path / "loss.png").exists() and "1 skipped" in capsys.readouterr().out
-
-
-def test_only_the_first_rank_reports(tmp_path, capsys):
-    report = make_report(tmp_path, rank=1, wandb="offline")
-    record_step(report, 1)
-    report.evaluation(2, 1.0, is_best=True)
-    report.close(4, 1.0)
-    assert {path.name for path in tmp_path.iterdir()} == {"config.json"} and capsys.readouterr().out == ""
-
-
-def test_pauses_do_not_count_as_training_time(tmp_path, monkeypatch):
-    clock = iter([0.0, 1.0, 91.0, 101.0]).__next__  # start, begin and end of a pause, step 4
-    report = make_report(tmp_path)
-    monkeypatch.setattr("training.report.time.perf_counter", clock)
-    report.last_time = report.began = clock()
-    with report.pause():
-        pass
-    record_step(report, 4)
-    tokens = 4 * FAST["batch_size"] * FAST["block_size"]
-    assert read_metrics(tmp_path)[0]["tokens_per_second"] == pytest.approx(tokens / 11)
-
-
-@pytest.mark.parametrize("log_every, steps, seconds", [(4, 3, 6.0), (1, 1, 40.0)])
-def test_the_first_step_does_not_count_in_the_pace(tmp_path, monkeypatch, capsys, log_every, steps, seconds):
-    """It takes 40 s here, and the next three 2 s each. If every step has a line, the first step's is its own."""
-    clock = iter([0.0, 40.0, 46.0] if log_every == 4 else [0.0, 40.0, 42.0]).__next__
-    report = make_report(tmp_path, log_every=log_every)
-    monkeypatch.setattr("training.report.time.perf_counter", clock)
-    report.last_time = report.began = clock()
-    report.start({"first step": 40.0})
-    record_step(report, log_every)
-    tokens = steps * FAST["batch_size"] * FAST["block_size"]
-    assert read_metrics(tmp_path)[0]["tokens_per_second"] == pytest.approx(tokens / seconds)
-    if log_every == 1:
-        record_step(report, 2)
-    step = max(log_every, 2)
-    assert f"0:00:{2 * (report.config.steps - step):02d} left" in capsys.readouterr().out
+@pytest.mark.parametrize("columns, has", [(30, "loss"), (80, "left"), (120, "lr")])
+def test_lines_fit_the_terminal(folder, monkeypatch, capsys, columns, has):
+    """A progress line never wraps, which would leave a piece of it behind; other lines wrap between words."""
+    monkeypatch.setattr("sys.stdout.isatty", lambda: True)
+    monkeypatch.setenv("COLUMNS", str(columns))
+    out = in_process(capsys, **FAST | SHORT).stdout
+    lines = [text.split("\n")[0] for text in out.split("\r\x1b[K")]
+    progress = [line for line in lines if re.match(r"step \d/4  loss", line)]
+    assert len(progress) == 4 and all(has in line for line in progress)
+    assert max(map(len, progress)) < columns
+    assert max(len(line) for line in lines if line.startswith(("model", "data"))) < max(columns, 40)
 
 
 def test_resuming_drops_later_records_and_a_cut_line(folder, run):
@@ -121,28 +72,6 @@ def test_resuming_drops_later_records_and_a_cut_line(folder, run):
     assert all(a["seconds"] < b["seconds"] for a, b in itertools.pairwise(records))  # it goes on from step 2
 
 
-@pytest.mark.parametrize("name", ["run", "a$b_$", r"a\$b_$c^$"])  # the last two are not formulas of matplotlib
-def test_loss_png(folder, run, name):
-    code, err = run(name=name, **SHORT)
-    assert code == 0 and "warning" not in err, err
-    assert (folder / "runs" / name / "loss.png").read_bytes().startswith(b"\x89PNG\r\n")
-
-
-def test_loss_png_is_drawn_during_a_run(tmp_path, monkeypatch):
-    report_of_run = make_report(tmp_path)
-    report_of_run.evaluation(0, 2.0, is_best=False)
-    assert not (tmp_path / "loss.png").exists()
-    monkeypatch.setattr(report, "PLOT_SECONDS", 0)
-    report_of_run.evaluation(2, 1.0, is_best=True)
-    assert (tmp_path / "loss.png").exists()
-
-
-@pytest.mark.slow
-def test_wandb_is_imported_only_if_used():
-    code = "import sys, train; sys.exit('wandb' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", code], cwd=ROOT).returncode == 0
-
-
 @pytest.mark.slow
 def test_a_resumed_run_keeps_its_wandb_id(folder, run):
     assert run(wandb="offline", **SHORT)[0] == 0
@@ -153,41 +82,147 @@ def test_a_resumed_run_keeps_its_wandb_id(folder, run):
     assert len(names) == 2 and {name.split("-")[3] for name in names} == {(folder / "runs/run/wandb_id").read_text()}
 
 
-@pytest.mark.slow
-def test_a_wandb_server_out_of_reach_does_not_end_a_run(folder, monkeypatch):
-    """In its own process, because wandb reads these variables only once."""
-    variables = dict(WANDB_BASE_URL="http://127.0.0.1:9", WANDB_API_KEY="0" * 40, WANDB_INIT_TIMEOUT="3")
-    for name, value in variables.items():
-        monkeypatch.setenv(name, value)
-    result = launch(folder, wandb="online", **SHORT)
-    assert result.returncode == 0 and len(losses(folder)) == 4, result.stderr
-    assert result.stderr.count("warning: starting wandb") == 1, result.stderr
+def test_the_end_of_a_resumed_run(folder, run, monkeypatch, capsys):
+    """It has the time and the best step of its first part."""
+    validation = iter([5.0, 1.0, 1.0, 1.0, 1.2, 1.2])  # and the trials before each checkpoint
+    monkeypatch.setattr(train, "evaluate", lambda *rest: next(validation))
+    at_step(monkeypatch, 3, lambda: signal.raise_signal(signal.SIGTERM))
+    assert run(**SHORT)[0] == 0
+    path = folder / "runs/run/metrics.jsonl"
+    path.write_text(path.read_text().replace('"seconds": ', '"seconds": 360'))  # as if it had taken an hour
+    out = in_process(capsys, "--resume").stdout
+    assert "best val loss 1.0000 nats/token" in out and "at step 2 of 4" in out and "overfitting" in out
+    assert "trained for 1:00:0" in out and "runs/run/loss.png" in out and "python sample.py" in out
 
 
-def test_an_error_of_wandb_ends_only_its_logging(tmp_path, capsys):
-    """Not every error has a message."""
+@pytest.mark.parametrize("server", ["fails", "is out of reach"])
+def test_an_error_of_wandb_ends_only_its_logging(folder, monkeypatch, capsys, server):
+    """Not every error has a message. What was logged before has the sample as text, without control characters."""
+    logged = []
 
-    def fail(*args, **kwargs):
-        raise TimeoutError
+    def log(values, step):
+        if step == 3:
+            raise TimeoutError
+        logged.append(values)
 
-    report = make_report(tmp_path)
-    report.wandb = SimpleNamespace(log=fail, finish=fail)
-    record_step(report, 1), record_step(report, 2)
-    report.close(4, 1.0)
-    assert capsys.readouterr().err.count("TimeoutError") == 1 and len(read_metrics(tmp_path)) == 2
+    def init(**options):
+        if server == "is out of reach":
+            raise TimeoutError
+        return SimpleNamespace(id="7", log=log, finish=log)
+
+    monkeypatch.setitem(sys.modules, "wandb", SimpleNamespace(init=init, Html=lambda text: text))
+    monkeypatch.setattr(train, "write_sample", lambda *rest: "a <b>\n\x1b[2Jc")
+    result = in_process(capsys, **FAST | SHORT | dict(wandb="online", sample_every=2))
+    assert result.returncode == 0 and len(losses(folder)) == 4
+    assert result.stderr.count("warning: ") == 1 and "TimeoutError" in result.stderr, result.stderr
+    assert "sample after 2 steps:\na <b>\n\ufffd[2Jc\n" in result.stdout
+    samples = [values["sample"] for values in logged if "sample" in values]
+    assert samples == ["<pre>a &lt;b&gt;\n\ufffd[2Jc</pre>"] * (server == "fails")
 
 
-def test_a_sample_is_printed_and_logged_as_text(tmp_path, capsys):
-    """Without control characters, which could change the terminal. A sample that fails does not end the run."""
-    report, logged = make_report(tmp_path), []
-    report.wandb = SimpleNamespace(log=lambda values, step: logged.append((values["sample"].html, step)))
-    report.sample(7, lambda: "a <b>\n\x1b[2Jc")
-    assert "sample after 7 steps:\na <b>\n\ufffd[2Jc\n" in capsys.readouterr().out
-    [(text, step)] = logged
-    assert step == 7 and "a &lt;b&gt;\n\ufffd[2Jc" in text
+RECORDS = [
+    dict(step=0, seconds=0.5, val_loss=4.0, val_bpb=2.0),
+    dict(step=10, seconds=2.0, loss=3.0),
+    dict(step=20, seconds=4.0, loss=None),
+    dict(step=30, seconds=6.5, loss=2.5),
+    dict(step=30, seconds=7.0, val_loss=2.0, val_bpb=1.0),
+    dict(step=40, seconds=9.0, val_loss=2.5, val_bpb=1.25),
+]
+TRAIN, VAL = [[10, 30], [3.0, 2.5]], [[0, 30, 40], [4.0, 2.0, 2.5]]
 
-    def fail():
-        raise ValueError("no memory")
 
-    report.sample(8, fail)
-    assert "warning: writing a sample failed (no memory)" in capsys.readouterr().err and len(logged) == 1
+@pytest.fixture
+def call(tmp_path, monkeypatch, capsys):
+    """plot.py in this process: call(*flags) -> (exit code, standard error, figure)."""
+    monkeypatch.chdir(tmp_path)
+    figures, save = [], Figure.savefig
+
+    def savefig(figure, *args, **kwargs):
+        figures.append(figure)
+        save(figure, *args, **kwargs)
+
+    monkeypatch.setattr(Figure, "savefig", savefig)
+
+    def call(*flags):
+        code, _, err = run_script(monkeypatch, capsys, str(ROOT / "plot.py"), *flags)
+        return code, err, figures.pop() if figures else None
+
+    return call
+
+
+def make_run(name, records=RECORDS, **options):
+    folder = Path("runs") / name
+    folder.mkdir(parents=True)
+    options = dict(name=name, tokenizer="char", batch_size=2, block_size=8, learning_rate=1e-3, keep=2) | options
+    (folder / "config.json").write_text(json.dumps(options))
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
+    return str(folder)
+
+
+def lines(figure):
+    return [[list(map(float, values)) for values in line.get_data()] for line in figure.axes[0].get_lines()]
+
+
+def legend(figure):
+    return [text.get_text() for text in figure.legends[0].get_texts()]
+
+
+@pytest.mark.parametrize(
+    "flags, train, val, labels",
+    [
+        ([], TRAIN, VAL, ("step", "loss (nats per token)")),
+        (["--x", "tokens"], [[160, 480], TRAIN[1]], [[0, 480, 640], VAL[1]], ("training tokens", "nats")),
+        (
+            ["--x", "seconds", "--y", "bpb"],
+            [[2.0, 6.5], [1.5, 1.25]],
+            [[0.5, 7.0, 9.0], [2.0, 1.0, 1.25]],
+            ("(s)", "bits per byte"),
+        ),
+    ],
+)
+def test_curves(call, flags, train, val, labels):
+    """The best evaluation is marked, in the title and by a ring."""
+    code, err, figure = call(make_run("a$"), *flags)
+    assert code == 0 and err == "" and Path("losses.png").read_bytes().startswith(b"\x89PNG\r\n")
+    assert lines(figure) == [train, val] and legend(figure) == ["training", "validation"]
+    axis = figure.axes[0]
+    assert labels[0] in axis.get_xlabel() and labels[1] in axis.get_ylabel()
+    assert axis.get_title() == "a$: best 2.0000 nats/token = 1.0000 bits/byte at step 30"
+    assert [ring.get_offsets().tolist() for ring in axis.collections] == [[[val[0][1], val[1][1]]]]
+
+
+def test_legend(call):
+    """Names, and the options that differ if there is room; folders where names are equal."""
+    runs = [make_run("a"), make_run("b$", keep=3, learning_rate=2)]
+    assert legend(call(*runs)[2]) == ["a: learning_rate=0.001", "b$: learning_rate=2"]
+    runs.append(make_run("c", input="a text with a long name/" * 9))
+    assert legend(call(*runs, "--out", "b.svg")[2]) == ["a", "b$", "c"] and Path("b.svg").exists()
+    assert legend(call(runs[0], make_run("old/a", learning_rate=2))[2])[1].startswith("runs/old/a: ")
+
+
+def test_runs_without_validation_or_with_other_tokenizers(call):
+    """Tokenizers of one name may differ, because they were trained on different texts."""
+    young = make_run("young", RECORDS[1:3], tokenizer="bytes")
+    run, same = make_run("a"), make_run("same")
+    other = make_run("other", [record | {"val_bpb": 1.5} if "val_bpb" in record else record for record in RECORDS[1:]])
+    for second, differ in [(young, True), (other, True), (same, False)]:
+        code, err, figure = call(run, second)
+        assert code == 0 and (err.startswith("note: ") and "--y bpb" in err) == differ
+        assert len(lines(figure)) == (3 if second == young else 4)
+    assert call(run, other, "--y", "bpb")[1] == ""
+    assert call(young, "--y", "bpb")[0].startswith(f"error: {young} has no evaluation yet")
+
+
+def test_mistakes_of_plot(call):
+    empty, foreign, run = make_run("empty", []), make_run("foreign"), make_run("run")
+    (Path(foreign) / "config.json").write_text('{"tokenizer": "char"}')
+    for flags, words in [
+        ([], ["at least one run"]),
+        (["runs/none"], ["runs/none is no run", "config.json"]),
+        ([run, empty], [f"{empty} has no losses"]),
+        ([run, "--out", "a.text"], ["a.text", "--out"]),
+        ([foreign], [f"{foreign}/config.json lacks batch_size and block_size"]),
+    ]:
+        code = call(*flags)[0]
+        assert code.startswith("error: ") and all(word in code for word in words), code
+    assert not list(Path().glob("*.png"))

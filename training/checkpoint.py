@@ -1,6 +1,7 @@
 """Run folders and checkpoints: one file holds everything that a run needs to resume.
 
     runs/NAME/config.json             the options
+    runs/NAME/kestrel.json            the tokenizer
     runs/NAME/checkpoint.pt           the newest checkpoint
     runs/NAME/checkpoint-STEP.pt      older ones, as many as --keep leaves
     runs/NAME/best.pt                 the weights with the lowest validation loss
@@ -16,7 +17,7 @@ import sys
 import zipfile
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import asdict, fields
+from dataclasses import asdict
 from pathlib import Path
 
 import filelock
@@ -24,47 +25,46 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from data import atomic_file, to_state
-from model import GPT, GPTConfig, require
-from training.fsdp import from_rank_0, gather
+from data.files import lock_file
+from data.tokenizer import STORED
+from errors import UNFINISHED, UserError, require
+from model import GPT, GPTConfig
+from training.fsdp import gather, spread_like
 
 RUNS = Path("runs")
-FORMAT = 1
-# options that do not come with weights
-HERE_ONLY = ("dropout", "attention", "mask_documents", "end_of_text")
-# Options that this version no longer has: the value that changes nothing in a trained network. For all others that
-# are gone it is False or 0.
-GONE = {"head_scale": 1.0, "zero_init": True}
+FORMAT = 2  # of checkpoints; 1 had each block's embedding skip in the block
+NOT_OF_WEIGHTS = ("dropout", "attention", "mask_documents", "end_of_text")  # options that weights do not determine
 
 
 class Run:
     """The folder of a run, in which rank 0 saves checkpoints while training goes on.
 
-    saved: contents of the checkpoint to resume from; {} begins at step 0. Raises ValueError if it is from another run
+    saved: contents of the checkpoint to resume from; {} begins at step 0. Raises UserError if it is from another run
     than config and corpus, or if another process trains in this folder.
     """
 
     def __init__(self, config, corpus, ranks, saved):
         self.config, self.corpus, self.ranks, self.saved = config, corpus, ranks, saved
         self.folder = Path(config.resume) if config.resume else None
-        self.step = saved.get("step")  # of checkpoint.pt
-        self.writing, self.error = None, None
+        self.step = self.on_disk = saved.get("step")  # of checkpoint.pt; on_disk: once it is written
+        self.writing, self.error = {}, None
+        same = ranks.broadcast(self.step) == self.step
+        require(same, f"the ranks found different checkpoints in {self.folder}; give all hosts the same runs/")
         if saved:
             self._check_saved()
         if ranks.rank == 0:
             try:
                 self.folder = self.folder or make_folder(config.name)
-                self.lock = filelock.FileLock(self.folder / ".lock", timeout=0)
-                self.lock.acquire()
+                self.lock = lock_file(self.folder / ".lock", timeout=0)
             except filelock.Timeout:
-                raise ValueError(f"another process is training {self.folder}; stop it first") from None
+                raise UserError(f"another process is training {self.folder}; stop it first") from None
             for leftover in self.folder.glob(".*.tmp"):  # of a process that was killed while writing
                 leftover.unlink()
-            for path in checkpoints(self.folder):
-                if saved and path == saved["path"]:
-                    break
-                path.rename(f"{path}.damaged")  # load_first() could not load it
+            # those that could be loaded, newest first; the next save removes the damaged ones before them
+            paths = checkpoints(self.folder)
+            self.good = paths[paths.index(saved["path"]) :] if saved else []
             self.pool = ThreadPoolExecutor(1)
-        self.folder = ranks.share(self.folder)
+        self.folder = ranks.broadcast(self.folder)
 
     def _check_saved(self):
         config, saved, corpus = self.config, self.saved, self.corpus
@@ -79,95 +79,132 @@ class Run:
             f"({tokens_sha256[:12]}); prepare the same text again, or add --allow_changes",
         )
 
-    def load(self, model, optimizer, take_step):
-        """Load the checkpoint into these three; returns (first step, best loss so far), (0, inf) for a new run."""
+    def load(self, model, optimizer):
+        """Load the checkpoint into both; returns (first step, loss of best.pt), (0, inf) for a new run."""
         saved, self.saved = self.saved, None  # frees its memory
         if saved:
-            load_weights(model, saved, self.ranks)
-            same_optimizer = len(saved["optimizer"]["param_groups"]) == len(optimizer.param_groups)
+            load_weights(model, saved)
+            groups, state = optimizer.update.param_groups, saved["optimizer"]
             another = "another --optimizer or --embed_scale; change it back"
-            require(same_optimizer, f"{self.folder} was trained with {another}")
-            options = [{k: v for k, v in group.items() if k != "params"} for group in optimizer.param_groups]
-            parameters = [p for group in optimizer.param_groups for p in group["params"]]
-            state = {
+            require(len(state["param_groups"]) == len(groups), f"{self.folder} was trained with {another}")
+            options = [{k: v for k, v in group.items() if k != "params"} for group in groups]
+            parameters = [p for group in groups for p in group["params"]]
+            moments = {
                 index: {
-                    name: from_rank_0(value, parameters[index], self.ranks)
+                    name: spread_like(parameters[index], value)
                     for name, value in values.items()
                     if name != "average" or self.config.ema
                 }
-                for index, values in saved["optimizer"]["state"].items()
+                for index, values in state["state"].items()
             }
-            optimizer.load_state_dict(saved["optimizer"] | {"state": state})
-            for group, option in zip(optimizer.param_groups, options, strict=True):
+            optimizer.update.load_state_dict(state | {"state": moments})
+            for group, option in zip(optimizer.update.param_groups, options, strict=True):
                 group.update(option)  # this process's flags count, not the checkpoint's
-            take_step.load_state_dict(saved["take_step"])
+            optimizer.load_counters(saved["counters"])
             if saved["threads"] and not self.ranks.on_gpu and self.ranks.world == 1:
                 torch.set_num_threads(saved["threads"])  # on a CPU the order of sums depends on it
         if self.ranks.rank == 0:  # only now, because a run that is refused must stay as it was
+            with atomic_file(self.folder / STORED) as file:
+                file.write(json.dumps({"tokenizer": to_state(self.corpus.tokenizer)}).encode())
             with atomic_file(self.folder / "config.json") as file:
                 file.write((json.dumps(asdict(self.config), indent=2) + "\n").encode())
-        return (saved["step"], saved["best"]) if saved else (0, math.inf)
+        return saved.get("step", 0), self.ranks.broadcast(self._best_loss())
 
-    def save(self, step, best, is_best, model, optimizer, take_step, newest=True):
-        """Copy a checkpoint to the host of rank 0 and start to write it. All ranks call this.
+    def _best_loss(self):
+        """The loss of best.pt, which may be newer than the checkpoint; infinity if there is none to be kept."""
+        with suppress(OSError, UserError):
+            return load_checkpoint(self.folder / "best.pt", weights=False)["best"]
+        return math.inf
 
-        newest: write checkpoint.pt; is_best: write best.pt. If writing fails, a warning is printed and training goes
-        on; close() raises if the last one failed.
+    def save_best(self, step, best, model):
+        """Copy the weights to the host of rank 0 and start to write best.pt. All ranks call this."""
+        self._start("best.pt", self._weights(step, best, model))
+
+    def save(self, step, best, loss, trial, model, optimizer, micro_batch):
+        """Copy all that a run needs to resume, and start to write checkpoint.pt, unless it is of this step already.
+
+        While training diverges, all checkpoints stay as they are. If none is written for this reason, or because
+        writing fails, a warning is printed and training goes on; close() raises if that was the last one.
+
+        Args:
+            best: lowest validation loss so far. loss: the last one, of training or validation.
+            trial: returns the loss of these weights on a micro-batch of training.
         """
+        if step in (0, self.step):
+            return
+        self.step = step
+        if problem := self._divergence(best, loss, trial, optimizer, model.config.vocab_size):
+            if self.ranks.rank == 0:
+                self._wait("checkpoint.pt")
+                command = f"--resume {self.folder} --learning_rate LOWER --allow_changes"
+                self._warn(f"no checkpoint of step {step} is written: {problem}; go on from the one before: {command}")
+            return
+        threads = torch.get_num_threads() if self.ranks.world == 1 else None
+        state = dict(optimizer=optimizer.update.state_dict(), counters=optimizer.counters())
+        weights = self._weights(step, best, model)
+        self._start("checkpoint.pt", weights | state | dict(micro_batch=micro_batch, threads=threads))
+
+    def _divergence(self, best, loss, trial, optimizer, vocab_size):
+        """Why the weights must not replace a good checkpoint; None if they may."""
+        if skipped := int(optimizer.bad_in_row):
+            return f"the last {skipped} steps were skipped, because loss or gradient norm were not finite"
+        found, guessing = trial(), math.log(vocab_size)
+        if not (math.isfinite(loss) and math.isfinite(found)):
+            return "the loss is not finite"
+        # Behind RMSNorm, huge weights may give logits of 0. A high validation loss could be overfitting.
+        if best < 0.9 * guessing and found > 0.99 * guessing:
+            return f"the loss has risen from {best:.2f} to {found:.2f}; guessing has {guessing:.2f}"
+        return None
+
+    def _weights(self, step, best, model):
+        return dict(
+            format=FORMAT, config=asdict(self.config), model_config=asdict(model.config),
+            model=model.state_dict(keep_vars=True), tokenizer=to_state(self.corpus.tokenizer),
+            tokens_sha256=self.corpus.sha256, step=step, best=best,
+        )  # fmt: skip
+
+    def _start(self, name, contents):
         here = self.ranks.rank == 0
         if not (here or self.ranks.sharded):
             return
+        self._wait(name)  # so that memory holds one copy of each file at most
+        contents = to_host(contents, here)
         if here:
-            self.wait()  # so that memory holds one copy at most
-        weights = dict(
-            format=FORMAT, config=asdict(self.config), model_config=asdict(model.config),
-            model=model.state_dict(keep_vars=True),
-            tokenizer=to_state(self.corpus.tokenizer), tokens_sha256=self.corpus.sha256, step=step, best=best,
-        )  # fmt: skip
-        average = {}  # of the weights, which best.pt has
-        if is_best and self.config.ema:
-            average = {name: optimizer.state[p]["average"] for name, p in weights["model"].items()}
-        threads = torch.get_num_threads() if self.ranks.world == 1 else None
-        state = dict(optimizer=optimizer.state_dict(), take_step=take_step.state_dict(), threads=threads)
-        weights, average, state = to_host((weights, average, state if newest else {}), here)
-        if not here:
-            return
-        copied = torch.cuda.current_stream().record_event() if torch.cuda.is_initialized() else None
-        best_weights = weights | {"model": average or weights["model"]} if is_best else None
-        self.writing = self.pool.submit(self._write, weights, state, best_weights, copied)
+            copied = torch.cuda.current_stream().record_event() if torch.cuda.is_initialized() else None
+            self.writing[name] = self.pool.submit(self._write, name, contents, copied)
 
-    def _write(self, weights, state, best_weights, copied):
+    def _wait(self, name):
+        if name in self.writing:
+            self.writing[name].result()
+
+    def _warn(self, error):
+        self.error = error
+        print(f"warning: {error}", file=sys.stderr)
+
+    def _write(self, name, contents, copied):
         if copied:
             copied.synchronize()
         try:
-            if best_weights:
-                save_checkpoint(self.folder / "best.pt", best_weights)
-            if state:
-                newest = self.folder / "checkpoint.pt"
-                if self.config.keep > 1 and newest.exists():
-                    newest.rename(self.folder / f"checkpoint-{self.step}.pt")
-                save_checkpoint(newest, weights | state)
-                self.step, self.error = weights["step"], None
-                for path in checkpoints(self.folder)[self.config.keep :]:
-                    path.unlink()
+            path = self.folder / name
+            if name == "checkpoint.pt" and self.config.keep > 1 and path in self.good:
+                self.good[0] = path.rename(self.folder / f"checkpoint-{self.on_disk}.pt")
+            save_checkpoint(path, contents)
+            if name == "checkpoint.pt":
+                self.on_disk, self.error = contents["step"], None
+                self.good = [path, *self.good][: self.config.keep]
+                for old in set(checkpoints(self.folder)) - set(self.good):
+                    old.unlink()
         except Exception as error:  # only this thread can report it. torch.save raises many types
             reason = (str(error.__context__ or error) or type(error).__name__).splitlines()[0]
-            self.error = f"no checkpoint of step {weights['step']} could be written ({reason}); make room on the disk"
-            print(f"warning: {self.error}", file=sys.stderr)
-
-    def wait(self):
-        """Wait until the checkpoint being written is on disk, or has failed."""
-        if self.writing is not None:
-            self.writing.result()
+            self._warn(f"no {name} of step {contents['step']} could be written ({reason}); make room on the disk")
 
     def close(self):
-        """Wait for the last checkpoint; OSError if it could not be written."""
+        """Wait for the last checkpoint; UserError if it could not be written."""
         if self.ranks.rank == 0:
-            self.wait()
-            self.pool.shutdown()
+            self.pool.shutdown()  # when all is written
             self.lock.release()
             if self.error is not None:
-                raise OSError(self.error)
+                raise UserError(self.error)
 
 
 def make_folder(name):
@@ -176,14 +213,24 @@ def make_folder(name):
         folder = RUNS / (name if number == 1 else f"{name}-{number}")
         with suppress(FileExistsError):
             folder.mkdir(parents=True)
+            UNFINISHED.add(folder)  # until its first step
             return folder
 
 
+def find_run(name, *also):
+    """Path of what a user names: runs/NAME if there is such a run, else NAME; for "" newest_run(*also)."""
+    if not name:
+        return newest_run(*also)
+    path = Path(name)
+    inside = RUNS / path
+    return inside if path.name == str(name) != ".." and inside.is_dir() else path
+
+
 def newest_run(*also):
-    """The run folder with the newest checkpoint, or newest file that matches one of the patterns `also`."""
-    found = [path for pattern in ("checkpoint*.pt", *also) for path in RUNS.glob(f"*/{pattern}")]
+    """The run folder with the newest .pt file, or newest file that matches one of the patterns `also`."""
+    found = [path for pattern in ("*.pt", *also) for path in RUNS.glob(f"*/{pattern}")]
     if not found:
-        raise ValueError(f"no run in {RUNS}/; train one first: python train.py configs/shakespeare.py")
+        raise UserError(f"no run in {RUNS}/; train one first: python train.py configs/shakespeare.py")
     return max(found, key=lambda path: path.stat().st_mtime).parent
 
 
@@ -201,17 +248,9 @@ def load_first(paths, weights=True):
     for path in paths[:-1]:
         try:
             return load_checkpoint(path, weights)
-        except ValueError as error:
+        except UserError as error:
             print(f"warning: {error}", file=sys.stderr)
     return load_checkpoint(paths[-1], weights) if paths else {}
-
-
-def load_on_rank_0(paths, ranks):
-    """load_first() on rank 0; on the other ranks the same, with weights and moments on the device "meta"."""
-    saved = load_first(paths) if ranks.rank == 0 else None
-    large = {name: map_tensors(lambda x: x.to("meta"), saved[name]) for name in ("model", "optimizer") if saved}
-    shared = ranks.share(saved and saved | large)
-    return shared if saved is None else saved
 
 
 def save_checkpoint(path, contents):
@@ -226,19 +265,19 @@ def load_checkpoint(path, weights=True):
     Without `weights` the tensors are not read, so damage to them is not noticed.
 
     Raises:
-        ValueError: it is damaged, or not a checkpoint of this project. OSError: it cannot be read.
+        UserError: it is damaged, or not a checkpoint of this project. OSError: it cannot be read.
     """
     try:
         with zipfile.ZipFile(path) as file:  # torch.load does not check the checksums
             broken = weights and file.testzip()
         if broken:
-            raise ValueError(f"wrong checksum of {broken}")
+            raise UserError(f"wrong checksum of {broken}")
         contents = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
     except (OSError, MemoryError):  # the file may be good
         raise
     except Exception as error:  # zipfile and torch.load raise a dozen types for a damaged file
         reason = (str(error) or type(error).__name__).splitlines()[0][:120]
-        raise ValueError(f"checkpoint {path} cannot be read ({reason}); use another one") from error
+        raise UserError(f"checkpoint {path} cannot be read ({reason}); use another one") from error
     ours = isinstance(contents, dict) and contents.get("format") == FORMAT
     require(ours, f"checkpoint {path} is not of this project's format {FORMAT}; use another one")
     return contents | {"path": path}
@@ -253,12 +292,6 @@ class SkipInitialisation(TorchFunctionMode):
         return function(*args, **kwargs or {})
 
 
-def known_options(saved, kind):
-    """Saved options of the dataclass `kind`, without those that it no longer has, if they had no effect."""
-    known = {field.name for field in fields(kind)}
-    return {name: value for name, value in saved.items() if name in known or value not in (False, GONE.get(name))}
-
-
 def empty_model(config, device="cpu"):
     """A GPT with arbitrary weights, or on the device "meta" with none."""
     with torch.device(device), SkipInitialisation():
@@ -266,22 +299,20 @@ def empty_model(config, device="cpu"):
     return model if device == "meta" else model.to(device)  # rotary angles are made on the CPU
 
 
-def load_weights(model, contents, ranks):
-    """Copy the weights of a loaded checkpoint into a GPT; ValueError if its configuration differs."""
-    saved = asdict(GPTConfig(**known_options(contents["model_config"], GPTConfig)))
+def load_weights(model, contents):
+    """Copy the weights of a loaded checkpoint into a GPT; UserError if its configuration differs."""
+    saved = asdict(GPTConfig(**contents["model_config"]))
     for name, value in asdict(model.config).items():
-        same = saved[name] == value or name in HERE_ONLY
+        same = saved[name] == value or name in NOT_OF_WEIGHTS
         require(same, f"the checkpoint holds another model: its {name} is {saved[name]!r}, not {value!r}")
-    copy_weights(model, contents["model"], ranks)
+    copy_weights(model, contents["model"])
 
 
 @torch.no_grad()
-def copy_weights(model, weights, ranks):
-    """Copy rank 0's state_dict into a GPT on all ranks, one tensor at a time; the other ranks need none."""
+def copy_weights(model, weights):
+    """Copy a state_dict of whole tensors into a GPT, which FSDP may have spread."""
     for name, parameter in model.state_dict().items():
-        here = ranks.rank == 0
-        whole = weights[name] if here else torch.empty(parameter.shape, dtype=parameter.dtype, device="meta")
-        parameter.copy_(from_rank_0(whole, parameter, ranks))
+        parameter.copy_(spread_like(parameter, weights[name]))
 
 
 def map_tensors(function, value):

@@ -1,29 +1,41 @@
 """Config: every option of a run, typed and documented. load_config() reads defaults < config file < flags."""
 
 import argparse
-import json
+import difflib
 import runpy
+import sys
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
+from types import ModuleType
 from typing import Literal
 
-import torch
-import tyro
-
 from data import end_of_text
-from model import GPTConfig, require
-from training.checkpoint import checkpoints, known_options, newest_run
+from data.files import read_json
+from errors import UserError, require
+from model import GPTConfig
+from training.checkpoint import find_run
+from training.device import resolve_device
+from training.flags import parse_flags, refuse_nanogpt
 
+# In place of a network that would take days without a GPU, unless its config file has a dictionary `cpu`.
+TOY = dict(
+    n_layer=4, n_head=4, n_embd=128, block_size=128, batch_size=8, micro_batch=0, steps=300, warmup_steps=30,
+    eval_every=100, eval_batches=20,
+)  # fmt: skip
+TOO_WIDE = 768  # for a CPU: the least n_embd of such a network
 # Options that may change when a run is resumed. For `data` and `input`, the tokens are compared instead.
 FREE_ON_RESUME = {
     "resume", "allow_changes", "data", "input", "verify", "keep", "max_bad_steps", "log_every", "sample_every", "wandb",
-    "save_every", "parallel", "cpu_offload", "checkpoint_activations",
+    "save_every", "parallel", "checkpoint_activations",
 }  # fmt: skip
 
 
 @dataclass(frozen=True, kw_only=True)
 class Config(GPTConfig):
-    """Options of a training run: python train.py [configs/NAME.py] [--option value ...]"""
+    """python train.py [CONFIG.py] [--option value ...]
+
+    CONFIG.py: one of the files in configs/, or one of your own with lines such as n_layer = 12
+    """
 
     # data
     data: Literal["shakespeare", "text", "fineweb-edu", "openwebtext", "tokens"] = "shakespeare"
@@ -103,11 +115,9 @@ class Config(GPTConfig):
     """Replay the step as a CUDA graph, on CUDA GPUs with one micro-batch per step and without FSDP."""
 
     # memory
-    parallel: Literal["auto", "ddp", "fsdp"] = "auto"
+    parallel: Literal["ddp", "fsdp"] = "ddp"
     """With torchrun: ddp keeps the whole network on each GPU, fsdp spreads weights, gradients and moments over the
-    GPUs. auto: fsdp if these do not fit on one GPU."""
-    cpu_offload: bool = False
-    """With --parallel fsdp: keep weights, gradients and moments in host memory."""
+    GPUs, which is slower and takes less memory."""
     checkpoint_activations: Literal["off", "selective", "blocks"] = "off"
     """Recompute activations in the backward pass. blocks: keep only the inputs of the blocks. selective: keep also the
     results of matmuls and attention."""
@@ -130,28 +140,17 @@ class Config(GPTConfig):
         super().__post_init__()
         at_least_1 = ("batch_size", "steps", "eval_every", "log_every", "keep", "max_bad_steps")
         at_least_0 = (
-            "micro_batch",
-            "warmup_steps",
-            "eval_batches",
-            "save_every",
-            "sample_every",
-            "weight_decay",
-            "grad_clip",
-            "min_learning_rate",
-            "seed",
-        )
+            "micro_batch", "warmup_steps", "eval_batches", "save_every", "sample_every", "weight_decay", "grad_clip",
+            "min_learning_rate", "seed",
+        )  # fmt: skip
         for name in at_least_1 + at_least_0:
             value, least = getattr(self, name), int(name in at_least_1)
             require(value == "auto" or value >= least, f"{name}={value} must be at least {least}")
-        ordered = 0 < self.learning_rate >= self.min_learning_rate
-        require(
-            ordered,
-            f"learning_rate={self.learning_rate} must be above 0 and min_learning_rate={self.min_learning_rate}",
-        )
+        rate, least = self.learning_rate, self.min_learning_rate
+        rule = f"learning_rate={rate} must be above 0 and at least min_learning_rate={least}"
+        require(0 < rate >= least, f"{rule}; give both, such as --min_learning_rate {rate / 10:g}")
         for name in ("muon_scale", "embed_scale"):
             require(getattr(self, name) > 0, f"{name}={getattr(self, name)} must be positive")
-        with_fsdp = self.parallel == "fsdp" or not self.cpu_offload
-        require(with_fsdp, "cpu_offload=True needs --parallel fsdp, under torchrun")
         require(0 <= self.cooldown <= 1, f"cooldown={self.cooldown} must be in [0, 1], a share of the steps")
         require(0 <= self.ema < 1, f"ema={self.ema} must be at least 0 and below 1, such as 0.99")
         with_input = self.data not in ("text", "tokens") or self.input
@@ -172,21 +171,23 @@ class Config(GPTConfig):
 
 
 def load_config(argv):
-    """Config from the command line `[configs/NAME.py] [--flag value ...]`.
+    """Config from the command line `[configs/NAME.py] [--flag value ...]`, in any order.
 
-    A config file holds only assignments, which flags override. Its dictionary `cpu`, if any, replaces values on a
-    machine without a GPU. With --resume [FOLDER] the run's config.json takes the file's place, and a flag that would
-    change the result needs --allow_changes.
+    A config file holds only assignments, which flags override. On a machine without a GPU its dictionary `cpu`, if any,
+    replaces values, and TOY those of a large network. With --init_from the network of the weights replaces the file's,
+    but for a smaller block_size. With --resume [FOLDER] the run's config.json takes the file's place, and a flag that
+    would change the result needs --allow_changes.
 
     Raises:
-        ValueError: one sentence that says what to do.
-        SystemExit: tyro has printed what is wrong with a flag, or --help.
+        UserError: one sentence that says what to do.
+        SystemExit: tyro has printed what is wrong with a flag, or --help is printed.
     """
     argv = list(argv)
-    settings = read_config_file(Path(argv.pop(0))) if argv and not argv[0].startswith("-") else {}
+    path = pop_config_file(argv)
+    settings = read_config_file(path) if path else {}
     cpu = settings.pop("cpu", {})
     early = argparse.ArgumentParser(add_help=False, allow_abbrev=False)  # these flags decide what the others mean
-    early.add_argument("--resume", nargs="?", const="newest")
+    early.add_argument("--resume", nargs="?", const="")
     early.add_argument("--device", default=settings.get("device"))
     early.add_argument("--init_from", "--init-from")
     known, flags = early.parse_known_args(argv)
@@ -194,26 +195,50 @@ def load_config(argv):
     if known.resume is not None:
         require(known.init_from is None, "--resume goes on with the weights of the run; leave out --init_from")
         require(not settings, "--resume takes the options of the run; leave out the config file")
-        return resumed_config(newest_run("config.json") if known.resume == "newest" else Path(known.resume), flags)
-    if cpu and resolve_device(known.device or "auto") == "cpu":
+        return resumed_config(find_run(known.resume, "config.json"), flags)
+    if resolve_device(known.device or "auto") == "cpu":
+        if not cpu and settings.get("n_embd", 0) >= TOO_WIDE and known.init_from is None:
+            given = {flag.partition("=")[0] for flag in flags}
+            cpu = {name: value for name, value in TOY.items() if f"--{name}" not in given}
+            changed = ", ".join(f"{name} {value}" for name, value in cpu.items())
+            print(f"note: without a GPU this is a toy, to test the pipeline: {changed}", file=sys.stderr)
         settings |= cpu
     if known.init_from is not None:
+        refuse_nanogpt("init_from", known.init_from, {"init_from"})
         settings["init_from"] = known.init_from
-    if settings.get("init_from"):
-        from training.weights import network_options  # not at the top, because it imports this module
+    if settings.get("init_from") and not {"-h", "--help"} & set(flags):
+        from hf.weights import network_options  # not at the top, because it imports this module
 
-        settings = network_options(settings["init_from"]) | settings
-    return parse_flags(Config, [*to_flags(settings), *flags])
+        theirs = network_options(settings["init_from"])
+        block_size = min(settings.get("block_size", theirs["block_size"]), theirs["block_size"])
+        settings |= theirs | {"block_size": block_size}
+    return parse_flags(Config, flags, settings)
+
+
+def pop_config_file(argv):
+    """Take the config file out of a list of arguments: the first that is neither a flag nor the value of one."""
+    switches = ["--help", *(f"--{field.name}" for field in fields(Config) if field.type is bool)]
+    for index, argument in enumerate(argv):
+        flag = argv[index - 1] if index else ""
+        is_value = flag.startswith("--") and "=" not in flag and not (flag in switches and argument.endswith(".py"))
+        if not (is_value or argument.startswith("-")):
+            return Path(argv.pop(index))
+    return None
 
 
 def resumed_config(folder, flags):
-    """Config of the run in a folder, changed by flags; ValueError if the changes need --allow_changes."""
-    require(folder.is_dir(), f"{folder} does not exist; --resume needs a run's folder")
-    record = known_options(json.loads((folder / "config.json").read_text()), Config)
+    """Config of the run in a folder, changed by flags; UserError if the changes need --allow_changes."""
+    if folder.name == "checkpoint.pt":
+        folder = folder.parent
+    found = "is a file" if folder.is_file() else "does not exist"
+    require(folder.is_dir(), f"{folder} {found}; --resume needs a run's folder")
+    record = read_json(folder / "config.json")
+    gone = ", ".join(sorted(record.keys() - {field.name for field in fields(Config)}))
+    require(not gone, f"{folder} has options that this version lacks ({gone}); resume it with the version that made it")
     record |= {"resume": str(folder), "allow_changes": False}  # changes are allowed only once
-    if record.get("tokenizer", "").startswith("run:") and checkpoints(folder):
+    if record.get("tokenizer", "").startswith("run:") and any(folder.glob("*.pt")):
         record["tokenizer"] = f"run:{folder}"  # the same tokenizer; its own run may be gone
-    before, config = parse_flags(Config, to_flags(record)), parse_flags(Config, [*to_flags(record), *flags])
+    before, config = parse_flags(Config, [], record), parse_flags(Config, flags, record)
     for name, value in asdict(config).items():
         require(
             value == getattr(before, name) or name in FREE_ON_RESUME or config.allow_changes,
@@ -223,47 +248,23 @@ def resumed_config(folder, flags):
 
 
 def read_config_file(path):
-    """The assignments of a config file, by name."""
+    """The assignments of a config file, by name, without modules, functions and classes."""
     require(path.is_file(), f"config file {path} does not exist; configs/ has some")
-    settings = {name: value for name, value in runpy.run_path(str(path)).items() if not name.startswith("_")}
+    try:
+        found = runpy.run_path(str(path))
+    except Exception as error:
+        raise UserError(f"config file {path} cannot be read ({type(error).__name__}: {error}); mend it") from error
+    settings = {
+        name: value
+        for name, value in found.items()
+        if not (name.startswith("_") or callable(value) or isinstance(value, ModuleType))
+    }
     allowed = isinstance(settings.get("cpu", {}), dict) and "resume" not in settings
     require(allowed, f"in {path}, cpu must be a dict of options, and resume cannot be set: it is a flag")
+    names = [field.name for field in fields(Config)]
+    for name, value in (settings | settings.get("cpu", {})).items():
+        refuse_nanogpt(name, value, names, f"in {path}, ")
+        near = difflib.get_close_matches(name, names, 1)
+        known = name in (*names, "cpu")
+        require(known, f"{path} sets {name}, which is no option; {f'perhaps {near[0]}' if near else 'see --help'}")
     return {"name": path.stem} | settings
-
-
-def to_flags(settings):
-    return [f"--{name}={value}" for name, value in settings.items()]
-
-
-def parse_flags(kind, argv):
-    """An instance of the dataclass `kind` from `--name value` flags; of a repeated flag the last one counts.
-
-    A flag of a boolean option may stand alone and then means True.
-    """
-    switches = {f"--{field.name}" for field in fields(kind) if field.type is bool}
-    argv = list(argv)
-    for index in reversed(range(len(argv))):
-        if argv[index] in switches and (index + 1 == len(argv) or argv[index + 1].startswith("--")):
-            argv.insert(index + 1, "True")
-    return tyro.cli(kind, args=argv, config=(tyro.conf.FlagConversionOff,), use_underscores=True)
-
-
-def resolve_device(device):
-    """The device that `auto` stands for; ValueError if the device is not there."""
-    if device == "auto":
-        return "cuda" if torch.cuda.is_available() else "mps" if torch.backends.mps.is_available() else "cpu"
-    kind, _, index = device.partition(":")
-    known = kind in ("cpu", "mps", "cuda") and (index == "" or (kind == "cuda" and index.isdecimal()))
-    require(known, f"device={device!r} is unknown; choose auto, cpu, cuda, cuda:N or mps")
-    count = {"cpu": 1, "cuda": torch.cuda.device_count(), "mps": int(torch.backends.mps.is_available())}[kind]
-    require(int(index or 0) < count, f"device={device!r} is not available; use --device cpu or auto")
-    return device
-
-
-def resolve_dtype(dtype, device):
-    """The torch.dtype of matmuls that an option stands for; auto depends on the device."""
-    if dtype != "auto":
-        return getattr(torch, dtype)
-    if not device.startswith("cuda"):
-        return torch.float32
-    return torch.bfloat16 if torch.cuda.get_device_capability(device) >= (8, 0) else torch.float16

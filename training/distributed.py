@@ -4,11 +4,9 @@ import gc
 import os
 import signal
 import sys
-import time
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from functools import partial
-from threading import Thread
 from typing import Any, NamedTuple
 
 import torch
@@ -16,12 +14,11 @@ import torch.distributed as dist
 import torch.distributed.nn  # before any group exists: imported later, it would keep the group in default arguments
 
 from data import open_corpus
-from model import require
-from training.config import resolve_device
+from errors import UserError, require
+from training.device import resolve_device
 
 SAVE, STOP = 1, 2  # what a signal asks for; STOP saves too
 HANDLED = [getattr(signal, name) for name in ("SIGTERM", "SIGINT", "SIGHUP", "SIGUSR1") if hasattr(signal, name)]
-PATIENCE = 20  # seconds; torchrun kills ranks 30 s after it has asked them to stop
 
 
 class Ranks(NamedTuple):
@@ -37,7 +34,7 @@ class Ranks(NamedTuple):
     def on_gpu(self):
         return self.device.startswith("cuda")
 
-    def share(self, value):
+    def broadcast(self, value):
         """Rank 0's `value` (anything that pickles), on all ranks."""
         if self.world > 1:
             shared = [value]
@@ -67,7 +64,7 @@ def start_distributed(config):
     dist.init_process_group("cpu:gloo,cuda:nccl" if device.startswith("cuda") else "gloo")
     # A long timeout, because rank 0 may prepare a corpus for hours. A rank that dies is noticed at once anyway.
     control = dist.new_group(backend="gloo", timeout=timedelta(days=1))
-    return Ranks(dist.get_rank(), world, device, control)
+    return Ranks(dist.get_rank(), world, device, control, fsdp)
 
 
 def end_distributed():
@@ -90,7 +87,7 @@ def open_on_all_ranks(config, ranks, sha256):
     open_here = partial(open_corpus, config.data, config.tokenizer, config.input or None, sha256=sha256)
     is_first = os.environ.get("LOCAL_RANK", "0") == "0"
     corpus = open_here(quiet=False, verify=config.verify) if is_first else None
-    expected = ranks.share(corpus and corpus.sha256)
+    expected = ranks.broadcast(corpus and corpus.sha256)
     if ranks.world > 1:
         dist.barrier(ranks.control)  # until the first rank of every host is done
     corpus = corpus or open_here(quiet=True, sha256=expected)  # without another look at the text
@@ -99,29 +96,36 @@ def open_on_all_ranks(config, ranks, sha256):
     return corpus
 
 
-def fail(error):
+def fail(sentence):
     """End the program with one sentence on standard error and exit code 1.
 
     Before the ranks have joined, all ranks of a host fail alike, and only the first one prints.
     """
     if dist.is_initialized() and dist.get_rank() > 0:
-        print(f"error on rank {dist.get_rank()}: {error}", file=sys.stderr)
+        print(f"error on rank {dist.get_rank()}: {sentence}", file=sys.stderr)
     elif dist.is_initialized() or os.environ.get("LOCAL_RANK", "0") == "0":
-        print(f"error: {error}", file=sys.stderr)
+        print(f"error: {sentence}", file=sys.stderr)
     sys.exit(1)
 
 
-def lost_a_rank(error):
-    """Whether a RuntimeError of this rank means that another rank has ended."""
-    messages = ("closed by peer", "reset by peer", "remote process exited", "aborted")  # of gloo, gloo, NCCL, NCCL
-    return dist.is_initialized() and any(message in str(error) for message in messages)
+@contextmanager
+def lost_rank():
+    """Turn the RuntimeError that shows that another rank has ended into a UserError."""
+    try:
+        yield
+    except RuntimeError as error:
+        messages = ("closed by peer", "reset by peer", "remote process exited", "aborted")  # of gloo, gloo, NCCL, NCCL
+        if not (dist.is_initialized() and any(message in str(error) for message in messages)):
+            raise
+        reason = str(error).splitlines()[0]
+        raise UserError(f"another rank has ended and prints why ({reason})") from error
 
 
 class Signals:
     """Within this context SIGTERM, SIGINT and SIGHUP ask for STOP and SIGUSR1 for SAVE; a second Ctrl-C exits at once.
 
     A signal that is ignored, as SIGHUP is under nohup, stays ignored. A rank that waits for a GPU cannot handle
-    signals. If it still waits PATIENCE seconds after SIGTERM, another rank has probably ended; it says so and ends.
+    signals; torchrun kills it 30 s after SIGTERM.
     """
 
     def __init__(self, ranks):
@@ -131,36 +135,13 @@ class Signals:
     def __enter__(self):
         handled = [n for n in HANDLED if n == signal.SIGINT or signal.getsignal(n) != signal.SIG_IGN]
         self.before = {number: signal.signal(number, self._handle) for number in handled}
-        if self.ranks.world > 1:
-            reader, self.writer = os.pipe()
-            os.set_blocking(self.writer, False)
-            signal.set_wakeup_fd(self.writer)  # each signal writes its number, whatever the main thread waits for
-            Thread(target=self._watch, args=[reader], daemon=True).start()
         return self
 
     def __exit__(self, kind, *_):
         for number, handler in self.before.items():
             signal.signal(number, handler)
-        if self.ranks.world > 1:
-            signal.set_wakeup_fd(-1)
-            os.close(self.writer)
         if self.vote is not None and kind is None:
             self.vote[1].wait()
-
-    def _watch(self, reader):
-        """End this rank if SIGTERM has come and the main thread never handles it."""
-        with open(reader, "rb", buffering=0) as numbers:
-            while number := numbers.read(1):
-                if number[0] == signal.SIGTERM:
-                    time.sleep(PATIENCE)
-                    if not self.stopping:
-                        print(
-                            f"error: rank {self.ranks.rank} was asked to stop, but has waited {PATIENCE} s for another "
-                            "rank, which has probably ended; start the run again with --resume",
-                            file=sys.stderr,
-                            flush=True,
-                        )
-                        os._exit(1)
 
     def _handle(self, number, _):
         if signal.Signals(number).name == "SIGUSR1":

@@ -2,12 +2,19 @@
 
 import inspect
 import math
+import sys
 from contextlib import contextmanager
+from types import SimpleNamespace
 
 import torch
+import torch.distributed as dist
+from torch.nn.utils import get_total_norm
 
-from model import HAS_TRITON
-from training.fsdp import is_spread, local, on_whole
+from attention.gpu import HAS_TRITON
+from errors import require
+from kernels.fp8 import Scales
+from training.device import resolve_dtype
+from training.fsdp import gather, is_spread, local, on_whole_matrices
 
 MOMENTUM = 0.95  # of Muon
 TINY = 1e-7  # added to divisors that may be 0
@@ -15,20 +22,151 @@ QUINTIC = 3.4445, -4.7750, 2.0315  # a, b, c: a x + b x^3 + c x^5, repeated, mov
 BATCH_ELEMENTS = 1 << 26  # elements of matrices that take a step together; it bounds the memory for temporaries
 
 
-def make_optimizer(model, config, ranks):
+class Optimizer:
+    """AdamW or Muon with what surrounds its step: loss scaling, clipping, skipped steps and the running average.
+
+    A step whose loss or gradient norm is not finite is skipped: weights and moments stay as they are. On a CUDA GPU all
+    of this happens on the device, so that the host never waits.
+
+    Args:
+        model: GPT. config: Config. ranks: Ranks.
+
+    Attributes:
+        update: AdamW or Muon, a torch.optim.Optimizer.
+        skipped, bad_in_row: [] float32, steps skipped since the run began, and most recently in a row.
+    """
+
+    def __init__(self, model, config, ranks):
+        self.config, self.ranks = config, ranks
+        self.parameters = list(model.parameters())
+        self.update = make_update(model, config, ranks)
+        kind = torch.device(ranks.device).type
+        self.scaler = torch.amp.GradScaler(kind, enabled=resolve_dtype(config.dtype, ranks.device) == torch.float16)
+        self.scales = Scales(model) if config.fp8 else None
+        self.skipped, self.bad_in_row = torch.zeros(2, device=ranks.device).unbind()
+
+    def set_rate(self, rate):
+        """Give every group this learning rate, times the group's own factor `relative` if it has one."""
+        for group in self.update.param_groups:
+            own = rate * group.get("relative", 1.0)
+            if torch.is_tensor(group["lr"]):
+                group["lr"].fill_(own)
+            else:
+                group["lr"] = own
+
+    def begin(self):
+        """Before the forward passes of a step."""
+        if self.scales:
+            self.scales.begin()
+
+    def backward(self, part):
+        """Add the gradients of a part of the loss; the parts of all ranks add up to the loss."""
+        if self.ranks.world > 1:
+            part = part * self.ranks.world  # DDP and FSDP take the mean of the ranks
+        self.scaler.scale(part).backward()
+
+    @torch.no_grad()
+    def step(self, loss):
+        """Update the weights; returns the norm of the gradient. loss: of this rank, in place that of all ranks."""
+        if self.ranks.world > 1:
+            dist.all_reduce(loss)
+        if self.scales:
+            self.scales.end(self.ranks.world)
+        self.scaler.unscale_(self.update)
+        gradients = [p.grad for p in self.parameters if p.grad is not None]
+        grad_norm = gather(get_total_norm(gradients))
+        scale = ((grad_norm + 1e-6) / (self.config.grad_clip or math.inf)).clamp(min=1.0)
+        # After max_bad_steps in a row, all further steps are skipped too, so that check_bad_steps() cannot miss them.
+        bad = ~(loss.isfinite() & grad_norm.isfinite()) | (self.bad_in_row >= self.config.max_bad_steps)
+        self.bad_in_row.add_(1).mul_(bad)
+        self.skipped.add_(bad)
+        if self.update.defaults["capturable"]:
+            # The optimizer divides the gradients by the one as it reads them, and does nothing where the other is 1.
+            self.update.grad_scale, self.update.found_inf = scale, bad.float()
+            self.update.step()
+        elif not bad:  # other optimizers may ignore both, as that for MPS does before PyTorch 2.15
+            torch._foreach_div_([local(gradient) for gradient in gradients], scale)
+            self.update.step()
+        self.scaler.update()
+        return grad_norm
+
+    def zero_grad(self):
+        self.update.zero_grad(set_to_none=True)
+
+    @torch.no_grad()
+    def move_average(self, step):
+        """After step number `step`, move the running averages: average = decay average + (1 - decay) parameter.
+
+        They begin after the first step, and are part of the optimizer's state, so that checkpoints have them. The decay
+        is at most (1 + step) / (10 + step): with a larger one, early averages are mostly the first weights.
+        """
+        state = {p: state for p, state in self.update.state.items() if state}  # empty if all steps so far were skipped
+        if not (self.config.ema and state):
+            return
+        for p, own in state.items():
+            if "average" not in own:
+                own["average"] = p.detach().clone()
+        pairs = [[local(own["average"]) for own in state.values()], [local(p) for p in state]]
+        torch._foreach_lerp_(*pairs, 1 - min(self.config.ema, (1 + step) / (10 + step)))
+
+    @contextmanager
+    def averaged(self):
+        """The context in which parameters and their averages, if there are any, have changed places."""
+        pairs = [(p, state["average"]) for p, state in self.update.state.items() if "average" in state]
+
+        @torch.no_grad()
+        def swap():
+            for pair in pairs:
+                weight, average = map(local, pair)
+                before = weight.clone()
+                weight.copy_(average)
+                average.copy_(before)
+
+        swap()
+        try:
+            yield
+        finally:
+            swap()
+
+    def check_bad_steps(self, step, batches, folder):
+        """UserError if the last max_bad_steps before `step` were skipped. Waits for the device."""
+        bad, rate = int(self.bad_in_row), self.config.learning_rate / 2
+        least = f" --min_learning_rate {rate:g}" if rate < self.config.min_learning_rate else ""
+        require(
+            bad < self.config.max_bad_steps,
+            f"loss or gradient norm were not finite in {bad} steps in a row, from step {step - bad + 1} on: "
+            f"{batches.describe(step - bad)}; look at that batch, or resume with a lower rate: "
+            f"--resume {folder} --learning_rate {rate:g}{least} --allow_changes",
+        )
+
+    def counters(self):
+        """What a checkpoint needs besides the state of `update`."""
+        counters = dict(skipped=self.skipped, bad_in_row=self.bad_in_row, scaler=self.scaler.state_dict())
+        return counters | ({"fp8_history": self.scales.history} if self.scales else {})
+
+    def load_counters(self, counters):
+        if counters["scaler"]:  # only float16 has one
+            self.scaler.load_state_dict(counters["scaler"])
+        if self.scales and "fp8_history" in counters:  # a run without --fp8 has none
+            self.scales.load(counters["fp8_history"])
+        self.skipped.copy_(counters["skipped"])
+        bad = counters["bad_in_row"]
+        self.bad_in_row.copy_(bad * (bad < self.config.max_bad_steps))  # a resumed run gets another chance
+
+
+def make_update(model, config, ranks):
     """AdamW or Muon for a model."""
-    on_gpu = ranks.on_gpu and not config.cpu_offload
 
     def rate(value):  # a tensor on the GPU, so that a CUDA graph reads the current value
-        return torch.tensor(value, dtype=torch.float32, device=ranks.device) if on_gpu else value
+        return torch.tensor(value, dtype=torch.float32, device=ranks.device) if ranks.on_gpu else value
 
     groups = parameter_groups(model, config)
     for group in groups:
         if "relative" in group:
             group["lr"] = rate(group["relative"] * config.learning_rate)
     kind = Muon if config.optimizer == "muon" else AdamW
-    # fused: fast, and skips a step on the device where its found_inf is 1
-    return kind(groups, rate(config.learning_rate), (0.9, config.beta2), fused=True, capturable=on_gpu)
+    # fused: fast, and on a CUDA GPU it clips and skips by its grad_scale and found_inf, so that the host never waits
+    return kind(groups, rate(config.learning_rate), (0.9, config.beta2), fused=True, capturable=ranks.on_gpu)
 
 
 def parameter_groups(model, config):
@@ -42,7 +180,8 @@ def parameter_groups(model, config):
         special.append((embeddings, dict(relative=config.embed_scale)))
     if config.optimizer == "muon":
         for block in model.blocks:  # q, k and v are matrices of their own
-            block.attention.qkv.weight.parts = block.attention.rows
+            attention = block.attention
+            attention.qkv.weight.heights = [heads * model.config.head_dim for heads in attention.heads]
         matrices = {p for p in model.blocks.parameters() if p.dim() == 2}
         special.append((matrices, dict(momentum=MOMENTUM, relative=config.muon_scale)))
     others = [p for p in model.parameters() if not any(p in some for some, _ in special)]
@@ -55,68 +194,27 @@ def parameter_groups(model, config):
     ]
 
 
-def moment_bytes(model, config):
-    """Bytes that the optimizer keeps for a whole GPT: one float32 moment per element of Muon's matrices, else two.
-
-    And one for the average of config.ema.
-    """
-    groups, ema = parameter_groups(model, config), config.ema > 0
-    return sum(4 * p.numel() * (ema + (1 if "momentum" in group else 2)) for group in groups for p in group["params"])
-
-
 def learning_rate(step, config):
     """Learning rate of a step: linear warm-up, then cosine decay, or constant with a linear cooldown at the end."""
     if step < config.warmup_steps:
         return config.learning_rate * (step + 1) / (config.warmup_steps + 1)
     if config.cooldown > 0:
-        share = min((1 - step / config.steps) / config.cooldown, 1.0)
+        fraction = min((1 - step / config.steps) / config.cooldown, 1.0)
     else:
         progress = min((step - config.warmup_steps) / max(config.steps - config.warmup_steps, 1), 1.0)
-        share = 0.5 * (1 + math.cos(math.pi * progress))
-    return config.min_learning_rate + share * (config.learning_rate - config.min_learning_rate)
+        fraction = 0.5 * (1 + math.cos(math.pi * progress))
+    return config.min_learning_rate + fraction * (config.learning_rate - config.min_learning_rate)
 
 
-def set_learning_rate(optimizer, rate):
-    """Give every group this rate, times the group's own factor `relative` if it has one."""
-    for group in optimizer.param_groups:
-        own = rate * group.get("relative", 1.0)
-        if torch.is_tensor(group["lr"]):
-            group["lr"].fill_(own)
-        else:
-            group["lr"] = own
+def note_new_rate(saved, config):
+    """Print if the options of a resumed run change the learning rate of its next step, as more --steps do.
 
-
-@torch.no_grad()
-def move_average(optimizer, decay):
-    """Move the running averages of the parameters: average = decay average + (1 - decay) parameter.
-
-    They begin after the first step, and are part of the optimizer's state, so that checkpoints have them.
+    saved: contents of the checkpoint. config: Config of the resumed run.
     """
-    for p, state in optimizer.state.items():
-        if "average" not in state:
-            state["average"] = p.detach().clone()
-    averages, weights = zip(*((local(state["average"]), local(p)) for p, state in optimizer.state.items()), strict=True)
-    torch._foreach_lerp_(averages, weights, 1 - decay)
-
-
-@contextmanager
-def averaged(optimizer):
-    """The context in which parameters and their averages, if there are any, have changed places."""
-    pairs = [(p, state["average"]) for p, state in optimizer.state.items() if "average" in state]
-
-    @torch.no_grad()
-    def swap():
-        for pair in pairs:
-            weight, average = map(local, pair)
-            before = weight.clone()
-            weight.copy_(average)
-            average.copy_(before)
-
-    swap()
-    try:
-        yield
-    finally:
-        swap()
+    step = saved["step"]
+    old, new = learning_rate(step, SimpleNamespace(**saved["config"])), learning_rate(step, config)
+    if not math.isclose(old, new, rel_tol=0.01):
+        print(f"note: the learning rate of step {step} changes from {old:.2g} to {new:.2g}", file=sys.stderr)
 
 
 def without_dynamo(name):
@@ -136,9 +234,9 @@ class Muon(AdamW):
     """Muon for parameter groups with a "momentum", whose parameters must be matrices; AdamW for the other groups.
 
     The "lr" of a Muon group is on AdamW's scale: the entries of a step have a root mean square of 0.2 lr. A parameter
-    with the attribute `parts`, numbers of rows, is split into that many matrices (q, k and v), none taller than wide.
-    Parameters of one shape take a step together; if FSDP spreads them, their whole matrices are divided over the
-    ranks. Gradients are divided by `grad_scale`, and if `found_inf` is 1, nothing changes: both as in a fused AdamW.
+    with the attribute `heights`, numbers of rows, is split into that many matrices (q, k and v), none taller than wide.
+    Parameters of one shape take a step together. Gradients are divided by `grad_scale`, and if `found_inf` is 1,
+    nothing changes: both as in a fused AdamW.
 
     Sources: Jordan et al. 2024, Muon: an optimizer for hidden layers in neural networks (step and coefficients); Liu et
     al. 2025, Muon is scalable for LLM training, section 2.2 (size of a step).
@@ -162,19 +260,18 @@ class Muon(AdamW):
             p.grad = gradient
 
     def _step(self, parameters, group):
-        alike = {}  # shape and parts -> parameters
+        alike = {}  # shape and heights -> parameters
         for p in parameters:
             if not self.state[p]:
                 self.state[p]["momentum"] = torch.zeros_like(p)
-            alike.setdefault((p.shape, *getattr(p, "parts", ())), []).append(p)
+            alike.setdefault((p.shape, *getattr(p, "heights", ())), []).append(p)
         for (shape, *_), some in alike.items():
-            ranks = some[0].device_mesh.size() if is_spread(some[0]) else 1
-            together = max(1, BATCH_ELEMENTS // shape.numel()) * ranks
+            together = max(1, BATCH_ELEMENTS // shape.numel())
             for first in range(0, len(some), together):
                 self._step_together(some[first : first + together], group)
 
     def _step_together(self, parameters, group):
-        """Muon's step for parameters of one shape and with the same parts; of spread ones, for this rank's rows."""
+        """Muon's step for parameters of one shape and with the same heights; of spread ones, for this rank's rows."""
         state, like = [self.state[p] for p in parameters], parameters[0]
         weights, momenta, gradients = (
             [local(x) for x in each]
@@ -185,29 +282,32 @@ class Muon(AdamW):
         skip = getattr(self, "found_inf", None)
         for momentum, gradient, out in zip(momenta, gradients, blended, strict=True):
             blend(momentum, gradient, out, 1 - group["momentum"], getattr(self, "grad_scale", None), skip)
-        parts = getattr(like, "parts", [len(like)])
+        heights = getattr(like, "heights", [len(like)])
 
-        def orthogonal_parts(matrices):
-            return torch.cat([orthogonal(part) for part in matrices.split(parts, dim=1)], dim=1)
+        def each_orthogonal(matrices):
+            return torch.cat([orthogonal(matrix) for matrix in matrices.split(heights, dim=1)], dim=1)
 
-        directions = on_whole(orthogonal_parts, blended, like) if is_spread(like) else orthogonal_parts(blended)
-        size = 0.2 * math.sqrt(max(*parts, like.shape[1]))  # RMS of a direction: 1 / sqrt(larger side)
+        if is_spread(like):
+            directions = on_whole_matrices(each_orthogonal, blended, like)
+        else:
+            directions = each_orthogonal(blended)
+        size = 0.2 * math.sqrt(max(*heights, like.shape[1]))  # RMS of a direction: 1 / sqrt(larger side)
         for weight, direction in zip(weights, directions, strict=True):
             update(weight, direction, group["lr"], size, group["weight_decay"], skip)
 
 
-def blend(momentum, gradient, out, share, scale, skip):
-    """momentum += share (g - momentum), then out = momentum + share (g - momentum), where g = gradient / scale.
+def blend(momentum, gradient, out, fraction, scale, skip):
+    """momentum += fraction (g - momentum), then out = momentum + fraction (g - momentum), where g = gradient / scale.
 
     scale: a scalar tensor, or None for 1. skip: if it is 1, the momentum stays as it was; or None.
     """
     if momentum.is_cuda and HAS_TRITON:
         from kernels import muon  # imports Triton, which not every machine has
 
-        return muon.blend(momentum, gradient, out, share, scale, skip)
+        return muon.blend(momentum, gradient, out, fraction, scale, skip)
     gradient = gradient if scale is None else gradient / scale
-    new = momentum.lerp(gradient, share)
-    out.copy_(new.lerp(gradient, share))
+    new = momentum.lerp(gradient, fraction)
+    out.copy_(new.lerp(gradient, fraction))
     momentum.copy_(new if skip is None else torch.where(skip > 0, momentum, new))
 
 

@@ -6,14 +6,18 @@ import math
 import os
 import re
 import sys
+import textwrap
 import time
+import warnings
+from collections import deque
 from contextlib import contextmanager
-from datetime import timedelta
+from shutil import get_terminal_size
+from statistics import median_low
 
 import torch
 
 from data import atomic_file
-from training.config import resolve_dtype
+from training.device import resolve_dtype
 
 # Dense bf16/fp16 tensor-core peaks from the vendors' data sheets, in TFLOP/s, by a part of the device's name.
 PEAK_TFLOPS = {
@@ -24,6 +28,14 @@ PEAK_TFLOPS = {
 }  # fmt: skip
 
 PLOT_SECONDS = 30  # between two drawings of loss.png; one takes as long as a hundred steps of a small network
+NOISE = 1.002  # a last validation loss up to this many times the best is no sign of overfitting
+SAMPLE_LINES = 3  # at the end of a run
+COLORS = ("#c0392b", "#2471a3", "#1e8449", "#b9770e", "#7d3c98", "#117a65", "#5d6d7e", "#d35480")
+STYLES = ("-", "--", ":", "-.")  # the next one after each eight runs
+X_LABELS = {"step": "step", "tokens": "training tokens", "seconds": "time since training began (s)"}
+FALL = 0.15  # of a run, which a picture of several runs may cut off at the top
+LEGEND_WIDTH = 110  # characters
+Y_LABELS = {"loss": "loss (nats per token)", "bpb": "loss (bits per byte)"}
 
 
 class Report:
@@ -43,7 +55,8 @@ class Report:
         self.peak = peak and peak * ranks.world
         self.began = self.last_time = self.plotted = time.perf_counter()
         self.first_step = self.last_step = start
-        self.pace_since = self.began, start  # time and step from which the time left is estimated
+        self.recent = deque(maxlen=5)  # seconds per step of the latest reports, from which the time left follows
+        self.pause_began, self.evaluation_seconds, self.val_loss = self.began, 0.0, None
         self.paused, self.seconds_before, self.wandb = 0.0, 0.0, None
         if self.enabled:
             # Steps after `start` are repeated, and so is the evaluation of step 0 if that is the start.
@@ -65,30 +78,33 @@ class Report:
         how = " with FSDP" if ranks.sharded else " with DDP" if ranks.world > 1 else ""
         parameters = sum(p.numel() for p in model.parameters())
         epochs = config.steps * self.tokens_per_step / len(corpus.train)
-        print(
-            f"run        {self.folder} (process {os.getpid()})\n"
-            f"device     {device} ({chip}) x {ranks.world}{how}, {dtype}\n"
-            f"model      {parameters:,} parameters: {config.n_layer} layers, {config.n_head} heads "
-            f"({config.kv_heads} kv), width {config.n_embd}, context {config.block_size}\n"
-            f"data       {corpus.source}: {len(corpus.train):,} training and {len(corpus.val):,} validation tokens, "
-            f"tokenizer {corpus.tokenizer.name} of {corpus.tokenizer.n_vocab:,}\n"
-            f"step       {self.tokens_per_step:,} tokens ({config.batch_size:,} sequences, {micro_batch:,} at a time), "
+        fields = dict(
+            run=f"{self.folder} (process {os.getpid()})",
+            device=f"{device} ({chip}) x {ranks.world}{how}, {dtype}",
+            model=f"{parameters:,} parameters: {config.n_layer} layers, {config.n_head} heads "
+            f"({config.kv_heads} kv), width {config.n_embd}, context {config.block_size}",
+            data=f"{corpus.source}: {len(corpus.train):,} training and {len(corpus.val):,} validation tokens, "
+            f"tokenizer {corpus.tokenizer.name} of {corpus.tokenizer.n_vocab:,}",
+            step=f"{self.tokens_per_step:,} tokens ({config.batch_size:,} sequences, {micro_batch:,} at a time), "
             f"{config.steps:,} steps = {epochs:.1f} epochs",
-            flush=True,
         )
+        for name, text in fields.items():
+            show_field(name, text)
 
-    def start(self, parts):
+    def start(self, times):
         """Print where the time until the end of the first step went: {part: seconds}, in this order.
 
-        The first step counts neither in tokens per second nor in the time left, because it may compile, unless it has a
-        line of its own.
+        The first step does not count in tokens per second, because it may compile, unless it has a line of its own.
         """
         if (self.first_step + 1) % self.config.log_every:
             self.last_time, self.last_step, self.paused = time.perf_counter(), self.first_step + 1, 0.0
-            self.pace_since = self.last_time, self.last_step
         if self.enabled:
-            each = ", ".join(f"{seconds:.1f} s {part}" for part, seconds in parts.items())
-            show(f"start      {sum(parts.values()):.1f} s: {each}")
+            each = ", ".join(f"{seconds:.1f} s {part}" for part, seconds in times.items())
+            show_field("start", f"{sum(times.values()):.1f} s: {each}")
+            hours = times["first step"] * (self.config.steps - self.first_step) / 3600
+            if hours > 1 and not torch.cuda.is_initialized():
+                example = "python train.py configs/shakespeare.py takes two minutes"
+                show(f"note: without a GPU these steps take about {hours:,.0f} hours; {example}", file=sys.stderr)
 
     def step(self, step, learning_rate, loss, grad_norm, skipped):
         """Record a training step. loss (nats per token), grad_norm, skipped: [] tensors, whose values it waits for."""
@@ -97,10 +113,11 @@ class Report:
             return
         now = time.perf_counter()
         seconds = max(now - self.last_time - self.paused, 1e-9) / (step - self.last_step)
-        since, since_step = self.pace_since
-        left = (self.config.steps - step) * (now - since) / (step - since_step)
-        if self.last_step == self.first_step:
-            self.pace_since = now, step  # the first step had a line of its own
+        self.recent.append(seconds)
+        steps, every = self.config.steps, self.config.eval_every
+        evaluations = -(-steps // every) - (step - 1) // every  # still to come, one after the last step
+        # the lower median: one slow report, such as that of the first step, does not count
+        left = (steps - step) * median_low(self.recent) + evaluations * self.evaluation_seconds
         self.last_time, self.last_step, self.paused = now, step, 0.0
         record = dict(
             step=step, seconds=self.seconds_before + now - self.began, loss=loss, learning_rate=learning_rate,
@@ -112,25 +129,29 @@ class Report:
         if torch.cuda.is_initialized():
             record["peak_memory"] = torch.cuda.max_memory_allocated()  # bytes, of rank 0's GPU
         self._write(record)
-        speed = f"MFU {record['mfu']:.1%}" if self.peak else f"{record['tflops']:.3g} TFLOP/s"
-        show(
-            f"step {step}/{self.config.steps}  loss {loss:.4f}  lr {learning_rate:.2e}  "
-            f"{record['tokens_per_second']:,.0f} tokens/s  {speed}  {timedelta(seconds=round(left))} left"
-            + (f"  {skipped:.0f} skipped" if skipped else ""),
-            progress=True,
-        )
+        fields = [f"step {step}/{steps}", f"loss {loss:.4f}"]
+        fields += [f"val {self.val_loss:.4f}"] if self.val_loss is not None else []
+        fields += [f"{skipped:.0f} skipped"] if skipped else []
+        fields += [f"{record['tokens_per_second']:,.0f} tokens/s", f"{clock(left)} left"]
+        fields += [f"norm {grad_norm:.2f}", f"lr {learning_rate:.2e}"]
+        if self.peak:
+            fields.append(f"MFU {record['mfu']:.1%}")
+        elif "peak_memory" in record:  # a GPU that is not in the table
+            fields.append(f"{record['tflops']:.3g} TFLOP/s")
+        show_progress(fields)
 
     def evaluation(self, step, loss, is_best):
         """Record the validation loss (nats per token), and draw loss.png if the last drawing is some time ago."""
         if not self.enabled:
             return
         bits, now = loss * self.bits_per_nat, time.perf_counter()
+        self.val_loss, self.evaluation_seconds = loss, now - self.pause_began
         seconds = self.seconds_before + now - self.began  # since training began, without pauses between processes
         self._write({"step": step, "seconds": seconds, "val_loss": loss, "val_bpb": bits})
         mark = "  (best)" if is_best else ""
         show(f"step {step}/{self.config.steps}  val loss {loss:.4f} nats/token  {bits:.4f} bits/byte{mark}")
         if now - self.plotted > PLOT_SECONDS:
-            plot_losses(self.folder, self.bits_per_nat)
+            plot_losses(self.folder)
             self.plotted = time.perf_counter()
 
     def sample(self, step, write):
@@ -138,7 +159,7 @@ class Report:
         if not self.enabled:
             return
         with self.pause(), only_warn("writing a sample"):
-            text = "".join(c if c.isprintable() or c in "\n\t" else "\N{REPLACEMENT CHARACTER}" for c in write())
+            text = printable(write())
             show(f"sample after {step} steps:\n{text}\n")
             if self.wandb:
                 import wandb
@@ -148,25 +169,43 @@ class Report:
     @contextmanager
     def pause(self):
         """Leave the time of this block, spent on evaluation and saving, out of the tokens per second."""
-        since = time.perf_counter()
+        self.pause_began = since = time.perf_counter()
         yield
         self.paused += time.perf_counter() - since
 
-    def close(self, step, best):
-        """Print how the run ended, then draw loss.png; in this order, as torchrun kills a stopping rank after 30 s."""
+    def close(self, step, write=None):
+        """Print how the run ended, then draw loss.png; in this order, as torchrun kills a stopping rank after 30 s.
+
+        write: returns a sample of the model's text, of which the end of a finished run shows some lines; or None.
+        """
         if not self.enabled:
             return
         if step < self.config.steps:
             command = "torchrun ... train.py" if "WORLD_SIZE" in os.environ else "python train.py"
             show(f"stopped at step {step}; resume with: {command} --resume {self.folder}")
         else:
-            bits = best * self.bits_per_nat
-            show(f"best val loss {best:.4f} nats/token = {bits:.4f} bits/byte; run in {self.folder}")
-            show("sample from it: python sample.py")
-        plot_losses(self.folder, self.bits_per_nat)
+            self._summarize(write)
+        plot_losses(self.folder)
         if self.wandb:
             with only_warn("closing wandb"):
                 self.wandb.finish()
+
+    def _summarize(self, write):
+        records = read_metrics(self.folder)
+        if found := best_of(records):
+            last = [record["val_loss"] for record in records if "val_loss" in record][-1]
+            show(f"best val loss {in_words(found)} of {self.config.steps}")
+            if last is not None and last > NOISE * found["val_loss"]:
+                worse = last - found["val_loss"]
+                show(f"the last is {worse:.4f} worse, a sign of overfitting: try fewer --steps or more text")
+        seconds = self.seconds_before + time.perf_counter() - self.began
+        show(f"trained for {clock(seconds)}; losses are drawn in {self.folder / 'loss.png'}")
+        show("sample from it: python sample.py")
+        if write:
+            with only_warn("writing a sample"):
+                width = get_terminal_size().columns - 3
+                lines = [part for line in printable(write()).splitlines() for part in textwrap.wrap(line, width)]
+                show("\n".join(f"  {line}" for line in lines[1:][:SAMPLE_LINES]))  # the first is mostly the prompt
 
     def _write(self, record):
         # JSON has no NaN and no infinity
@@ -203,13 +242,43 @@ def only_warn(action):
         yield
     except Exception as error:  # a full disk, or wandb, whose errors have no common base class
         reason = (str(error) or type(error).__name__).splitlines()[0]
-        print(f"warning: {action} failed ({reason}); training goes on", file=sys.stderr)
+        show(f"warning: {action} failed ({reason}); training goes on", file=sys.stderr)
 
 
-def show(line, progress=False):
-    """Print a line. On a terminal it replaces the progress line before it, if that was the last one."""
-    terminal = sys.stdout.isatty()
-    print(f"\r\x1b[K{line}" if terminal else line, end="" if progress and terminal else "\n", flush=True)
+def show(text, end="\n", file=None):
+    """Print a text. On a terminal it replaces the progress line, if that was printed last."""
+    file = file or sys.stdout
+    print(f"\r\x1b[K{text}" if file.isatty() else text, end=end, file=file, flush=True)
+
+
+def show_field(name, text):
+    """Print "name  text"; a terminal gets it in lines that fit."""
+    line = f"{name:11}{text}"
+    if sys.stdout.isatty():
+        width = get_terminal_size().columns - 1
+        line = textwrap.fill(line, width, subsequent_indent=" " * 11, break_long_words=False, break_on_hyphens=False)
+    show(line)
+
+
+def show_progress(fields):
+    """Print a progress line; on a terminal, its first fields, as many as fit, and the next line will replace it."""
+    if not sys.stdout.isatty():
+        return show("  ".join(fields))
+    room = get_terminal_size().columns - 1  # a full line would wrap on some terminals
+    while len(fields) > 1 and len("  ".join(fields)) > room:
+        fields = fields[:-1]
+    show("  ".join(fields)[:room], end="")
+
+
+def clock(seconds):
+    """Hours, minutes and seconds, as in 0:01:05."""
+    seconds = round(seconds)
+    return f"{seconds // 3600}:{seconds // 60 % 60:02}:{seconds % 60:02}"
+
+
+def printable(text):
+    """The text without control characters, which could change the terminal."""
+    return "".join(c if c.isprintable() or c in "\n\t" else "\N{REPLACEMENT CHARACTER}" for c in text)
 
 
 def peak_flops(device):
@@ -244,39 +313,71 @@ def is_record(value):
     return all(number is None or isinstance(number, int | float) for number in value.values())
 
 
+def best_of(records):
+    """The record with the lowest validation loss after step 0; None if there is none."""
+    evaluated = [record for record in records if record["step"] and record.get("val_loss") is not None]
+    return min(evaluated, key=lambda record: record["val_loss"], default=None)
+
+
+def in_words(record):
+    """An evaluation, as in 2.9380 nats/token = 1.8839 bits/byte at step 400."""
+    return f"{record['val_loss']:.4f} nats/token = {record['val_bpb']:.4f} bits/byte at step {record['step']}"
+
+
+def bits_per_nat(records):
+    """Bits per byte = this times nats per token, as in the records of a run; None before its first evaluation."""
+    both = [(r["val_bpb"], r["val_loss"]) for r in records if r.get("val_loss") and r.get("val_bpb")]
+    return both[0][0] / both[0][1] if both else None
+
+
 @only_warn("drawing loss.png")
-def plot_losses(folder, bits_per_nat):
-    """Draw loss.png from metrics.jsonl: training and validation loss, with bits per byte on the right axis."""
-    from matplotlib.figure import Figure  # takes a second, which the start of a run need not wait for
-
+def plot_losses(folder):
+    """Draw loss.png from metrics.jsonl, unless there is no validation loss yet."""
     records = read_metrics(folder)
-    val = [(r["step"], r["val_loss"]) for r in records if r.get("val_loss") is not None]
-    if not val:
-        return
-    figure = Figure(figsize=(7, 4.2), layout="constrained")
-    axis = figure.subplots()
-    draw_losses(axis, records, ("#9aa7b5", "#c0392b"), ("training", "validation"))
-    step, best = min(val, key=lambda point: point[1])
-    axis.axhline(best, color="#c0392b", linewidth=0.6, linestyle=":")
-    title = f"{folder.name}: best {best:.4f} nats/token = {best * bits_per_nat:.3f} bits/byte at {step}"
-    axis.set_title(title, parse_math=False)  # a name may contain $
-    axis.set(xlabel="step", ylabel="loss (nats per token)")
-    right = axis.secondary_yaxis("right", functions=(lambda x: x * bits_per_nat, lambda x: x / bits_per_nat))
-    right.set_ylabel("bits per byte")
-    axis.legend(frameon=False)
-    figure.savefig(folder / "loss.png", dpi=130)
+    if bits_per_nat(records):
+        draw_losses(folder / "loss.png", [(folder.name, records)])
 
 
-def draw_losses(axis, records, colors, labels, x="step", per_x=1, per_nat=1):
-    """Draw the training loss thin and the validation loss thick on an axis of matplotlib.
+def draw_losses(path, runs, x="step", y="loss"):
+    """Draw the losses of runs into an image: training thin, validation thick, the best evaluation as a ring.
 
     Args:
-        records: of metrics.jsonl. colors, labels: of the two lines; a label of None is not in the legend.
-        x: field on the x axis. per_x, per_nat: factors of x and of the loss in nats per token.
+        path: of the image; its suffix says which kind.
+        runs: list of (label, records of metrics.jsonl). A single run has its best loss in the title.
+        x: step, tokens or seconds, a field of the records. y: loss or bpb.
     """
-    styles = dict(linewidth=1), dict(linewidth=1.8, marker="o", markersize=3)
-    for field, color, label, style in zip(("loss", "val_loss"), colors, labels, styles, strict=True):
-        points = [(r[x] * per_x, r[field] * per_nat) for r in records if r.get(field) is not None]
-        if points:
-            axis.plot(*zip(*points, strict=True), color=color, label=label, **style)
+    from matplotlib.figure import Figure  # takes a second, which the start of a run need not wait for
+
+    alone = len(runs) == 1
+    figure = Figure(figsize=(8, 5), layout="constrained")
+    axis = figure.subplots()
+    title, late = "training (thin) and validation (thick); the ring is the best", []
+    for number, (label, records) in enumerate(runs):
+        color, style = COLORS[number % len(COLORS)], STYLES[number // len(COLORS) % len(STYLES)]
+        per_nat, best = bits_per_nat(records) if y == "bpb" else 1, best_of(records)
+        train, val = (
+            [(record[x], record[field] * per_nat) for record in records if record.get(field) is not None]
+            for field in ("loss", "val_loss")
+        )
+        labels = ("training", "validation") if alone else (None, label) if val else (label, None)
+        axis.plot(*zip(*train, strict=True), color=color, linestyle=style, label=labels[0], linewidth=0.8, alpha=0.5)
+        axis.plot(*zip(*val, strict=True), color=color, linestyle=style, label=labels[1], linewidth=1.8)
+        if best:
+            axis.scatter(best[x], best["val_loss"] * per_nat, 70, facecolors="none", edgecolors=color)
+        if alone:
+            title = f"{label}: best {in_words(best)}" if best else label
+        late += [loss for where, loss in train + val if where >= FALL * max(train + val)[0]]
+    if not alone:
+        axis.set_ylim(top=max(late))  # the first fall, alike in all runs, would press the rest together
+    axis.set(xlabel=X_LABELS[x], ylabel=Y_LABELS[y])
     axis.grid(alpha=0.25)
+    if alone and y == "loss" and (per_nat := bits_per_nat(runs[0][1])):
+        right = axis.secondary_yaxis("right", functions=(lambda nats: nats * per_nat, lambda bits: bits / per_nat))
+        right.set_ylabel("bits per byte")
+    columns = max(1, LEGEND_WIDTH // (max(len(label) for label, _ in runs) + 6))
+    legend = figure.legend(loc="outside lower left", frameon=False, fontsize="small", ncols=columns)
+    for text in [axis.set_title(title), *legend.get_texts()]:
+        text.set_parse_math(False)  # a name may contain $
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "Glyph")  # a name may have characters that the font lacks
+        figure.savefig(path, dpi=130)

@@ -153,7 +153,7 @@ def weigh(scores, lse2, step, dropout, work, scale, RULE: gl.constexpr, PLAN: gl
         weights = gl.exp2(scores * (scale * LOG2E) - offset)
     if has_mask(RULE) or TAIL:
         edge = True
-        if PLAN.branch:
+        if PLAN.mask_edges_only:
             edge = step.edge
         if edge:
             key = work.k_start + gl.arange(0, PLAN.block_k, gl.SliceLayout(1, scores_layout(PLAN)))
@@ -205,8 +205,6 @@ def backward_step(
     if RULE.dropout:
         weights = gl.maximum(weights, 0.0)
     no_dq = accumulator(PLAN.block_q, PLAN.dim, PLAN)
-    # weights and dscores may be written: all warps have passed a barrier since the products of the last step, because
-    # Triton puts one before each mbarrier.arrive (tests/test_compile.py looks for it in the PTX)
     if staged(PLAN):
         shared.weights.store(weights.to(dtype))
         fence_async_shared()
@@ -225,7 +223,7 @@ def backward_step(
         delta = shared.dout.rows.index(slot).load(queries)[None, :]
         dscores = sloped_score_gradient(sloped, dweights, delta, dropout, RULE).to(dtype)
         left = gl.convert_layout(dscores, operand_layout(PLAN, PLAN.dim))
-        if PLAN.early:
+        if PLAN.dk_before_dq:
             dk = warpgroup_mma(left, q, dk, is_async=True)
             dv = warpgroup_mma_wait(1, deps=(dv,))
         shared.dscores.store(dscores)
@@ -236,7 +234,7 @@ def backward_step(
     if RULE.decay:
         dgate = sum_over_queries(left, shared.ones, dgate, PLAN)
         of_queries = sum_over_keys(shared.dscores, shared.ones, PLAN)
-    if PLAN.early:
+    if PLAN.dk_before_dq:
         dk = warpgroup_mma_wait(1 + SUMS, deps=(dk,))
         release(shared.q, step.count)
         dq = warpgroup_mma_wait(SUMS, deps=(dq,))
@@ -251,6 +249,7 @@ def backward_step(
     if RULE.decay:
         dgate, of_queries = warpgroup_mma_wait(0, deps=(dgate, of_queries))
         add_column(step.gates.dgate, step.tile * PLAN.block_q + work.shift, of_queries, work)
+    partition_barrier()  # all products are done: weights and dscores, and at the end k and v, may be overwritten
     return Sums(dk, dv, dgate)
 
 
@@ -267,45 +266,44 @@ def store_part(part, x, work, PLAN: gl.constexpr):
 
 @gluon.jit
 def consumer(
-    dk_out, dv_out, dk_part, dv_part, dq_sum, shared, work, scale, probability, seed, slopes, gates, dgate,
+    dk_out, dv_out, dk_part, dv_part, dq_sum, shared, work, terms, dgate,
     RULE: gl.constexpr, PLAN: gl.constexpr, TAIL: gl.constexpr,
 ):  # fmt: skip
     """The multiplying warps: all steps of a program, then dK and dV."""
     dtype: gl.constexpr = shared.k.dtype
     mbarrier.wait(shared.keys_full, 0)
     k, v = shared.k, shared.v
-    if PLAN.hold:
+    if PLAN.kv_in_registers:
         left: gl.constexpr = gl.DotOperandLayout(0, scores_layout(PLAN), 2)
         k, v = k.load(left), v.load(left)
     dk, dv = accumulator(PLAN.block_k, PLAN.dim, PLAN), accumulator(PLAN.block_k, PLAN.value_dim, PLAN)
     sums = Sums(dk, dv, no_sums(RULE, PLAN))
     tile = work.start
     member = 0
-    key = dropout_key(work.index, work.head, seed, RULE)
+    key = dropout_key(work.index, work.head, terms.seed, RULE)
     for count in range(work.steps):  # one loop over all heads and tiles: nested ones cost registers
         edge = (tile < work.full_lo) | (tile >= work.full_hi)
         number = work.first_tile + member * work.q_tiles + tile
         head = work.head + member
-        own_gates = gates_of(gates, dgate, head, tile, work, RULE, PLAN)
-        step = Step(count, tile, number, edge, alibi_slope2(slopes, head, work), own_gates)
-        dropout = Dropout(key, probability)
-        sums = backward_step(sums, k, v, step, dropout, dq_sum, shared, work, scale, RULE, PLAN, TAIL)
+        own_gates = gates_of(terms.gate, dgate, head, tile, work, RULE, PLAN)
+        step = Step(count, tile, number, edge, alibi_slope2(terms, head, work), own_gates)
+        dropout = Dropout(key, terms.dropout)
+        sums = backward_step(sums, k, v, step, dropout, dq_sum, shared, work, terms.scale, RULE, PLAN, TAIL)
         tile, member = advance(tile, member, work)
         if RULE.decay:
             if tile == work.start:  # the end of a head
                 add_column(own_gates.dgate, work.k_start, -sums.dgate, work)
             sums = Sums(sums.dk, sums.dv, gl.where(tile == work.start, 0.0, sums.dgate))
         if RULE.dropout and tile == work.start:  # of the next head
-            key = dropout_key(work.index, work.head + member, seed, RULE)
+            key = dropout_key(work.index, work.head + member, terms.seed, RULE)
 
-    dk, dv = sums.dk * scale, sums.dv
+    dk, dv = sums.dk * terms.scale, sums.dv
     if RULE.dropout:
-        dv = dv * (1 / (1 - probability))
+        dv = dv * (1 / (1 - terms.dropout))
     if dk_part is not None:
         store_part(dk_part, dk, work, PLAN)
         store_part(dv_part, dv, work, PLAN)
     else:
-        partition_barrier()  # all warps are through with k and v
         shared.k.store(dk.to(dtype))
         shared.v.store(dv.to(dtype))
         fence_async_shared()
@@ -318,8 +316,8 @@ def consumer(
 
 @gluon.jit(do_not_specialize=["q_len", "k_len", "batches", "heads", "group", "members", "q_slots"])
 def backward_kernel(
-    q, k, v, dout, rows, dq_sum, dk, dv, dk_part, dv_part, q_len, k_len, batches, heads, group, members, scale,
-    dropout, seed, slopes, gates, dgate, k_list, ragged, q_slots,
+    q, k, v, dout, rows, dq_sum, dk, dv, dk_part, dv_part, q_len, k_len, batches, heads, group, members, terms,
+    dgate, k_list, ragged, q_slots,
     RULE: gl.constexpr, PLAN: gl.constexpr, TAIL: gl.constexpr,
 ):  # fmt: skip
     """dK and dV of one tile of keys, and what it adds to dQ, for `members` query heads of one key head.
@@ -327,8 +325,8 @@ def backward_kernel(
     Tensors are descriptors, but for the parts, and for dq_sum if it is added to from registers; rows and dq_sum are as
     prepare_kernel leaves them. With dk_part and dv_part [B, Tk, H, D], float32 and D padded, members is 1 and each
     query head writes its own. TAIL: a tile of keys may reach past the last one. k_list, of ragged sequences: as
-    list_kernel lists them; q_slots: tiles of queries of a head in rows and dq_sum. gates [B, H, Tk], of split_gate(),
-    may be None; their gradient is added to dgate, float32 of this shape.
+    list_kernel lists them; q_slots: tiles of queries of a head in rows and dq_sum. terms: Terms with the gate
+    of split_gate(), whose gradient is added to dgate [B, H, Tk] float32.
     """
     work = plan_work(q_len, k_len, batches, heads, group, members, k_list, ragged, q_slots, RULE, PLAN)
     dtype: gl.constexpr = q.dtype
@@ -365,7 +363,7 @@ def backward_kernel(
     gl.warp_specialize(
         [
             (consumer, (
-                dk, dv, dk_part, dv_part, dq_sum, shared, work, scale, dropout, seed, slopes, gates, dgate,
+                dk, dv, dk_part, dv_part, dq_sum, shared, work, terms, dgate,
                 RULE, PLAN, TAIL,
             )),
             (loader, (q, k, v, dout, rows, shared, work, RULE, PLAN)),

@@ -20,9 +20,9 @@ def split_gate(gate):
     """[B, H, Tk] float64 or None -> each gate in base 2 as two float32 that add up to it (to 48 bits), in an int64."""
     if gate is None:
         return None
-    gate2 = gate * LOG2E.value  # not in the kernels, which would round the product in one place and not in another
-    high = gate2.float()
-    return torch.stack((high, (gate2 - high).float()), -1).view(torch.int64).squeeze(-1)
+    log2_gate = gate * LOG2E.value  # not in the kernels, which would round the product in one place and not in another
+    high = log2_gate.float()
+    return torch.stack((high, (log2_gate - high).float()), -1).view(torch.int64).squeeze(-1)
 
 
 class Decay(NamedTuple):
@@ -56,7 +56,7 @@ def decay_from(gates, key, length):
 
 
 @gluon.jit
-def gate2(decay, keys, exist):
+def log2_gate(decay, keys, exist):
     """Gates of keys, less that of the Decay, in base 2. A gate that does not exist counts as 0."""
     high, low = gate_halves(gl.load(decay.gates + keys, exist, None if exist is None else 0))
     return (high - decay.high) + (low - decay.low)
@@ -72,8 +72,8 @@ def gates_of(gates, dgate, head, tile, work, RULE: gl.constexpr, PLAN: gl.conste
         decay = decay_from(gates + first, work.k_start, work.keys.length)
         keys = work.k_start + gl.arange(0, PLAN.block_k, gl.SliceLayout(1, scores_layout(PLAN)))
         query = gl.maximum(tile * PLAN.block_q + work.shift, 0)  # where its first one stands, as in prepare_kernel
-        query2 = gate2(decay, query, query < work.keys.length)
-        found = Gates(gate2(decay, keys, keys < work.keys.length), query2, dgate + first)
+        query2 = log2_gate(decay, query, query < work.keys.length)
+        found = Gates(log2_gate(decay, keys, keys < work.keys.length), query2, dgate + first)
     return found
 
 

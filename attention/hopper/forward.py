@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 from ..score import LOG2E
 from .channel import Channel, barriers, filled, release
-from .decay import Decay, decay_from, gate2
+from .decay import Decay, decay_from, log2_gate
 from .gluon import (
     fence_async_shared,
     gl,
@@ -72,7 +72,7 @@ def weigh(
     RULE: gl.constexpr, TILE: gl.constexpr, PIPE: gl.constexpr, MASKED: gl.constexpr,
 ):  # fmt: skip
     """Raw scores of a block -> (weights, top, total, fade): fade is what the sums so far shrink by."""
-    if PIPE.flip:  # the maximum is taken of raw scores, so their factor must be positive
+    if PIPE.negate_scores:  # the maximum is taken of raw scores, so their factor must be positive
         scores = -scores
     factor = sizes.scale * LOG2E
     if RULE.softcap > 0:
@@ -88,7 +88,7 @@ def weigh(
             scores -= gl.abs(ahead) * slope
     if RULE.decay:  # the gate of a query adds the same to all its scores: see end_rows()
         key = start + gl.arange(0, scores.shape[1], gl.SliceLayout(0, scores.type.layout))
-        scores = scores * factor - gate2(decay, key, key < sizes.k_len if MASKED else None)[None, :]
+        scores = scores * factor - log2_gate(decay, key, key < sizes.k_len if MASKED else None)[None, :]
         factor = 1.0
     if MASKED:
         scores = hide(scores, edge, start, sizes, RULE)
@@ -165,7 +165,7 @@ def end_rows(state, edge, lane, decay, sink, sizes, RULE: gl.constexpr, TILE: gl
     top = state.top
     if RULE.decay:
         position = edge + gl.arange(0, PER_CONSUMER, top.type.layout)
-        top += gate2(decay, position, (position >= 0) & (position < sizes.k_len))
+        top += log2_gate(decay, position, (position >= 0) & (position < sizes.k_len))
     logit = None
     if sink is not None:  # a row that sees no key has no sink either
         logit = gl.load(sink + lane % TILE.heads).to(gl.float32) * LOG2E
@@ -176,7 +176,7 @@ def end_rows(state, edge, lane, decay, sink, sizes, RULE: gl.constexpr, TILE: gl
 
 @gluon.jit
 def consumer(
-    INDEX: gl.constexpr, shared, out, lse2, max_logit2, sink, gates, sizes,
+    INDEX: gl.constexpr, shared, out, lse2, max_logit2, sink, terms, sizes,
     RULE: gl.constexpr, TILE: gl.constexpr, PIPE: gl.constexpr,
 ):  # fmt: skip
     """Attention of PER_CONSUMER queries of each tile."""
@@ -206,7 +206,7 @@ def consumer(
         edge = q_start + own.k_len - own.q_len  # where its first query stands
         decay = Decay(0, 0.0, 0.0)
         if RULE.decay:
-            own_gates = gates + (lane.to(gl.int64) * sizes.k_len + first_key)
+            own_gates = terms.gate + (lane.to(gl.int64) * sizes.k_len + first_key)
             decay = decay_from(own_gates, edge, own.k_len)
 
         mbarrier.wait(shared.q.full.index(INDEX), visit & 1)
@@ -235,7 +235,7 @@ def consumer(
                 state, q, shared, count, full_begin - begin, edge, start, dropout, decay, own,
                 INDEX, RULE, TILE, PIPE, MASKED=True,
             )  # fmt: skip
-        if not PIPE.reuse:
+        if not PIPE.out_in_q_memory:
             mbarrier.arrive(shared.q.empty.index(INDEX))
         v_tile = filled(shared.v, count - 1)
         acc = warpgroup_mma(unpack(state.weights, state.acc, dtype), v_tile, state.acc, is_async=True)
@@ -259,7 +259,7 @@ def consumer(
         row = lane // TILE.heads
         queries = Rows(row, row * sizes.q_len + first + own.q_len, own.q_len)
         tma_store(out, corner(queries, q_start, lane % TILE.heads, PIPE.ragged), out_tile)
-        if PIPE.reuse:
+        if PIPE.out_in_q_memory:
             tma_wait(0)
             mbarrier.arrive(shared.q.empty.index(INDEX))
         if max_logit2 is not None:  # last, when there are registers for it
@@ -272,41 +272,41 @@ def consumer(
 
 @gluon.jit(do_not_specialize=["q_len", "k_len", "n_tiles", "lanes"])
 def hopper_forward_kernel(
-    q, k, v, out, lse2, max_logit2, sink, tile_list, ragged, q_len, k_len, n_tiles, lanes, scale, dropout, seed, slopes,
-    gates, RULE: gl.constexpr, TILE: gl.constexpr, PIPE: gl.constexpr,
+    q, k, v, out, lse2, max_logit2, sink, tile_list, ragged, q_len, k_len, n_tiles, lanes, terms,
+    RULE: gl.constexpr, TILE: gl.constexpr, PIPE: gl.constexpr,
 ):  # fmt: skip
     """out = softmax(rule(q k^T)) v and lse2 = log2 sum 2^score, for tiles of queries as long as there are any.
 
     max_logit2 [H], if not None, is raised to the largest score of each head.
-    gates [B, H, Tk]: of split_gate(), or None.
+    terms: Terms with a scale of at least 1e-30, and the gate of split_gate().
     tile_list: those of ragged sequences as list_kernel lists them; else n_tiles of each lane, and a 0 to count them.
     """
-    sizes = Sizes(q_len, k_len, scale, dropout)
+    sizes = Sizes(q_len, k_len, terms.scale, terms.dropout)
     q_channel = channel(PIPE.consumers, PER_CONSUMER, TILE.dim, q.dtype, 1)
     mail_layout: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     shared = ForwardMemory(
         q_channel,
         channel(PIPE.stages, TILE.block_k, TILE.dim, q.dtype, PIPE.consumers),
         channel(PIPE.stages, TILE.block_k, TILE.value_dim, q.dtype, PIPE.consumers),
-        q_channel.tiles if PIPE.reuse else gl.allocate_shared_memory(
+        q_channel.tiles if PIPE.out_in_q_memory else gl.allocate_shared_memory(
             q.dtype, [PIPE.consumers, PER_CONSUMER, TILE.value_dim], q_channel.tiles.layout
         ),
-        barriers(PIPE.consumers, 1) if PIPE.turns else 0,  # unused ones would share their memory with other values
+        barriers(PIPE.consumers, 1) if PIPE.ping_pong else 0,  # unused ones would share their memory with other values
         Channel(
             gl.allocate_shared_memory(gl.int32, [words(RULE, PIPE) * MAILBOX, 1], mail_layout),
             barriers(MAILBOX, 1),
             barriers(MAILBOX, PIPE.consumers),
         ),
     )  # fmt: skip
-    if PIPE.turns:
+    if PIPE.ping_pong:
         mbarrier.arrive(shared.turn.index(0))
     # registers of each warp; the first consumer gets what maxnreg leaves
     if PIPE.consumers == 2:
         gl.warp_specialize(
             [
-                (consumer, (0, shared, out, lse2, max_logit2, sink, gates, sizes, RULE, TILE, PIPE)),
-                (consumer, (1, shared, out, lse2, max_logit2, sink, gates, sizes, RULE, TILE, PIPE)),
-                (loader, (shared, q, k, v, seed, slopes, sizes, n_tiles, lanes, tile_list, ragged, RULE, TILE, PIPE)),
+                (consumer, (0, shared, out, lse2, max_logit2, sink, terms, sizes, RULE, TILE, PIPE)),
+                (consumer, (1, shared, out, lse2, max_logit2, sink, terms, sizes, RULE, TILE, PIPE)),
+                (loader, (shared, q, k, v, terms, sizes, n_tiles, lanes, tile_list, ragged, RULE, TILE, PIPE)),
             ],
             [4, 1],
             [240, 24],
@@ -314,10 +314,10 @@ def hopper_forward_kernel(
     else:
         gl.warp_specialize(
             [
-                (consumer, (0, shared, out, lse2, max_logit2, sink, gates, sizes, RULE, TILE, PIPE)),
-                (consumer, (1, shared, out, lse2, max_logit2, sink, gates, sizes, RULE, TILE, PIPE)),
-                (consumer, (2, shared, out, lse2, max_logit2, sink, gates, sizes, RULE, TILE, PIPE)),
-                (loader, (shared, q, k, v, seed, slopes, sizes, n_tiles, lanes, tile_list, ragged, RULE, TILE, PIPE)),
+                (consumer, (0, shared, out, lse2, max_logit2, sink, terms, sizes, RULE, TILE, PIPE)),
+                (consumer, (1, shared, out, lse2, max_logit2, sink, terms, sizes, RULE, TILE, PIPE)),
+                (consumer, (2, shared, out, lse2, max_logit2, sink, terms, sizes, RULE, TILE, PIPE)),
+                (loader, (shared, q, k, v, terms, sizes, n_tiles, lanes, tile_list, ragged, RULE, TILE, PIPE)),
             ],
             [4, 4, 1],
             [160, 160, 32],

@@ -1,7 +1,7 @@
 """Gluon's names as attention/ uses them, whatever they are called in the installed Triton (3.6 to 3.9).
 
-Importing this module fails with ImportError or AttributeError where Triton lacks one of them; hopper_misses() in
-choose.py asks once.
+Importing this module fails with ImportError or AttributeError where Triton lacks one of them; hopper_problem() in
+gpu.py asks once.
 """
 
 from triton.experimental import gluon

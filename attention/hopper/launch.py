@@ -1,7 +1,7 @@
 """Hopper kernels (sm_90): their settings, TMA descriptors and launches. The same results as portable/launch.py, sooner.
 
 Dense batches take their tiles by number, ragged ones (lengths, packed sequences) from lists that a kernel makes of what
-is there: ragged.py. What they do not serve goes to the portable kernels: see hopper_lacks() in choose.py.
+is there: ragged.py. What they do not serve goes to the portable kernels: see call_problem() in choose.py.
 """
 
 from functools import lru_cache, partial
@@ -11,10 +11,11 @@ import torch
 import triton
 
 from .. import table
+from ..gpu import processors
 from ..launcher import Launcher, descriptor
 from ..portable import launch as portable
 from ..problem import describe, empty, gradients, output
-from ..table import Launch, processors
+from ..table import Launch
 from ..tiles import aligned
 from .backward import backward_kernel
 from .decay import split_gate
@@ -44,27 +45,23 @@ class BackwardSettings(NamedTuple):
 # Head dims of keys and values, as tiles hold them -> settings. All but those of 256 and 128 were tuned on an H200
 # (benchmarks/LOG.md).
 FORWARD = {
-    (64, 64): ForwardSettings(128, Pipeline(consumers=3, stages=3, turns=True, reuse=False, flip=False), 128),
-    (128, 128): ForwardSettings(128, Pipeline(consumers=2, stages=2, turns=True, reuse=False, flip=False), 168),
-    (256, 256): ForwardSettings(64, Pipeline(consumers=2, stages=2, turns=False, reuse=True, flip=False), 168),
-    (256, 128): ForwardSettings(64, Pipeline(consumers=2, stages=2, turns=False, reuse=False, flip=False), 168),
+    (64, 64): ForwardSettings(128, Pipeline(consumers=3, stages=3, ping_pong=True), 128),
+    (128, 128): ForwardSettings(128, Pipeline(consumers=2, stages=2, ping_pong=True), 168),
+    (256, 256): ForwardSettings(64, Pipeline(consumers=2, stages=2, out_in_q_memory=True), 168),
+    (256, 128): ForwardSettings(64, Pipeline(consumers=2, stages=2), 168),
 }
 FORWARD_WITH_DROPOUT_OR_DECAY = FORWARD | {  # with 128 keys the registers for three consumers would not do
-    (64, 64): ForwardSettings(64, Pipeline(consumers=3, stages=4, turns=True, reuse=False, flip=False), 128),
+    (64, 64): ForwardSettings(64, Pipeline(consumers=3, stages=4, ping_pong=True), 128),
 }
 BACKWARD = {
     (64, 64): BackwardSettings(
-        Plan(64, 64, dim=64, value_dim=64, warps=4, stages=2, dq_stages=1, branch=True, hold=True, early=False), 128
+        Plan(64, 64, 64, 64, warps=4, stages=2, dq_stages=1, mask_edges_only=True, kv_in_registers=True), 128
     ),
     (128, 128): BackwardSettings(
-        Plan(64, 128, dim=128, value_dim=128, warps=8, stages=2, dq_stages=2, branch=True, hold=False, early=True), 168
+        Plan(64, 128, 128, 128, warps=8, stages=2, dq_stages=2, mask_edges_only=True, dk_before_dq=True), 168
     ),
-    (256, 256): BackwardSettings(
-        Plan(64, 64, dim=256, value_dim=256, warps=8, stages=2, dq_stages=0, branch=False, hold=False, early=False), 168
-    ),
-    (256, 128): BackwardSettings(
-        Plan(64, 64, dim=256, value_dim=128, warps=8, stages=2, dq_stages=1, branch=False, hold=False, early=False), 168
-    ),
+    (256, 256): BackwardSettings(Plan(64, 64, 256, 256, warps=8, stages=2, dq_stages=0), 168),
+    (256, 128): BackwardSettings(Plan(64, 64, 256, 128, warps=8, stages=2, dq_stages=1), 168),
 }
 
 
@@ -110,22 +107,23 @@ def described_tiles(x, rows, ragged):
 
 def tiles_of(problem, name, x, rows):
     """TMA descriptor of a [B, T, H, D] tensor in tiles of `rows` positions of one head."""
-    return descriptor(problem, name, x, described_tiles, rows, problem.bounded)
+    return descriptor(problem, name, x, described_tiles, rows, problem.is_ragged)
 
 
 def slots(problem, length, block):
     """How many tiles there can be in rows of a length: of each ragged sequence at most one is not full."""
-    if problem.bounded:
+    if problem.is_ragged:
         return problem.batch * length // block + problem.sequences
     return -(-length // block) * problem.batch
 
 
 def list_tiles(problem, q, block_q, block_k=None):
     """Lists of the tiles of queries and, if block_k, of keys, int32 [2 + 2 slots]: see list_kernel."""
-    sizes = [slots(problem, n, block) for n, block in ((problem.q_len, block_q), (problem.k_len, block_k)) if block]
-    lists = [q.new_empty(2 + 2 * size, dtype=torch.int32) for size in sizes]
-    problem.once(list_launcher, block_q, block_k).start(
-        *lists, *[None] * (2 - len(lists)), problem.sequences, problem.q_len, problem.k_len, problem.ragged
+    axes = (problem.q_len, block_q), (problem.k_len, block_k)
+    sizes = [slots(problem, length, block) if block else 0 for length, block in axes]
+    lists = [q.new_empty(2 + 2 * size, dtype=torch.int32) if size else None for size in sizes]
+    problem.cached(list_launcher, block_q, block_k).start(
+        *lists, *sizes, problem.sequences, problem.q_len, problem.k_len, problem.ragged
     )
     return lists
 
@@ -136,7 +134,7 @@ def list_launcher(problem, block_q, block_k):
 
 def blank(problem, x, keys=False):
     """Zero those positions of an output or a gradient that the other kernels leave out: of no sequence."""
-    problem.once(blank_launcher, x.shape, x.stride(1), keys).start(
+    problem.cached(blank_launcher, x.shape, x.stride(1), keys).start(
         x, problem.ragged, problem.sequences - problem.batch, problem.q_len, problem.k_len
     )
 
@@ -146,33 +144,28 @@ def blank_launcher(problem, shape, step, keys):
     return Launcher(blank_kernel, -(-length // POSITIONS.value) * batch, table.STREAMING, (heads * dim, step, keys))
 
 
-def of_whole_rows(options, q, k):
-    """Options without the longest packed sequence: the kernels here do not ask, and a new one is no new problem."""
-    return options if options.q_starts is None else options._replace(max_q_len=q.shape[1], max_k_len=k.shape[1])
-
-
 def forward(q, k, v, options):
     """As forward() of portable/launch.py."""
-    q, k, v = (reachable(x, options.bounded) for x in options.split(q, k, v))
-    problem = describe(q, k, v, of_whole_rows(options, q, k))
-    _, tile, _ = problem.once(forward_launcher).constants
+    q, k, v = (reachable(x, options.is_ragged) for x in options.split(q, k, v))
+    problem = describe(q, k, v, options)
+    _, tile, _ = problem.cached(forward_launcher).constants
     rows, block_k, n_tiles = PER_CONSUMER.value, tile.block_k, -(-problem.q_len // tile.block_q)
     out = empty(q, None if q.shape[3] == v.shape[3] else (*q.shape[:3], v.shape[3]))
     lse2 = output(problem, q, (problem.batch, tile.heads, problem.q_len), fill=float("-inf"), dtype=torch.float32)
     max_logit2 = q.new_full((tile.heads,), float("-inf"), dtype=torch.float32) if options.max_logit else None
+    scale = max(abs(options.scale), 1e-30)  # 0 would turn the -inf of a hidden key into NaN
     with torch.cuda.device_of(q):
-        if problem.bounded:
-            (tile_list,) = list_tiles(problem, q, tile.block_q)
+        if problem.is_ragged:
+            tile_list, _ = list_tiles(problem, q, tile.block_q)
             blank(problem, out)
         else:
             tile_list = q.new_zeros(1, dtype=torch.int32)
-        problem.once(forward_launcher).start(
+        problem.cached(forward_launcher).start(
             tiles_of(problem, "q", q, rows), tiles_of(problem, "k", k, block_k), tiles_of(problem, "v", v, block_k),
             tiles_of(problem, "out", out, rows), lse2, max_logit2,
             None if options.sink is None else options.sink.contiguous(), tile_list, problem.ragged, problem.q_len,
             problem.k_len, n_tiles, tile.heads * problem.batch,
-            max(abs(options.scale), 1e-30),  # 0 would turn the -inf of a hidden key into NaN
-            problem.terms.dropout, options.seed, problem.terms.slopes, split_gate(options.gate),
+            problem.terms._replace(scale=scale, gate=split_gate(options.gate)),
         )  # fmt: skip
     return (out, lse2, max_logit2)[: 2 + options.max_logit]
 
@@ -182,7 +175,7 @@ def forward_launcher(problem):
     rule = problem.rule
     settings = FORWARD_WITH_DROPOUT_OR_DECAY if rule.dropout or rule.decay else FORWARD
     block_k, pipe, registers = settings[dim, value_dim]
-    pipe = pipe._replace(flip=problem.terms.scale < 0, ragged=problem.bounded)
+    pipe = pipe._replace(negate_scores=problem.terms.scale < 0, ragged=problem.is_ragged)
     block_q = PER_CONSUMER.value * pipe.consumers
     tile = problem.tile._replace(block_q=block_q, block_k=block_k, dim=dim, value_dim=value_dim)
     programs = min(slots(problem, problem.q_len, block_q) * tile.heads, processors(problem.device))
@@ -190,8 +183,8 @@ def forward_launcher(problem):
     return Launcher(hopper_forward_kernel, programs, Launch(block_q, block_k, 4, 1), constants, registers)
 
 
-class Share(NamedTuple):
-    """How the backward is shared out."""
+class BackwardPlan(NamedTuple):
+    """How the backward is divided over programs."""
 
     plan: Plan
     registers: int  # of a thread
@@ -200,32 +193,32 @@ class Share(NamedTuple):
     members: int  # query heads of a program
 
 
-def share(problem):
-    """The Share of a problem."""
+def backward_plan(problem):
+    """The BackwardPlan of a problem."""
     plan, registers = BACKWARD[tile_dims(problem)]
     heads, group = problem.tile.heads, problem.tile.group
     programs = -(-problem.k_len // plan.block_k) * problem.batch * (heads // group)
     # the group in one program if that leaves two programs per multiprocessor, else each query head in its own
     members = group if programs >= 2 * processors(problem.device) else 1
     q_slots, k_slots = slots(problem, problem.q_len, plan.block_q), slots(problem, problem.k_len, plan.block_k)
-    return Share(plan._replace(ragged=problem.bounded), registers, q_slots, k_slots, members)
+    return BackwardPlan(plan._replace(ragged=problem.is_ragged), registers, q_slots, k_slots, members)
 
 
-def backward(q, k, v, out, lse2, dout, dlse, bias_grad, options, deterministic=None):
+def backward(q, k, v, out, lse2, dout, dlse, wanted, options, deterministic=None):
     """As backward() of portable/launch.py, which serves if deterministic (None: as torch is set).
 
-    Here dQ and the gradient of gates are added in any order.
+    Here dQ and the gradient of gates are added in any order. One kernel computes all gradients, wanted or not.
     """
     if deterministic is None:
         deterministic = torch.are_deterministic_algorithms_enabled()
     if deterministic:
-        options = options._replace(hopper=False)  # what is compiled for it is not for the kernels here
-        return portable.backward(q, k, v, out, lse2, dout, dlse, bias_grad, options)
-    q, k, v, out, dout = (reachable(x, options.bounded) for x in (*options.split(q, k, v), out, dout))
-    problem = describe(q, k, v, of_whole_rows(options, q, k), out, lse2, dout, dlse)
+        options = options._replace(backend="triton")  # what is compiled for it is not for the kernels here
+        return portable.backward(q, k, v, out, lse2, dout, dlse, wanted, options)
+    q, k, v, out, dout = (reachable(x, options.is_ragged) for x in (*options.split(q, k, v), out, dout))
+    problem = describe(q, k, v, options, out, lse2, dout, dlse)
     view, batch, q_len, k_len = problem.view, problem.batch, problem.q_len, problem.k_len
     heads, group = problem.tile.heads, problem.tile.group
-    plan, _, q_slots, _, members = problem.once(share)
+    plan, _, q_slots, _, members = problem.cached(backward_plan)
     block_q, block_k = plan.block_q, plan.block_k
     q_list = k_list = None
 
@@ -240,50 +233,53 @@ def backward(q, k, v, out, lse2, dout, dlse, bias_grad, options, deterministic=N
         widths = plan.dim, plan.value_dim
         parts = [new(k, (batch, k_len, heads, width), dtype=torch.float32) for width in widths]
     with torch.cuda.device_of(q):
-        if problem.bounded:
+        if problem.is_ragged:
             q_list, k_list = list_tiles(problem, q, block_q, block_k)
         size = block_q * plan.dim // WIDTH.value  # rows of the sum that a tile of dQ takes
         rows = empty(q, (q_slots * heads * 2 * block_q,), dtype=torch.float32)
         dq_sum = empty(q, (q_slots * heads * size, WIDTH.value), dtype=torch.float32)
         sums = descriptor(problem, "dq_sum", dq_sum, described, (size, WIDTH.value)) if plan.dq_stages > 0 else dq_sum
         where = (q_list, problem.ragged, q_slots, q_len, k_len)
-        problem.once(prepare_launcher).start(
+        problem.cached(prepare_launcher).start(
             view("out", out), view("dout", dout), view("lse2", lse2), view("dlse", dlse), rows, dq_sum,
-            view("delta", delta), problem.terms.gate, *where,
+            view("delta", delta), view("gate", gate), *where,
         )  # fmt: skip
-        problem.once(backward_launcher).start(
+        problem.cached(backward_launcher).start(
             tiles_of(problem, "q", q, block_q), tiles_of(problem, "k", k, block_k), tiles_of(problem, "v", v, block_k),
             tiles_of(problem, "dout", dout, block_q), descriptor(problem, "rows", rows, described, (block_q,)), sums,
             tiles_of(problem, "dk", dk, block_k), tiles_of(problem, "dv", dv, block_k), *parts,
-            q_len, k_len, batch, heads, group, members, options.scale, problem.terms.dropout, options.seed,
-            problem.terms.slopes, split_gate(gate), dgate, k_list, problem.ragged, q_slots,
+            q_len, k_len, batch, heads, group, members, problem.terms._replace(gate=split_gate(gate)), dgate, k_list,
+            problem.ragged, q_slots,
         )  # fmt: skip
-        problem.once(finish_launcher).start(dq_sum, view("dq", dq), *where, options.scale)
+        problem.cached(finish_launcher).start(dq_sum, view("dq", dq), *where, options.scale)
         if members < group:
             for part, total in zip(parts, (dk, dv), strict=True):
                 portable.launch_group_sum(problem, part[..., : total.shape[3]], total)
-        if problem.bounded:
+        if problem.is_ragged:
             blank(problem, dq)
-        if problem.bounded and not problem.rule.window:
+        if problem.is_ragged and not problem.rule.window:
             blank(problem, dk, keys=True)
             blank(problem, dv, keys=True)
-    dsink = None if options.sink is None else portable.sink_gradient(options.sink, lse2, delta)
-    return *found, None, None if gate is None else dgate.to(gate.dtype), dsink
+    if gate is not None:
+        found["gate"] = dgate.to(gate.dtype)
+    if options.sink is not None:
+        found["sink"] = portable.sink_gradient(options.sink, lse2, delta)
+    return found
 
 
 def prepare_launcher(problem):
-    plan, _, q_slots, _, _ = problem.once(share)
+    plan, _, q_slots, _, _ = problem.cached(backward_plan)
     tile = problem.tile._replace(block_q=plan.block_q, block_k=plan.block_q)
     return Launcher(prepare_kernel, q_slots * tile.heads, table.STREAMING, (problem.rule, tile))
 
 
 def finish_launcher(problem):
-    before = problem.once(prepare_launcher)
+    before = problem.cached(prepare_launcher)
     return Launcher(finish_kernel, before.programs, before.launch, before.constants[1:])
 
 
 def backward_launcher(problem):
-    plan, registers, _, k_slots, members = problem.once(share)
-    constants = (problem.rule, plan, problem.bounded or problem.k_len % plan.block_k != 0)
+    plan, registers, _, k_slots, members = problem.cached(backward_plan)
+    constants = (problem.rule, plan, problem.is_ragged or problem.k_len % plan.block_k != 0)
     tiles = Launch(plan.block_q, plan.block_k, plan.warps, 1)
     return Launcher(backward_kernel, k_slots * problem.tile.heads // members, tiles, constants, registers)

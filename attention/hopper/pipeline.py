@@ -18,9 +18,9 @@ class Pipeline(NamedTuple):
 
     consumers: int
     stages: int  # blocks of keys, and of values, in shared memory
-    turns: bool  # whether consumers issue their products in turn, so that softmax and products alternate
-    reuse: bool  # whether the output passes through the memory of the queries; else it has its own
-    flip: bool  # whether the scale is negative
+    ping_pong: bool = False  # whether consumers issue their products in turn, so that softmax and products alternate
+    out_in_q_memory: bool = False  # whether the output passes through the memory of the queries; else it has its own
+    negate_scores: bool = False  # because the scale is negative
     ragged: bool = False  # whether sequences have lengths of their own, and tiles come from a list
 
 
@@ -70,7 +70,7 @@ def words(rule, pipe):
 
 
 @gluon.jit
-def pack_message(q_start, head, seq, seed, slopes, RULE: gl.constexpr, TILE: gl.constexpr, PIPE: gl.constexpr):
+def pack_message(q_start, head, seq, terms, RULE: gl.constexpr, TILE: gl.constexpr, PIPE: gl.constexpr):
     """The message about a tile: its first query, or -1 when there are no more, and its head of all sequences.
 
     If sequences are ragged also where its own begins in its row, and how many queries and keys that has; with dropout
@@ -80,9 +80,9 @@ def pack_message(q_start, head, seq, seed, slopes, RULE: gl.constexpr, TILE: gl.
     if PIPE.ragged:
         message += seq.q_start, seq.q_len, seq.k_len
     if RULE.dropout:
-        message += (gl.cast(dropout_key(seq.index, head, seed, RULE), gl.int32),)
+        message += (gl.cast(dropout_key(seq.index, head, terms.seed, RULE), gl.int32),)
     if RULE.alibi:
-        message += (alibi_slope2(slopes, head, seq).to(gl.int32, bitcast=True),)
+        message += (alibi_slope2(terms, head, seq).to(gl.int32, bitcast=True),)
     if RULE.decay:
         message += (seq.k_start,)
     return message
@@ -154,7 +154,7 @@ def tile_at(
 
 @gluon.jit
 def loader(
-    shared, q, k, v, seed, slopes, sizes, n_tiles, lanes, tile_list, ragged,
+    shared, q, k, v, terms, sizes, n_tiles, lanes, tile_list, ragged,
     RULE: gl.constexpr, TILE: gl.constexpr, PIPE: gl.constexpr,
 ):  # fmt: skip
     """Choose tiles, and load what the consumers will need in the order in which they will."""
@@ -168,7 +168,7 @@ def loader(
     while number < total:
         tile, head, seq = tile_at(number, total, n_tiles, tile_list, ragged, sizes, RULE, TILE, PIPE)
         q_start = tile * TILE.block_q
-        send(shared.mail, visit, pack_message(q_start, head, seq, seed, slopes, RULE, TILE, PIPE))
+        send(shared.mail, visit, pack_message(q_start, head, seq, terms, RULE, TILE, PIPE))
         queries = Rows(seq.row, seq.row * sizes.q_len + seq.q_start + seq.q_len, seq.q_len)
         for index in gl.static_range(CONSUMERS):
             at = corner(queries, q_start + index * PER_CONSUMER, head, PIPE.ragged)
@@ -194,14 +194,14 @@ def loader(
 @gluon.jit
 def take_turn(turn, count, INDEX: gl.constexpr, PIPE: gl.constexpr):
     """Wait until the consumer before has issued its products of this block."""
-    if PIPE.turns:
+    if PIPE.ping_pong:
         mbarrier.wait(turn.index(INDEX), count & 1)
 
 
 @gluon.jit
 def pass_turn(turn, INDEX: gl.constexpr, PIPE: gl.constexpr):
     """Let the next consumer issue its own."""
-    if PIPE.turns:
+    if PIPE.ping_pong:
         mbarrier.arrive(turn.index((INDEX + 1) % PIPE.consumers))
 
 

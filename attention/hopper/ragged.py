@@ -82,8 +82,10 @@ def listed(tile_list, entry):
 
 
 @triton.jit
-def enlist(tile_list, sequences, q_len, k_len, ragged, RULE: tl.constexpr, BLOCK: tl.constexpr, KEYS: tl.constexpr):
-    """Write a list: see list_kernel."""
+def enlist(
+    tile_list, slots, sequences, q_len, k_len, ragged, RULE: tl.constexpr, BLOCK: tl.constexpr, KEYS: tl.constexpr
+):
+    """Write a list: see list_kernel. It ends with `slots` tiles, which only starts that decrease could exceed."""
     total = 0
     for first in range(0, sequences, CHUNK):
         index = first + tl.arange(0, CHUNK)
@@ -92,31 +94,35 @@ def enlist(tile_list, sequences, q_len, k_len, ragged, RULE: tl.constexpr, BLOCK
         if KEYS:
             length = seq.k_len
         count = tl.where(index < sequences, tl.cdiv(length, BLOCK), 0)
-        entry = tile_list + 2 + 2 * (total + tl.cumsum(count, 0) - count)
+        entry = total + tl.cumsum(count, 0) - count
         for step in range(tl.max(count, 0)):
             tile = step
             if not KEYS:
                 tile = count - 1 - step
-            tl.store(entry + 2 * step, index, step < count)
-            tl.store(entry + 2 * step + 1, tile, step < count)
-        total += tl.sum(count, 0)
+            pair = tile_list + 2 + 2 * (entry + step)
+            fits = (step < count) & (entry + step < slots)
+            tl.store(pair, index, fits)
+            tl.store(pair + 1, tile, fits)
+        total = tl.minimum(total + tl.sum(count, 0), slots)
     tl.store(tile_list, 0)
     tl.store(tile_list + 1, total)
 
 
-@triton.jit(do_not_specialize=["sequences", "q_len", "k_len"])
+@triton.jit(do_not_specialize=["q_slots", "k_slots", "sequences", "q_len", "k_len"])
 def list_kernel(
-    q_list, k_list, sequences, q_len, k_len, ragged, RULE: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr
-):
-    """q_list = [0, n, and of each of n tiles of queries the sequence and the tile], k_list likewise; either in int32.
+    q_list, k_list, q_slots, k_slots, sequences, q_len, k_len, ragged,
+    RULE: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr,
+):  # fmt: skip
+    """q_list, k_list: int32 [counter, n, sequence_0, tile_0, sequence_1, ...], the n tiles of queries and of keys.
 
-    The 0 is for programs to count what they have taken. A sequence's tiles stand together, those first that take
-    longest under a causal mask. The first program lists the queries, the second, if there is one, the keys.
+    Programs count in `counter`, which begins at 0, the tiles that they have taken. A sequence's tiles stand together,
+    those first that take longest under a causal mask. The first program lists the queries, the second, if there is
+    one, the keys.
     """
     if tl.program_id(0) == 0:
-        enlist(q_list, sequences, q_len, k_len, ragged, RULE, BLOCK_Q, KEYS=False)
+        enlist(q_list, q_slots, sequences, q_len, k_len, ragged, RULE, BLOCK_Q, KEYS=False)
     elif k_list is not None:
-        enlist(k_list, sequences, q_len, k_len, ragged, RULE, BLOCK_K, KEYS=True)
+        enlist(k_list, k_slots, sequences, q_len, k_len, ragged, RULE, BLOCK_K, KEYS=True)
 
 
 @triton.jit(do_not_specialize=["offset", "q_len", "k_len"])

@@ -30,9 +30,9 @@ class Plan(NamedTuple):
     warps: int  # that multiply: 4 or 8
     stages: int  # tiles of queries, and of dO, in shared memory
     dq_stages: int  # tiles of dQ on their way to the sum; 0 = added from registers
-    branch: bool  # mask only where something may be hidden, not everywhere
-    hold: bool  # K and V in registers, not shared memory, as left operands
-    early: bool  # multiply dK while warps wait for each other before dQ; else while dQ leaves the registers
+    mask_edges_only: bool = False  # mask only where something may be hidden, not everywhere
+    kv_in_registers: bool = False  # K and V in registers, not shared memory, as left operands
+    dk_before_dq: bool = False  # multiply dK while warps wait for each other before dQ; else while dQ is stored
     ragged: bool = False  # whether sequences have lengths of their own, and tiles come from lists
 
 
@@ -85,8 +85,8 @@ def locate_keys(q_len, k_len, batches, teams, RULE: gl.constexpr, PLAN: gl.const
     tile = program % tiles_k
     team = program // tiles_k
     if RULE.causal and RULE.window == 0:
-        fit = gl.maximum(TURN_BYTES // (gl.maximum(q_len, 1024) * (PLAN.dim * 6 + PLAN.value_dim * 2)), 2)
-        turn = program // (fit * tiles_k)
+        fit = gl.maximum(TURN_BYTES // (PLAN.dim * 6 + PLAN.value_dim * 2) // gl.maximum(q_len, 1024), 2)
+        turn = team // fit
         size = gl.minimum(fit, teams * batches - turn * fit)
         rest = program - turn * fit * tiles_k
         tile = rest // size

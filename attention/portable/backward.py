@@ -69,13 +69,13 @@ def query_lanes(q, dout, lse2, delta, head, seq):
 
 
 @triton.jit
-def load_lse(lanes, start, seq, terms, BLOCK: tl.constexpr, BOUNDED: tl.constexpr):
-    """lse2 of queries [start, start + BLOCK). BOUNDED=False promises that all exist and see a key.
+def load_lse(lanes, start, seq, terms, BLOCK: tl.constexpr, CLAMPED: tl.constexpr):
+    """lse2 of queries [start, start + BLOCK). CLAMPED=False promises that all exist and see a key.
 
     +inf where there is none, so that 2^(score - lse2) is 0 for rows that see no key or do not exist.
     """
-    lse2 = load_rows(lanes.lse2, start, seq.q_len, float("inf"), BLOCK, BOUNDED)
-    if BOUNDED or terms.bias is not None:
+    lse2 = load_rows(lanes.lse2, start, seq.q_len, float("inf"), BLOCK, CLAMPED)
+    if CLAMPED or terms.bias is not None:
         lse2 = tl.where(lse2 == float("-inf"), float("inf"), lse2)
     return lse2
 

@@ -8,9 +8,10 @@ from typing import NamedTuple
 import triton
 import triton.language as tl
 
-from ..score import Terms, ahead, behind, reach
+from ..score import ahead, behind, reach
 from ..tiles import (
     Ragged,
+    find_tile,
     locate,
     meeting_range,
     pair_pointers,
@@ -36,30 +37,44 @@ class Spread(NamedTuple):
 
 @triton.jit(do_not_specialize=["q_len", "k_len"])
 def dbias_kernel(
-    q, k, v, dout, lse2, delta, dbias, q_len, k_len, ragged, scale, dropout, seed, bias, gate, slopes,
+    q, k, v, dout, lse2, delta, dbias, q_len, k_len, ragged, terms,
     RULE: tl.constexpr, TILE: tl.constexpr, SPREAD: tl.constexpr,
 ):  # fmt: skip
     """dS of one [queries, keys] tile of the bias, summed over one of SPREAD.parts of all that it was broadcast over.
 
     The scores are computed once more: cheaper than keeping dS, which would take O(B H Tq Tk) memory. TILE.heads counts
-    heads of the bias; a sequence or row of the batch is a program of its own unless SPREAD says otherwise. dbias has a
-    row for each part and row of the bias. A part is a range of steps: tiles of queries of each head of each row.
+    heads of the bias; a sequence or row of the batch is a program of its own unless SPREAD says otherwise. dbias, which
+    holds zeros before, has a row for each part and row of the bias; packed sequences have their own elements in one
+    row, or share one element, and then have a row each. A part is a range of steps: tiles of queries of each head of
+    each row.
     """
-    terms = Terms(scale, dropout, seed, bias, gate, slopes)
     down = 1 if SPREAD.queries else tl.cdiv(q_len, TILE.block_q)
     across = 1 if SPREAD.keys else tl.cdiv(k_len, TILE.block_k)
+    PACKED: tl.constexpr = ragged.q_starts is not None and not (SPREAD.queries and SPREAD.keys)
+    if PACKED and SPREAD.queries:  # along one axis those of all sequences
+        across = tl.num_programs(0) // (TILE.heads * SPREAD.parts)
+    elif PACKED:
+        down = tl.num_programs(0) // (TILE.heads * SPREAD.parts) // across
     tile, bias_head, row_and_part = locate(down * across, TILE.heads)
-    bias_row, part = row_and_part // SPREAD.parts, row_and_part % SPREAD.parts
-    q_lo = tile // across * TILE.block_q
-    k_lo = tile % across * TILE.block_k
+    index, part = row_and_part // SPREAD.parts, row_and_part % SPREAD.parts
+    q_tile, k_tile = tile // across, tile % across
+    if PACKED and SPREAD.queries:
+        k_tile, index = find_tile(k_tile, index, across, k_len, ragged.k_starts, TILE.block_k)
+    elif PACKED:
+        q_tile, index = find_tile(q_tile, index, down, q_len, ragged.q_starts, TILE.block_q)
+    q_lo, k_lo = q_tile * TILE.block_q, k_tile * TILE.block_k
+    # a row's length bounds what is summed, not the bias, which other rows may share
+    own = sequence(index, q_len, k_len, Ragged(None, ragged.q_starts, ragged.k_starts))
+    if q_lo >= own.q_len or k_lo >= own.k_len:
+        return
     acc = tl.full([TILE.block_q, TILE.block_k], 0.0, tl.float32)
-    of_head = tl.cdiv(q_len, TILE.block_q) if SPREAD.queries else 1  # steps
+    of_head = tl.cdiv(own.q_len, TILE.block_q) if SPREAD.queries else 1  # steps
     steps = SPREAD.batches * SPREAD.heads * of_head
     share = tl.cdiv(steps, SPREAD.parts)
     for step in range(part * share, tl.minimum((part + 1) * share, steps)):
         member = step // of_head
         head = bias_head + member % SPREAD.heads
-        seq = sequence(bias_row + member // SPREAD.heads, q_len, k_len, ragged)
+        seq = sequence(index + member // SPREAD.heads, q_len, k_len, ragged)
         q_start = q_lo + step % of_head * TILE.block_q
         lanes = query_lanes(q, dout, lse2, delta, head, seq)
         k_lane = tile_lane(k, seq.row, head // TILE.group, seq.k_start)
@@ -78,8 +93,6 @@ def dbias_kernel(
             )
             acc += dscores
 
-    # a row's length bounds what was summed, not the bias, which other rows may share
-    seq = sequence(bias_row, q_len, k_len, Ragged(None, ragged.q_starts, ragged.k_starts))
     q_offset = q_lo + tl.arange(0, TILE.block_q)[:, None]
     k_offset = k_lo + tl.arange(0, TILE.block_k)[None, :]
     if SPREAD.queries:
@@ -88,8 +101,5 @@ def dbias_kernel(
     if SPREAD.keys:
         acc = tl.sum(acc, 1, keep_dims=True)
         k_offset = tl.full([1, 1], 0, tl.int32)
-    out_row = row_and_part
-    if ragged.q_starts is not None and not (SPREAD.queries and SPREAD.keys):  # sequences have their own elements in it
-        out_row = part
-    pointers = pair_pointers(dbias, out_row, bias_head, seq.q_start + q_offset, seq.k_start + k_offset)
-    tl.store(pointers, acc, (q_offset < seq.q_len) & (k_offset < seq.k_len))
+    pointers = pair_pointers(dbias, row_and_part, bias_head, own.q_start + q_offset, own.k_start + k_offset)
+    tl.store(pointers, acc, (q_offset < own.q_len) & (k_offset < own.k_len))

@@ -6,10 +6,12 @@ Formulas and shared parts are in backward.py.
 import triton
 import triton.language as tl
 
-from ..score import Terms, ahead, behind, drop, dropout_key, shape_scores
+from ..score import ahead, behind, drop, dropout_key, shape_scores
 from ..tiles import (
+    count_tiles,
     dot,
     fetch_tile,
+    find_tile,
     first_step,
     last_step,
     load_rows,
@@ -64,8 +66,8 @@ def gather_dkdv(
 
 @triton.jit(do_not_specialize=["q_len", "k_len"])
 def dkdv_kernel(
-    q, k, v, dout, lse2, delta, q_tiles, dout_tiles, dk, dv, dgate, q_len, k_len, ragged, scale, dropout, seed, bias,
-    gate, slopes, RULE: tl.constexpr, TILE: tl.constexpr, MEMBERS: tl.constexpr, OUTPUTS: tl.constexpr,
+    q, k, v, dout, lse2, delta, q_tiles, dout_tiles, dk, dv, dgate, q_len, k_len, ragged, terms,
+    RULE: tl.constexpr, TILE: tl.constexpr, MEMBERS: tl.constexpr, OUTPUTS: tl.constexpr,
 ):  # fmt: skip
     """dK, dV and the key half of dgate for one tile of keys, summed over MEMBERS query heads (dgate: for each of them).
 
@@ -73,9 +75,10 @@ def dkdv_kernel(
     MEMBERS = 1: one program per query head; with grouped queries it writes float32 partials for group_sum_kernel.
     OUTPUTS = "dkdv", or "dk" (with dgate) or "dv": at a large head dim the sums of both do not fit the registers.
     """
-    tile, out_head, index = locate(tl.cdiv(k_len, TILE.block_k), TILE.heads)
+    n_tiles = count_tiles(k_len, ragged.k_starts, TILE.block_k, TILE.heads)
+    tile, out_head, index = locate(n_tiles, TILE.heads)
+    tile, index = find_tile(tile, index, n_tiles, k_len, ragged.k_starts, TILE.block_k)
     seq = sequence(index, q_len, k_len, ragged)
-    terms = Terms(scale, dropout, seed, bias, gate, slopes)
     k_start = tile * TILE.block_k
     count = seq.k_len - k_start
     if count <= 0:

@@ -8,9 +8,11 @@ from typing import NamedTuple
 import triton
 import triton.language as tl
 
-from ..score import LOG2E, Terms, ahead, behind, dp_factor, reach
+from ..score import LOG2E, ahead, behind, dp_factor, reach
 from ..tiles import (
+    count_tiles,
     dot,
+    find_tile,
     first_step,
     last_step,
     load_rows,
@@ -109,17 +111,18 @@ def gather_dq(
 @triton.jit(do_not_specialize=["q_len", "k_len"])
 def dq_kernel(
     q, k, v, dout, lse2, delta, k_tiles, v_tiles, out, dlse, sink, dq, dgate,
-    q_len, k_len, ragged, scale, dropout, seed, bias, gate, slopes,
+    q_len, k_len, ragged, terms,
     RULE: tl.constexpr, TILE: tl.constexpr, OUTPUTS: tl.constexpr,
 ):  # fmt: skip
     """dQ = scale (dS slope) K and the query half of dgate [B, H, Tk], for one tile of queries; walks the keys.
 
-    OUTPUTS = "both" writes delta too, which it finds from `out`; "delta" writes that alone, found by a walk over the
-    keys, and "dq" reads it. In one kernel these two walks would spill at head dim 256.
+    OUTPUTS = "both" writes delta too, "delta" writes that alone, and "dq" reads it. If `out` is None, delta is found by
+    a walk over the keys. In one kernel these two walks would spill at head dim 256.
     """
-    tile, head, index = locate_query_tile(tl.cdiv(q_len, TILE.block_q), k_len, RULE, TILE)
+    n_tiles = count_tiles(q_len, ragged.q_starts, TILE.block_q, TILE.heads)
+    tile, head, index = locate_query_tile(n_tiles, k_len, RULE, TILE)
+    tile, index = find_tile(tile, index, n_tiles, q_len, ragged.q_starts, TILE.block_q)
     seq = sequence(index, q_len, k_len, ragged)
-    terms = Terms(scale, dropout, seed, bias, gate, slopes)
     q_start = tile * TILE.block_q
     count = seq.q_len - q_start
     if count <= 0:
@@ -135,7 +138,7 @@ def dq_kernel(
     v = tile_lane(v, seq.row, head // TILE.group, seq.k_start)
     if OUTPUTS != "dq":
         rows = find_delta(
-            queries, None if OUTPUTS == "delta" else out, dlse, sink, k, v, k_tiles, v_tiles, q_start, low, span, seq,
+            queries, out, dlse, sink, k, v, k_tiles, v_tiles, q_start, low, span, seq,
             terms, RULE, TILE,
         )  # fmt: skip
         store_rows(delta, rows, seq.row, head, seq.q_start + q_start, 0, count, TILE.block_q)

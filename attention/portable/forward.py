@@ -5,10 +5,12 @@ from typing import NamedTuple
 import triton
 import triton.language as tl
 
-from ..score import LOG2E, Terms, ahead, behind, drop, dropout_key, end_softmax, reach, shape_scores
+from ..score import LOG2E, ahead, behind, drop, dropout_key, end_softmax, reach, shape_scores
 from ..tiles import (
+    count_tiles,
     dot,
     fetch_tile,
+    find_tile,
     first_step,
     last_step,
     load_tile,
@@ -80,8 +82,7 @@ def attend(
 
 @triton.jit(do_not_specialize=["q_len", "k_len"])
 def forward_kernel(
-    q, k, v, k_tiles, v_tiles, out, lse2, max_logit2, sink, q_len, k_len, ragged,
-    scale, dropout, seed, bias, gate, slopes,
+    q, k, v, k_tiles, v_tiles, out, lse2, max_logit2, sink, q_len, k_len, ragged, terms,
     RULE: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
     """out = softmax(rule(q k^T)) v and lse2 = log2 sum 2^score, for one tile of queries of one head.
@@ -90,9 +91,10 @@ def forward_kernel(
     On chip: the query tile, the key and value tiles in use and those loaded ahead, and the Softmax state in registers.
     Source: Dao, FlashAttention-2, algorithm 1; scores in base 2.
     """
-    tile, head, index = locate_query_tile(tl.cdiv(q_len, TILE.block_q), k_len, RULE, TILE)
+    n_tiles = count_tiles(q_len, ragged.q_starts, TILE.block_q, TILE.heads)
+    tile, head, index = locate_query_tile(n_tiles, k_len, RULE, TILE)
+    tile, index = find_tile(tile, index, n_tiles, q_len, ragged.q_starts, TILE.block_q)
     seq = sequence(index, q_len, k_len, ragged)
-    terms = Terms(scale, dropout, seed, bias, gate, slopes)
     q_start = tile * TILE.block_q
     count = seq.q_len - q_start
     if count <= 0:
@@ -110,7 +112,7 @@ def forward_kernel(
         load_tile(q, q_start, 0, seq.q_len, TILE.block_q, TILE.dim, True),
         first + tl.arange(0, TILE.block_q),
         head,
-        dropout_key(seq.index, head, seed, RULE),
+        dropout_key(seq.index, head, terms.seed, RULE),
         first - behind(RULE),
     )
     state = Softmax(

@@ -7,12 +7,14 @@ from functools import partial
 
 import torch
 
+from ..gpu import processors
 from ..launcher import Launcher, tiles_for
 from ..problem import describe, empty, gradients, output
 from ..score import LOG2E
-from ..table import STREAMING, loops_over_group, processors
+from ..table import STREAMING, loops_over_group
 from ..tiles import aligned, pair_view, view
 from .dbias import Spread, dbias_kernel
+from .distance import by_distance, distance_kernel, distances_of, relative_bias_gradient
 from .dkdv import dkdv_kernel, group_sum_kernel
 from .dq import dq_kernel
 from .forward import forward_kernel
@@ -41,9 +43,9 @@ def forward(q, k, v, options):
 def launch_forward(problem, q, k, v, out, lse2, max_logit2, sink):
     """Fill out, lse2 and, unless it is None, max_logit2."""
     view = problem.view
-    problem.once(forward_launcher).start(
+    problem.cached(forward_launcher).start(
         view("q", q), view("k", k), view("v", v), *tiles_for(problem, "forward", k, v), view("out", out),
-        view("lse2", lse2), max_logit2, sink, problem.q_len, problem.k_len, problem.ragged, *problem.terms,
+        view("lse2", lse2), max_logit2, sink, problem.q_len, problem.k_len, problem.ragged, problem.terms,
     )  # fmt: skip
 
 
@@ -52,23 +54,23 @@ def forward_launcher(problem):
     return Launcher(forward_kernel, problem.programs(tile), launch, (problem.rule, tile))
 
 
-def backward(q, k, v, out, lse2, dout, dlse, bias_grad, options):
-    """Launch the backward; returns dq, dk, dv, dbias, dgate, dsink, with None for those whose input is None.
+def backward(q, k, v, out, lse2, dout, dlse, wanted, options):
+    """Launch the backward; returns {name: gradient} of ops.GRADIENTS, filled where `wanted`, {name: bool}, is true.
 
-    dlse [B, H, Tq] float32 is the gradient of the natural-log LSE, or None. dbias is None too unless bias_grad. If q
-    holds keys and values too, dq is the gradient of them all, and dk and dv are None.
+    dlse [B, H, Tq] float32 is the gradient of the natural-log LSE, or None. If q holds keys and values too, its
+    gradient is that of them all, and those of k and v are None.
     """
     q, k, v, dout = map(aligned, (*options.split(q, k, v), dout))
     problem = describe(q, k, v, options, out, lse2, dout, dlse)
     view = problem.view
     new = partial(output, problem)
     (dq, dk, dv), found = gradients(q, k, v, options.kv_heads > 0, new, new)
-    bias, gate, sink = options.bias if bias_grad else None, options.gate, options.sink
+    bias, gate, sink = options.bias if wanted["bias"] else None, options.gate, options.sink
     if q.numel() == 0 or k.numel() == 0:
-        others = [None if x is None else torch.zeros_like(x) for x in (bias, gate, sink)]
         for x in (dq, dk, dv):
             x.zero_()
-        return *found, *others
+        given = dict(bias=bias, gate=gate, sink=sink, relative_bias=options.relative_bias)
+        return found | {name: torch.zeros_like(x) for name, x in given.items() if x is not None}
     delta = output(problem, lse2)
     inputs = (
         view("q", q), view("k", k), view("v", v), view("dout", dout), view("lse2", lse2), view("delta", delta)
@@ -79,13 +81,19 @@ def backward(q, k, v, out, lse2, dout, dlse, bias_grad, options):
     q_gate, k_gate = (None if gate is None else empty(gate, dtype=sum_type).zero_() for _ in range(2))
 
     with torch.cuda.device_of(q):
-        launch_dq(problem, inputs, out, view("dlse", dlse), sink, bias, dq, q_gate)
-        launch_dkdv(problem, inputs, dk, dv, k_gate)
-        dbias = None if bias is None else launch_dbias(problem, inputs, bias)
+        launch_dq(problem, inputs, out, view("dlse", dlse), sink, bias, dq, q_gate, wanted["q"] or wanted["gate"])
+        if wanted["k"] or wanted["v"] or wanted["gate"] or (wanted["q"] and options.kv_heads > 0):
+            launch_dkdv(problem, inputs, dk, dv, k_gate)
+        if bias is not None:
+            found["bias"] = launch_dbias(problem, inputs, bias)
+        if wanted["relative_bias"]:
+            found["relative_bias"] = relative_bias_gradient(launch_distances(problem, inputs), options.relative_bias)
 
-    dgate = None if gate is None else (q_gate + k_gate).to(gate.dtype)
-    dsink = None if sink is None else sink_gradient(sink, lse2, delta)
-    return *found, dbias, dgate, dsink
+    if wanted["gate"]:
+        found["gate"] = (q_gate + k_gate).to(gate.dtype)
+    if wanted["sink"]:
+        found["sink"] = sink_gradient(sink, lse2, delta)
+    return found
 
 
 def sink_gradient(sink, lse2, delta):
@@ -94,8 +102,8 @@ def sink_gradient(sink, lse2, delta):
     return -torch.where(lse2 == float("-inf"), 0.0, weight * delta).sum((0, 2)).to(sink.dtype)
 
 
-def launch_dq(problem, inputs, out, dlse, sink, bias, dq, q_gate):
-    """Fill dq [B, Tq, H, D], delta [B, H, Tq], which is among the inputs, and the query half of dgate [B, H, Tk].
+def launch_dq(problem, inputs, out, dlse, sink, bias, dq, q_gate, wanted):
+    """Fill delta [B, H, Tq], which is among the inputs, and if wanted dq [B, Tq, H, D] and the query half of dgate.
 
     bias: of which the gradient is asked, or None.
     """
@@ -103,12 +111,12 @@ def launch_dq(problem, inputs, out, dlse, sink, bias, dq, q_gate):
     walks = dq.element_size() > 2 or (bias is not None and bias.shape[-1] < problem.k_len)
     _, k, v, *_ = inputs
     args = (
-        *inputs, *tiles_for(problem, "dq", k.ptr, v.ptr), problem.view("out", out), dlse,
+        *inputs, *tiles_for(problem, "dq", k.ptr, v.ptr), None if walks else problem.view("out", out), dlse,
         None if sink is None else sink.contiguous(), problem.view("dq", dq), problem.view("q_gate", q_gate),
-        problem.q_len, problem.k_len, problem.ragged, *problem.terms,
+        problem.q_len, problem.k_len, problem.ragged, problem.terms,
     )  # fmt: skip
-    for outputs in ("delta", "dq") if walks else ("both",):
-        problem.once(dq_launcher, outputs).start(*args)
+    for outputs in ("delta",) if not wanted else ("delta", "dq") if walks else ("both",):
+        problem.cached(dq_launcher, outputs).start(*args)
 
 
 def dq_launcher(problem, outputs):
@@ -127,7 +135,7 @@ def launch_dkdv(problem, inputs, dk, dv, k_gate):
     kernels = ("dkdv",) if "dkdv" in problem.launches else [x for x in ("dk", "dv") if x in problem.launches]
     partials = False
     if heads != kv_heads:
-        programs = problem.once(dkdv_launcher, kernels[0], kv_heads).programs
+        programs = problem.cached(dkdv_launcher, kernels[0], kv_heads).programs
         partials = not loops_over_group(problem, programs, problem.device)
     dk_sum, dv_sum = dk, dv
     if partials:
@@ -135,12 +143,12 @@ def launch_dkdv(problem, inputs, dk, dv, k_gate):
         dk_sum, dv_sum = (output(problem, x, (batch, k_len, heads, x.shape[-1]), dtype=torch.float32) for x in (dk, dv))
     args = (
         problem.view(("dk", partials), dk_sum), problem.view(("dv", partials), dv_sum),
-        problem.view("k_gate", k_gate), problem.q_len, problem.k_len, problem.ragged, *problem.terms,
+        problem.view("k_gate", k_gate), problem.q_len, problem.k_len, problem.ragged, problem.terms,
     )  # fmt: skip
     q, _, _, dout, *_ = inputs
     for outputs in kernels:
         tiles = tiles_for(problem, outputs, q.ptr, dout.ptr)
-        problem.once(dkdv_launcher, outputs, kv_heads).start(*inputs, *tiles, *args)
+        problem.cached(dkdv_launcher, outputs, kv_heads).start(*inputs, *tiles, *args)
     if partials:
         launch_group_sum(problem, dk_sum, dk)
         launch_group_sum(problem, dv_sum, dv)
@@ -155,7 +163,7 @@ def dkdv_launcher(problem, outputs, heads):
 
 def launch_group_sum(problem, parts, total):
     """Fill total [B, Tk, Hkv, D] with the sums over groups of parts [B, Tk, H, D] float32."""
-    problem.once(group_sum_launcher, total.shape).start(view(parts), view(total), total.shape[1])
+    problem.cached(group_sum_launcher, total.shape).start(view(parts), view(total), total.shape[1])
 
 
 def group_sum_launcher(problem, shape):
@@ -169,32 +177,53 @@ def launch_dbias(problem, inputs, bias):
     rows, bias_heads, q_len, k_len = bias.shape
     # Packed sequences share an element only if it is broadcast over both axes: then each has its own, added below.
     shared = problem.ragged.q_starts is not None and q_len == 1 and k_len == 1
-    parts = problem.once(dbias_launcher, bias.shape).constants[-1].parts
     rows = problem.sequences if shared else rows
+    launcher = problem.cached(dbias_launcher, rows, *bias.shape[1:])
+    parts = launcher.constants[-1].parts
     dbias = bias.new_zeros(rows * parts, bias_heads, q_len, k_len, dtype=torch.float32)
-    problem.once(dbias_launcher, bias.shape).start(
-        *inputs, pair_view(dbias), problem.q_len, problem.k_len, problem.ragged, *problem.terms
-    )
+    launcher.start(*inputs, pair_view(dbias), problem.q_len, problem.k_len, problem.ragged, problem.terms)
     if parts > 1:
         dbias = dbias.unflatten(0, (rows, parts)).sum(1)
     return (dbias.sum(0, keepdim=True) if shared else dbias).to(bias.dtype)
 
 
-def dbias_launcher(problem, shape):
-    """shape: of the bias."""
-    rows, bias_heads, q_len, k_len = shape
-    packed = problem.ragged.q_starts is not None
+def dbias_launcher(problem, rows, bias_heads, q_len, k_len):
+    """rows: of dbias, without parts; the rest is the shape of the bias."""
     spread = Spread(
-        batches=problem.sequences // rows if not packed else 1,
+        batches=max(1, problem.batch // rows),
         heads=problem.tile.heads // bias_heads,
         queries=q_len == 1,
         keys=k_len == 1,
         parts=1,
     )
     tile = problem.tile_for(launch := problem.launches["dq"], heads=bias_heads)
-    tiles = 1 if spread.queries else -(-problem.q_len // tile.block_q)
-    tiles *= 1 if spread.keys else -(-problem.k_len // tile.block_k)
-    programs = tiles * bias_heads * (problem.sequences if packed else rows)
+    down, across = problem.tiles(problem.q_len, tile.block_q), -(-problem.k_len // tile.block_k)
+    if spread.queries:  # one axis holds the tiles of all packed sequences
+        down, across = 1, problem.tiles(problem.k_len, tile.block_k)
+    if spread.keys:
+        across = 1
+    programs = down * across * bias_heads * rows
     steps = spread.batches * spread.heads * (-(-problem.q_len // tile.block_q) if spread.queries else 1)
     parts = max(1, min(steps, DBIAS_WAVES * processors(problem.device) // programs))
     return Launcher(dbias_kernel, programs * parts, launch, (problem.rule, tile, spread._replace(parts=parts)))
+
+
+def launch_distances(problem, inputs):
+    """The gradients of all scores of a head, added up for each distance: see by_distance()."""
+    launcher = problem.cached(distance_launcher)
+    tile, first, diagonals, parts = launcher.constants[1:]
+    shape = parts, problem.tile.heads, diagonals, 3, tile.block_q
+    sums = torch.empty(shape, dtype=torch.float32, device=problem.device)
+    launcher.start(*inputs, sums, problem.q_len, problem.k_len, problem.sequences, problem.ragged, problem.terms)
+    return by_distance(sums.sum(0), first)
+
+
+def distance_launcher(problem):
+    """The smaller side of the tiles of dq_kernel makes square ones."""
+    launch = problem.launches["dq"]
+    block = min(launch.block_q, launch.block_k)
+    tile = problem.tile_for(launch._replace(block_q=block, block_k=block))
+    first, diagonals = distances_of(problem, block)
+    programs = diagonals * tile.heads
+    parts = max(1, min(problem.sequences, DBIAS_WAVES * processors(problem.device) // programs))
+    return Launcher(distance_kernel, programs * parts, launch, (problem.rule, tile, first, diagonals, parts))

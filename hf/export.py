@@ -1,10 +1,15 @@
 """Writes trained models as Hugging Face folders.
 
-    python -m training.export RUN FOLDER     write a run's best model
+    python -m hf.export RUN FOLDER     write a run's best model
 
 The classic network is written as GPT-2. The modern one (RMSNorm, rotary positions, SwiGLU or squared ReLU) is written
 as Qwen3 if it has QK-norm, and may then have a window, else as Llama.
 """
+
+from errors import UNFINISHED, catch_ctrl_c, command, require
+
+if __name__ == "__main__":
+    catch_ctrl_c()
 
 import json
 import os
@@ -18,21 +23,33 @@ import tyro
 
 from data import end_of_text, to_state
 from data.files import optional, writing
-from data.tokenizer import END_OF_TEXT
-from data.tokenizer_json import tokenizer_json
+from data.tokenizer import END_OF_TEXT, STORED
 from generation import Sampling
-from model import require
-from training.card import model_card
+from hf.tokenizer_json import tokenizer_json
+from hf.weights import GELUS, LAYERNORM_EPSILON, is_transposed, parameters_of, read
+from model import RMSNORM_EPSILON
 from training.checkpoint import empty_model
-from training.weights import GELUS, LAYERNORM_EPSILON, OUR_FILE, is_transposed, parameters_of, read
 
-RMSNORM_EPSILON = torch.finfo(torch.float32).eps  # PyTorch's default, which model.py takes
 # Options that a network must have to be exported, by the name of the architecture in Transformers.
 WRITABLE = {
     "gpt2": dict(norm=["layernorm"], mlp=["gelu", "gelu_tanh"], qk_norm=[False], window=[None]),
     "llama": dict(norm=["rmsnorm"], mlp=["swiglu", "relu2"], bias=[False], window=[None]),
     "qwen3": dict(norm=["rmsnorm"], mlp=["swiglu", "relu2"], bias=[False]),
 }
+
+
+def _card(found, config, note):
+    """README.md for a Pretrained of a run; config: GPTConfig of the exported network."""
+    parameters = sum(parameter.numel() for parameter in empty_model(config, "meta").parameters())
+    best = found.contents.get("best") if found.path.name == "best.pt" else None  # of a checkpoint: the best so far
+    lines = [
+        "---\nlibrary_name: transformers\npipeline_tag: text-generation\n---\n# " + found.path.parent.name,
+        f"Trained with Kestrel, {found.contents['step']:,} steps. {parameters:,} parameters, {config.n_layer} layers, "
+        f"width {config.n_embd}, context {config.block_size}, tokenizer {found.tokenizer.name}.",
+        f"Validation loss: {best:.4f} nats per token." if best is not None else "",
+        note,
+    ]
+    return "\n\n".join(filter(None, lines)) + "\n"
 
 
 def _their_weights(weights, config):
@@ -56,7 +73,7 @@ def _their_weights(weights, config):
 
 
 def _their_config(config, end):
-    """config.json for a network; ValueError if Hugging Face's Transformers has no such network."""
+    """config.json for a network; UserError if Hugging Face's Transformers has no such network."""
     kind = "gpt2" if config.position == "learned" else "qwen3" if config.qk_norm else "llama"
     wanted = WRITABLE[kind] | dict(logit_softcap=[None], mask_documents=[False])
     wanted |= dict(embed_skip=[False], value_residual=[False])
@@ -91,14 +108,14 @@ def _their_config(config, end):
 
 
 def export(name, folder):
-    """Write a model as a Hugging Face folder, whole or not at all.
+    """Write a model as a Hugging Face folder, whole or not at all. Prints a warning if only Transformers can use it.
 
     Args:
         name: as of read(). folder: a path that does not exist.
 
     Raises:
-        ValueError: the folder exists, or Hugging Face's Transformers has no such network; and as of read().
-        OSError: the folder cannot be written; and as of read().
+        UserError: the folder exists, or Hugging Face's Transformers has no such network, or the folder cannot be
+            written; and as in read().
     """
     folder = Path(folder)
     require(not folder.exists(), f"{folder} exists; name a new folder")
@@ -115,21 +132,28 @@ def export(name, folder):
         "tokenizer.json": tokenizer_json(tokenizer),
         "tokenizer_config.json": dict(tokenizer_class="PreTrainedTokenizerFast", model_max_length=config.block_size,
                                       clean_up_tokenization_spaces=False, **special),
-        OUR_FILE: {"network": asdict(config), "tokenizer": to_state(tokenizer)},
+        STORED: {"network": asdict(config), "tokenizer": to_state(tokenizer)},
     }  # fmt: skip
     tensors = _their_weights(found.weights, config)
+    # Others ignore these fields of config.json: their Llama and Qwen3 have SiLU and full attention.
+    lost = ["squared ReLU"] * (config.mlp == "relu2") + ["the window"] * (config.window is not None)
+    others = f"llama.cpp, MLX and others ignore {' and '.join(lost)} and write wrong text"
+    note = f"For Transformers only: {others}." if lost else ""
     temporary = folder.with_name(f".{folder.name}.{os.getpid()}.tmp")
+    UNFINISHED.add(temporary)
     try:
         with writing(folder):
             temporary.mkdir(parents=True)
             for file, value in files.items():
                 (temporary / file).write_text(json.dumps(value, indent=1, ensure_ascii=False), encoding="utf-8")
-            (temporary / "README.md").write_text(model_card(found, config), encoding="utf-8")
+            (temporary / "README.md").write_text(_card(found, config, note), encoding="utf-8", errors="replace")
             safetensors.save_file(tensors, temporary / "model.safetensors", metadata={"format": "pt"})
             (temporary / "model.safetensors").chmod(0o644)  # safetensors makes it private
             temporary.rename(folder)
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
+    if note:
+        print(f"warning: {note}", file=sys.stderr)
 
 
 @dataclass(frozen=True)
@@ -143,11 +167,7 @@ class Command:
 
 
 if __name__ == "__main__":
-    command = tyro.cli(Command)
-    try:
-        export(command.run, command.folder)
-        print(f"wrote {command.folder}; load it with AutoModelForCausalLM.from_pretrained({str(command.folder)!r})")
-    except (ValueError, OSError) as error:
-        sys.exit(f"error: {error}")
-    except KeyboardInterrupt:
-        sys.exit(130)
+    with command():
+        options = tyro.cli(Command)
+        export(options.run, options.folder)
+        print(f"wrote {options.folder}; load it with AutoModelForCausalLM.from_pretrained({str(options.folder)!r})")

@@ -8,21 +8,24 @@ import torch
 import triton
 import triton.language as tl
 
-from kernels.shared import INTERPRETED, can_overlap, wait_for_inputs
+from attention.gpu import can_overlap
+from attention.launcher import wait_for_inputs
+from attention.tiles import INTERPRETED
 
 
 def store_heads(qkv, k, v, slots, rotary=None, qk_norm=False):
     """Write a token's keys and values to k[b, slots[b]] and v[b, slots[b]]; returns its queries.
 
     Args:
-        qkv: [B, (H + 2 G) D] on a GPU: the heads of q, k and v, one after the other. k, v: [B, S, G, D].
+        qkv: [B, (H + 2 G) D] on a GPU: the heads of q, k and v, one after the other.
+        k, v: [B, S, G, D], the last dimension contiguous.
         slots: [B] int64, also the tokens' positions. rotary: cos and sin [S, 1, D / 2] float32, or None.
         qk_norm: divide queries and keys by their RMS over D.
 
     Returns:
         q [B, 1, H, D].
     """
-    batch, dim = len(qkv), k.shape[-1]
+    qkv, batch, dim = qkv.contiguous(), len(qkv), k.shape[-1]
     kv_heads = k.shape[2]
     heads = qkv.shape[1] // dim - 2 * kv_heads
     q = qkv.new_empty(batch, 1, heads, dim)
@@ -30,7 +33,7 @@ def store_heads(qkv, k, v, slots, rotary=None, qk_norm=False):
     overlap = can_overlap(qkv.device)
     with torch.cuda.device_of(qkv):
         heads_kernel[batch, heads + 2 * kv_heads](
-            qkv, q, k, v, slots, cos, sin, k.stride(0), k.stride(1), heads, kv_heads, qk_norm, dim // 2,
+            qkv, q, k, v, slots, cos, sin, k.stride(), v.stride(), heads, kv_heads, qk_norm, dim // 2,
             triton.next_power_of_2(dim // 2), overlap, num_warps=1, launch_pdl=overlap, enable_fp_fusion=True,
         )  # fmt: skip
     return q
@@ -46,8 +49,13 @@ def rounded(x, like):
 
 
 @triton.jit
+def place(row, slot, head, strides):
+    return row.to(tl.int64) * strides[0] + slot * strides[1] + head * strides[2]
+
+
+@triton.jit
 def heads_kernel(
-    qkv, q, k, v, slots, cos, sin, row_stride, slot_stride, heads, kv_heads,
+    qkv, q, k, v, slots, cos, sin, k_strides, v_strides, heads, kv_heads,
     QK_NORM: tl.constexpr, HALF: tl.constexpr, BLOCK: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """One program per row and head of q, k and v; a pair (x_i, x_{i + D/2}) is in one lane."""
@@ -73,10 +81,9 @@ def heads_kernel(
             b = b * c + a * s
             a = turned
     target = q + (row * heads + head) * 2 * HALF
-    if head >= heads:
-        cache, kv_head = k, head - heads
-        if head >= heads + kv_heads:
-            cache, kv_head = v, head - heads - kv_heads
-        target = cache + row.to(tl.int64) * row_stride + slot * slot_stride + kv_head * 2 * HALF
+    if head >= heads + kv_heads:
+        target = v + place(row, slot, head - heads - kv_heads, v_strides)
+    elif head >= heads:
+        target = k + place(row, slot, head - heads, k_strides)
     tl.store(target + lane, a.to(raw.dtype), inside)
     tl.store(target + HALF + lane, b.to(raw.dtype), inside)

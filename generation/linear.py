@@ -16,8 +16,11 @@ import triton.language as tl
 from torch import nn
 from triton.language.extra.cuda import gdc_launch_dependents
 
-from kernels.activation import activate
-from kernels.shared import INTERPRETED, can_overlap, shared_memory, tanh, wait_for_inputs
+from attention.gpu import can_overlap, shared_memory
+from attention.launcher import wait_for_inputs
+from attention.score import tanh
+from attention.tiles import INTERPRETED
+from kernels.activation import activate_tile
 
 RESERVED = 8 * 2**10  # bytes of shared memory for everything but the stages
 
@@ -53,8 +56,8 @@ def linear(x, layer, *, norm=None, activation=None, gate=None, residual=None, so
     Args:
         x: [B, K] on a GPU, float16 or bfloat16; float32 in Triton's interpreter only, because the long sums of this
             kernel are less exact than PyTorch's. layer: nn.Linear from K to N, in the dtype of x.
-        norm: nn.LayerNorm or nn.RMSNorm over K, or None. residual: [B, N], contiguous, or None.
-        activation: "gelu", "gelu_tanh", "relu2", or "swiglu" = silu(norm(x) gate^T) * (norm(x) W^T), which has a second
+        norm: nn.LayerNorm or nn.RMSNorm over K, or None. residual: [B, N], or None.
+        activation: a name in ACTIVATIONS, or "swiglu" = silu(norm(x) gate^T) * (norm(x) W^T), which has a second
             nn.Linear, `gate`; None without one.
         softcap: positive float, for y = softcap * tanh(y / softcap); None for no cap. dtype: of the result; None is
             that of x.
@@ -62,7 +65,8 @@ def linear(x, layer, *, norm=None, activation=None, gate=None, residual=None, so
     Returns:
         [B, N], from sums in float32.
     """
-    x = x.contiguous()
+    parameters = [getattr(module, name, None) for module in (layer, gate, norm) for name in ("weight", "bias")]
+    x, *others = [None if t is None else t.contiguous() for t in (x, *parameters, residual)]
     rows, inputs, outputs = len(x), x.shape[1], layer.weight.shape[0]
     y = x.new_empty(rows, outputs, dtype=dtype or x.dtype)
     tiles = choose_tiles(rows, inputs, outputs)
@@ -77,12 +81,9 @@ def linear(x, layer, *, norm=None, activation=None, gate=None, residual=None, so
         eps = torch.finfo(torch.float32).eps if norm.eps is None else norm.eps
     with torch.cuda.device_of(x):
         linear_kernel[triton.cdiv(outputs, tiles.outputs), triton.cdiv(rows, tiles.rows)](
-            x, layer.weight, layer.bias, None if gate is None else gate.weight, None if gate is None else gate.bias,
-            getattr(norm, "weight", None), getattr(norm, "bias", None), residual, y,
-            rows, outputs, eps, softcap or 0.0, inputs, norm is not None, isinstance(norm, nn.LayerNorm), activation,
-            softcap is not None,
-            tiles.rows, tiles.outputs, depth, stages, overlap, num_warps=tiles.warps, launch_pdl=overlap,
-            enable_fp_fusion=True,
+            x, *others, y, rows, outputs, eps, softcap or 0.0, inputs, norm is not None, isinstance(norm, nn.LayerNorm),
+            activation, softcap is not None, tiles.rows, tiles.outputs, depth, stages, overlap, num_warps=tiles.warps,
+            launch_pdl=overlap, enable_fp_fusion=True,
         )  # fmt: skip
     return y
 
@@ -158,7 +159,7 @@ def linear_kernel(
             gates += tl.load(gate_bias + output, real_output, 0.0).to(tl.float32)[:, None]
         acc *= gates * tl.sigmoid(gates)
     elif ACTIVATION is not None:
-        acc = activate(acc, ACTIVATION)
+        acc = activate_tile(acc, ACTIVATION)
     if CAPPED:
         acc = softcap * tanh(acc / softcap)
     place = row.to(tl.int64)[None, :] * outputs + output[:, None]

@@ -11,7 +11,9 @@ import torch
 import triton
 import triton.language as tl
 
-from kernels.shared import INTERPRETED, can_overlap, wait_for_inputs
+from attention.gpu import can_overlap
+from attention.launcher import wait_for_inputs
+from attention.tiles import INTERPRETED
 
 CHUNK = tl.constexpr(64)
 MOST = 256  # largest k: k chunks are held in registers

@@ -1,4 +1,4 @@
-"""Reads trained models: of runs, of GPT-2, and of the folders that training/export.py writes.
+"""Reads trained models: of runs, of GPT-2, and of the folders that hf/export.py writes.
 
 A Hugging Face folder has config.json, model.safetensors and the tokenizer's files. Those of export.py also have
 kestrel.json, with the network and the tokenizer in this repository's own terms.
@@ -13,14 +13,16 @@ import torch
 from data import from_state, make_tokenizer, to_state
 from data.files import optional, read_json
 from data.hub import download_files
-from data.tokenizer import UNTRAINED
-from data.tokenizer_json import vocabulary_of
-from model import GPTConfig, require
-from training.checkpoint import HERE_ONLY, checkpoints, copy_weights, empty_model, known_options, load_first, newest_run
+from data.tokenizer import STORED, UNTRAINED
+from errors import UserError, require
+from generation.generate import to_bfloat16
+from hf.tokenizer_json import vocabulary_of
+from model import GPTConfig
+from training.checkpoint import NOT_OF_WEIGHTS, checkpoints, copy_weights, empty_model, find_run, load_first
+from training.device import resolve_device, resolve_dtype
 
 GPT2_SIZES = ("gpt2", "gpt2-medium", "gpt2-large", "gpt2-xl")
 GPT2_VOCABULARY = 50257
-OUR_FILE = "kestrel.json"
 # Hugging Face's name: ours. Of several names for one of ours, the last is written.
 GELUS = {"gelu": "gelu", "gelu_pytorch_tanh": "gelu_tanh", "gelu_new": "gelu_tanh"}
 LAYERNORM_EPSILON = 1e-5  # PyTorch's default, which model.py takes
@@ -67,13 +69,13 @@ def read(name, weights=True):
 
     Args:
         name: gpt2, gpt2-medium, gpt2-large or gpt2-xl; a Hugging Face folder or its .safetensors file; a run folder,
-            whose best.pt is preferred, or a checkpoint file; "" for the newest run.
+            whose best.pt is preferred, its name in runs/, or a checkpoint file; "" for the newest run.
 
     Raises:
-        ValueError: there is no model, it is damaged, or its network is not supported.
-        OSError: it cannot be read, or the hub cannot be reached.
+        UserError: there is no model, it is damaged, or its network is not supported.
+        OSError: it cannot be read.
     """
-    path = Path(name) if name else newest_run()
+    path = Path(name) if name in GPT2_SIZES else find_run(name)
     if name in GPT2_SIZES and not path.exists():
         path = download_files(f"openai-community/{name}", ["config.json", "model.safetensors"][: 1 + weights])
         return _read_hugging_face(path, weights)
@@ -87,7 +89,7 @@ def read(name, weights=True):
         reason = "no checkpoint and no model.safetensors; train a run until it saves one, or download a model's weights"
         if any(path.glob("pytorch_model*.bin*")):
             reason = "only pytorch_model.bin, which may hold code; save it with Transformers as safetensors"
-        raise ValueError(f"{path} has {reason}")
+        raise UserError(f"{path} has {reason}")
     contents = load_first(found or [path], weights)
     config, tokenizer = _restore(contents["path"], contents.get("model_config"), contents.get("tokenizer"))
     if weights:
@@ -96,7 +98,7 @@ def read(name, weights=True):
 
 
 def _require_weights(path, weights, config):
-    """ValueError unless these are the weights of a GPT with this configuration."""
+    """UserError unless these are the weights of a GPT with this configuration."""
     expected = {name: value.shape for name, value in empty_model(config, "meta").state_dict().items()}
     found = {name: value.shape for name, value in (weights or {}).items()}
     wrong = sorted(name for name, _ in expected.items() ^ found.items())
@@ -106,29 +108,35 @@ def _require_weights(path, weights, config):
 def _restore(path, network, tokenizer):
     """(GPTConfig, tokenizer) of stored dicts."""
     try:
-        return GPTConfig(**known_options(network, GPTConfig)), from_state(tokenizer)
+        return GPTConfig(**network), from_state(tokenizer)
     except (TypeError, KeyError, ValueError) as error:
         another = "is damaged or from another version of this repository"
-        raise ValueError(f"{path} {another} ({error}); get it again or use that version") from None
+        raise UserError(f"{path} {another} ({error}); get it again or use that version") from None
 
 
-def load_model(name):
-    """(GPT on the CPU, its tokenizer, contents of its checkpoint or {"path"}); arguments and errors as of read()."""
-    found = read(name)
+def load(run="", device="auto", dtype="auto"):
+    """(GPT for generation, tokenizer, contents of the checkpoint or, for a Hugging Face model, {"path"}).
+
+    Args:
+        run: as the name in read(). device: auto, cpu, cuda, cuda:N or mps.
+        dtype: of the weights, float32 or bfloat16; auto takes bfloat16 on a GPU that has it.
+
+    Raises:
+        UserError: the device does not exist; and as in read().
+    """
+    device = resolve_device(device)
+    found = read(str(find_run(run)))  # a run in runs/ comes before a size of GPT-2
     _require_tokenizer(found)
     model = empty_model(replace(found.config, attention="auto"))  # this machine may have other kernels
     model.load_state_dict(found.weights)
-    return model, found.tokenizer, found.contents
-
-
-def read_tokenizer(name):
-    """The tokenizer of a model; arguments and errors as of read()."""
-    return _require_tokenizer(read(name, weights=False))
+    if resolve_dtype(dtype, device) == torch.bfloat16:
+        to_bfloat16(model)
+    return model.to(device).eval(), found.tokenizer, found.contents
 
 
 def _require_tokenizer(found):
-    """The tokenizer of a Pretrained; ValueError if it is unknown."""
-    rule = "only GPT-2's tokenizer, and those in folders of training.export, can be read; take another model"
+    """The tokenizer of a Pretrained; UserError if it is unknown."""
+    rule = "only GPT-2's tokenizer, and those in folders of hf.export, can be read; take another model"
     require(found.tokenizer, f"{found.path.parent} has an unknown tokenizer: {rule}")
     return found.tokenizer
 
@@ -137,41 +145,32 @@ def network_options(name):
     """The options (network and tokenizer) that --init_from sets, unless a config file or flags do."""
     found = read(name, weights=False)
     tokenizer = _require_tokenizer(found).name
-    options = {option: value for option, value in asdict(found.config).items() if option not in HERE_ONLY}
-    return options | {"tokenizer": tokenizer if tokenizer in UNTRAINED else f"run:{name}"}
+    options = {option: value for option, value in asdict(found.config).items() if option not in NOT_OF_WEIGHTS}
+    return options | {"tokenizer": tokenizer if tokenizer in UNTRAINED else f"run:{find_run(name)}"}
 
 
-def load_pretrained(model, name, tokenizer, ranks):
+def load_pretrained(model, name, tokenizer):
     """Copy the weights that --init_from names into a GPT, whose context may be shorter than theirs.
 
-    Rank 0 reads them and sends them to the other ranks.
-
     Raises:
-        ValueError: the network or the tokenizer differs; and as for read().
+        UserError: the network or the tokenizer differs; and as for read().
     """
-    weights = _weights_for(model.config, name, tokenizer) if ranks.rank == 0 else None
-    ranks.share(None)  # the others wait here: a download may take long, and an error of rank 0 is noticed
-    copy_weights(model, weights, ranks)
-
-
-def _weights_for(config, name, tokenizer):
-    """The weights that `name` names, for a GPTConfig and a tokenizer; errors as of load_pretrained()."""
     found = read(name)
     for option, value in asdict(found.config).items():
-        asked = getattr(config, option)
-        fits = asked == value or option in HERE_ONLY or (option == "block_size" and asked < value)
+        asked = getattr(model.config, option)
+        fits = asked == value or option in NOT_OF_WEIGHTS or (option == "block_size" and asked < value)
         require(fits, f"{option}={asked} does not fit the weights of {name}, which have {value}; leave {option} out")
     same = to_state(_require_tokenizer(found)) == to_state(tokenizer)
     require(same, f"the corpus has another tokenizer ({tokenizer.name}) than {name}; give --tokenizer run:{name}")
     weights = dict(found.weights)
-    if config.position == "learned":
-        weights["embed_position.weight"] = weights["embed_position.weight"][: config.block_size]
-    return weights
+    if model.config.position == "learned":
+        weights["embed_position.weight"] = weights["embed_position.weight"][: model.config.block_size]
+    copy_weights(model, weights)
 
 
 def _read_hugging_face(path, weights):
     folder, file = (path.parent, path) if path.is_file() else (path, path / "model.safetensors")
-    if (our_file := folder / OUR_FILE).exists():
+    if (our_file := folder / STORED).exists():
         ours = read_json(our_file)
         config, tokenizer = _restore(our_file, ours.get("network"), ours.get("tokenizer"))
     else:
@@ -196,9 +195,9 @@ def _tokenizer_of_gpt2(folder, count):
 
 
 def _config_of_gpt2(theirs, folder):
-    """GPTConfig for GPT-2's config.json; ValueError if the network differs from GPT-2."""
+    """GPTConfig for GPT-2's config.json; UserError if the network differs from GPT-2."""
     kind = theirs.get("model_type", "unknown")
-    require(kind == "gpt2", f"{folder} holds a {kind} model; only gpt2 and folders of training.export can be read")
+    require(kind == "gpt2", f"{folder} holds a {kind} model; only gpt2 and folders of hf.export can be read")
     defaults = dict(vocab_size=GPT2_VOCABULARY, n_positions=1024, n_layer=12, n_head=12, n_embd=768, n_inner=None,
                     activation_function="gelu_new", layer_norm_epsilon=LAYERNORM_EPSILON, scale_attn_weights=True,
                     scale_attn_by_inverse_layer_idx=False, tie_word_embeddings=True)  # fmt: skip
@@ -236,9 +235,9 @@ def _read_weights(file, config):
         try:
             theirs |= safetensors.load_file(part)
         except OSError as error:
-            raise OSError(f"cannot read {part} ({error}); get it again") from None
+            raise UserError(f"cannot read {part} ({error}); get it again") from None
         except Exception as error:  # the package's own exception
-            raise ValueError(f"{part} is damaged ({error}); get it again") from None
+            raise UserError(f"{part} is damaged ({error}); get it again") from None
     if "wte.weight" in theirs:  # OpenAI's own file leaves the prefix out
         theirs = {f"transformer.{name}": value for name, value in theirs.items()}
     deeper = [name for name in theirs if f".{config.n_layer}." in name]
@@ -248,7 +247,7 @@ def _read_weights(file, config):
         try:
             parts = [theirs[key.replace("[qkv]", part)] for part in ("qkv" if "[qkv]" in key else "q")]
         except KeyError:
-            raise ValueError(f"{file} lacks {key}, which config.json asks for") from None
+            raise UserError(f"{file} lacks {key}, which config.json asks for") from None
         value = torch.cat(parts).float()
         value = value.T if is_transposed(key) else value
         require(value.shape == shape, f"{file}: {key} is {list(value.shape)}, but config.json makes it {list(shape)}")

@@ -7,7 +7,8 @@ import torch
 import triton
 import triton.language as tl
 
-from kernels.shared import can_overlap, wait_for_inputs
+from attention.gpu import can_overlap
+from attention.launcher import wait_for_inputs
 
 BLOCK = 1024
 

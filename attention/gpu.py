@@ -1,0 +1,59 @@
+"""What the GPU is and what it can do, asked here and nowhere else. This module needs no Triton."""
+
+import os
+from functools import cache
+from importlib.util import find_spec
+
+import torch
+
+HAS_TRITON = find_spec("triton") is not None
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"  # Triton then runs kernels on the CPU, in Python
+HOPPER = (9, 0)
+SHARED_MEMORY = {(8, 0): 163, HOPPER: 227, (10, 0): 227}  # KiB that one program may use; other chips have 99
+
+
+def chip(device):
+    """Compute capability of a CUDA device, such as (9, 0); (0, 0) in the interpreter."""
+    return (0, 0) if INTERPRETED else torch.cuda.get_device_capability(device)
+
+
+@cache
+def processors(device):
+    """Multiprocessors of a device; 1 for the interpreter, which runs programs one by one."""
+    return 1 if INTERPRETED else torch.cuda.get_device_properties(device).multi_processor_count
+
+
+@cache
+def shared_memory(device):
+    """Bytes of shared memory that one program may use."""
+    return 2**31 if INTERPRETED else SHARED_MEMORY.get(chip(device), 99) * 2**10
+
+
+@cache
+def can_overlap(device):
+    """Whether a kernel may start before the previous one has ended (CUDA's programmatic dependent launch).
+
+    Other GPUs than Hopper's have it too, but were not tried.
+    """
+    return chip(device) == HOPPER
+
+
+def hopper_problem(device):
+    """Why the kernels in Gluon do not run on a torch.device, in words; None if they do."""
+    return _hopper_problem(device)  # of a cached function itself Dynamo warns
+
+
+# Dynamo calls it while tracing and keeps the answer. It is what torch.compiler.assume_constant_result does, which
+# would import Dynamo: more than a second of each start.
+hopper_problem._dynamo_marked_constant = True
+
+
+@cache
+def _hopper_problem(device):
+    if device.type != "cuda" or not torch.cuda.is_available() or torch.cuda.get_device_capability(device) != HOPPER:
+        return f"{device}, which is no Hopper GPU (sm_90)"
+    try:
+        from .hopper import gluon  # noqa: F401
+    except (ImportError, AttributeError) as error:
+        return f"this Triton, whose Gluon is another: {error}"
+    return None

@@ -1,0 +1,92 @@
+"""Backward kernel for relative_bias: dS summed along diagonals, so that memory is O(T) and no sum needs atomics.
+
+Formulas and shared parts are in backward.py.
+"""
+
+import torch
+import torch.nn.functional as F
+import triton
+import triton.language as tl
+
+from ..tiles import sequence, tile_lane
+from .backward import load_queries, meet_keys, query_lanes
+
+
+@triton.jit(do_not_specialize=["q_len", "k_len", "sequences"])
+def distance_kernel(
+    q, k, v, dout, lse2, delta, sums, q_len, k_len, sequences, ragged, terms,
+    RULE: tl.constexpr, TILE: tl.constexpr, FIRST: tl.constexpr, DIAGONALS: tl.constexpr, PARTS: tl.constexpr,
+):  # fmt: skip
+    """sums [PARTS, H, DIAGONALS, 3, block]: dS added up for each distance q_pos - k_pos, over one of PARTS of the rows.
+
+    A program visits the tiles along one diagonal: pairs of a tile of queries and a tile of keys, both of `block`
+    positions, that are equally far apart. Query i and key c of such a pair have the distance
+    block (FIRST + diagonal) + rest + i - c; rest, from 0 to block - 1, depends on the lengths of the sequence. So the
+    distances of a diagonal lie in three blocks, of which sums[..., 0, :] is the lowest.
+    """
+    BLOCK: tl.constexpr = TILE.block_q
+    program = tl.program_id(0)
+    diagonal = FIRST + program % DIAGONALS
+    head = program // DIAGONALS % TILE.heads
+    part = program // DIAGONALS // TILE.heads
+    row = tl.arange(0, BLOCK)[:, None]
+    column = tl.arange(0, BLOCK)[None, :]
+    lowest = tl.full([BLOCK], 0.0, tl.float32)
+    middle = lowest
+    highest = lowest
+    for index in range(part, sequences, PARTS):
+        seq = sequence(index, q_len, k_len, ragged)
+        shift = seq.k_len - seq.q_len
+        rest = (shift % BLOCK + BLOCK) % BLOCK
+        ahead = (shift - rest) // BLOCK - diagonal  # the tile of keys that meets tile 0 of queries
+        q_lane = query_lanes(q, dout, lse2, delta, head, seq)
+        k_lane = tile_lane(k, seq.row, head // TILE.group, seq.k_start)
+        v_lane = tile_lane(v, seq.row, head // TILE.group, seq.k_start)
+        end = tl.minimum(tl.cdiv(seq.q_len, BLOCK), tl.cdiv(seq.k_len, BLOCK) - ahead)
+        # element [i, b] is from the key whose distance to query i has the remainder b modulo BLOCK
+        key = (rest + row + BLOCK - column) % BLOCK
+        block = (rest + row - key + BLOCK) // BLOCK
+        for tile in range(tl.maximum(-ahead, 0), end):
+            queries = load_queries(q_lane, head, tile * BLOCK, seq, terms, RULE, TILE, DELTA=True)
+            start = (tile + ahead) * BLOCK
+            _k_tile, _weights, dscores, _slope = meet_keys(
+                queries, k_lane, v_lane, None, None, start, 0, seq.k_len, seq, terms, RULE, TILE, MASKED=True
+            )
+            sheared = tl.gather(dscores, key, 1)
+            lowest += tl.sum(tl.where(block == 0, sheared, 0.0), 0)
+            middle += tl.sum(tl.where(block == 1, sheared, 0.0), 0)
+            highest += tl.sum(tl.where(block == 2, sheared, 0.0), 0)
+    out = sums + tl.cast(program, tl.int64) * 3 * BLOCK
+    tl.store(out + tl.arange(0, BLOCK), lowest)
+    tl.store(out + BLOCK + tl.arange(0, BLOCK), middle)
+    tl.store(out + 2 * BLOCK + tl.arange(0, BLOCK), highest)
+
+
+def distances_of(problem, block):
+    """(FIRST, DIAGONALS) that cover all distances at which a query of a problem may see a key."""
+    rule, behind, ahead = problem.rule, problem.k_len, problem.q_len
+    if rule.window > 0:
+        behind, ahead = min(behind, rule.window), min(ahead, rule.window)
+    if rule.causal and not rule.prefix:
+        ahead = 0
+    first = -ahead // block - 1
+    return first, -(-behind // block) + 1 - first
+
+
+def by_distance(sums, first):
+    """sums [H, DIAGONALS, 3, block] -> two sums [H, distances from 0 on]: of keys at and before a query, and after."""
+    block = sums.shape[-1]
+    # three rows of the distances from (first - 1) * block on, each shifted by a block
+    found = sum(F.pad(sums[:, :, i].flatten(1), (i * block, (2 - i) * block)) for i in range(3))
+    zero = (1 - first) * block  # where the distance is 0
+    return found[:, zero:], F.pad(found[:, :zero].flip(1), (1, 0))
+
+
+def relative_bias_gradient(sides, tables):
+    """Of tables [1 or 2, H, R], from by_distance()."""
+    found, size = [], tables.shape[2]
+    for sums in sides:
+        near = F.pad(sums, (0, max(size - sums.shape[1], 0)))[:, :size].clone()
+        near[:, -1] += sums[:, size:].sum(1)  # all that are as far or farther
+        found.append(near)
+    return (torch.stack(found) if len(tables) == 2 else sum(found)[None]).to(tables.dtype)

@@ -1,0 +1,158 @@
+"""What the benchmarks share: turns, a table, parts that may fail, and runs of train.py as a user starts them."""
+
+import json
+import math
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+import traceback
+from contextlib import suppress
+from functools import cache
+from importlib.metadata import version
+from itertools import chain
+from pathlib import Path
+
+import torch
+
+ROOT = Path(__file__).parents[1]
+sys.path.insert(0, str(ROOT))  # before this folder, where attention.py and data.py have the names of packages
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def machine():
+    """{chip, commit, torch, triton}: what to name with every figure."""
+    describe = ["git", "describe", "--always", "--dirty", "--exclude", "*"]
+    commit = subprocess.run(describe, cwd=ROOT, capture_output=True, text=True).stdout.strip()
+    chip = torch.cuda.get_device_name() if DEVICE == "cuda" else "CPU"
+    return dict(chip=chip, commit=commit, torch=torch.__version__, triton=version("triton"))
+
+
+def table(head, rows):
+    """Print a Markdown table, each row as soon as it is there."""
+    for cells in chain([head, ["---"] * len(head)], rows):
+        print("|", " | ".join(map(str, cells)), "|", flush=True)
+
+
+def run_parts(parts, names, *args):
+    """Call these parts of a benchmark. An error in one does not stop the others, but the program then fails."""
+    print(*machine().values(), sep=", ")
+    failed = []
+    for name in names:
+        print(f"\n{name}", flush=True)
+        try:
+            parts[name](*args)
+        except Exception:
+            traceback.print_exc()
+            failed.append(name)
+    sys.exit(f"error: these parts failed: {' '.join(failed)}" if failed else 0)
+
+
+def take_turns(calls, rounds, seconds=math.inf):
+    """{name: what its call returned in each round}. Turns, so that clocks and other work are the same for all.
+
+    If they return milliseconds, a call that has had its `seconds` and three turns is left out.
+    """
+    found = {name: [] for name in calls}
+    for turn in range(rounds):
+        for name, call in calls.items():
+            if turn < 3 or seconds == math.inf or sum(found[name]) < 1000 * seconds:
+                found[name].append(call())
+    return found
+
+
+def synchronize():
+    if DEVICE == "cuda":
+        torch.cuda.synchronize()
+
+
+def seconds_of(function):
+    synchronize()
+    start = time.perf_counter()
+    function()
+    synchronize()
+    return time.perf_counter() - start
+
+
+def milliseconds(function):
+    """Time of one call with a cold L2 cache. While it is flushed the CPU runs ahead, so launches are not timed."""
+    if DEVICE == "cpu":
+        return 1000 * seconds_of(function)
+    start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    flush_buffer().zero_()
+    start.record()
+    function()
+    end.record()
+    end.synchronize()
+    return start.elapsed_time(end)
+
+
+@cache
+def flush_buffer():
+    return torch.empty(2**32, dtype=torch.int8, device="cuda")
+
+
+class Run:
+    """A run of train.py, in the folder runs/bench-ID. At the end of a `with` it is killed and the folder is removed.
+
+    argv, options: of train.py. gpus: with several, or FSDP, torchrun starts it.
+    """
+
+    def __init__(self, *argv, gpus=1, **options):
+        self.folder = ROOT / "runs" / f"bench-{os.getpid()}"
+        argv = [*argv, *(f"--{name}={value}" for name, value in options.items()), f"--name={self.folder.name}"]
+        torchrun = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={gpus}"]
+        launcher = torchrun if gpus > 1 or "--parallel=fsdp" in argv else []
+        self.log = tempfile.TemporaryFile("w+")  # noqa: SIM115, the run writes it
+        self.process = subprocess.Popen(
+            [sys.executable, *launcher, "train.py", *argv], cwd=ROOT, stdout=self.log, stderr=subprocess.STDOUT,
+            env=os.environ | {"BENCHMARK": self.folder.name},
+        )  # fmt: skip
+
+    def __enter__(self):
+        return self
+
+    def records(self, field):
+        return read_records(self.folder, field)
+
+    def wait(self, until=None, seconds=math.inf):
+        """Wait until a function is true, or for the end of the run; RuntimeError if the run or the time ends first."""
+        end = time.monotonic() + seconds
+        while self.process.poll() is None:
+            if until and until():
+                return
+            if time.monotonic() > end:
+                raise RuntimeError(f"no time is left after {seconds:.0f} s")
+            time.sleep(0.05)
+        if until or self.process.returncode:
+            self.log.seek(0)
+            raise RuntimeError("train.py failed:\n" + self.log.read()[-2000:])
+
+    def __exit__(self, *error):
+        while found := self._processes():
+            for pid in found:
+                with suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+            self.process.wait()
+            time.sleep(0.1)
+        shutil.rmtree(self.folder, ignore_errors=True)
+
+    def _processes(self):
+        """Ids of the run's processes. torchrun's ranks have sessions of their own and outlive it, hence the mark."""
+        found = [self.process.pid] * (self.process.poll() is None)
+        for path in Path("/proc").glob("[0-9]*/environ"):
+            with suppress(OSError):  # it has ended, or is another user's
+                if f"BENCHMARK={self.folder.name}".encode() in path.read_bytes().split(b"\0"):
+                    found.append(int(path.parent.name))
+        return found
+
+
+def read_records(folder, field):
+    """The records of a run's metrics.jsonl that have this field; not the line that is being written."""
+    path = folder / "metrics.jsonl"
+    lines = path.read_text().splitlines(keepends=True) if path.exists() else []
+    records = [json.loads(line) for line in lines if line.endswith("\n")]
+    return [record for record in records if field in record]

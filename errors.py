@@ -1,0 +1,78 @@
+"""What a user can do wrong, and how a command ends then: UserError, Ctrl-C, and what is left to remove."""
+
+import os
+import shutil
+import signal
+import sys
+from contextlib import contextmanager
+
+UNFINISHED = set()  # folders that a command removes if it fails: a run before its first step, half an export
+# what PyTorch and Triton say
+NO_COMPILER = ("No working C++ compiler found", "Failed to find C compiler")
+
+
+class UserError(ValueError):
+    """One sentence for the user, with the value, the rule and the remedy. Commands print it without a traceback."""
+
+
+def require(condition, message):
+    """Raise UserError unless the condition holds."""
+    if not condition:
+        raise UserError(message)
+
+
+def catch_ctrl_c():
+    """Let Ctrl-C end the process. A command calls this before the imports that take seconds."""
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+        signal.signal(signal.SIGINT, end_at_once)
+
+
+def end_at_once(*_):
+    """Handler of Ctrl-C. It raises nothing, because libraries swallow a KeyboardInterrupt or print its traceback."""
+    remove_unfinished()
+    os._exit(130)
+
+
+def remove_unfinished():
+    while UNFINISHED:
+        shutil.rmtree(UNFINISHED.pop(), ignore_errors=True)
+
+
+def sentence_of(error, out_of_memory):
+    """The sentence to print in place of a traceback; None if the error may be a mistake in the code."""
+    if type(error).__name__ == "OutOfMemoryError":  # PyTorch's; this module does not import it
+        return f"{str(error).split('. ')[0]}; {out_of_memory}"
+    if isinstance(error, RuntimeError) and any(words in str(error) for words in NO_COMPILER):
+        return "there is no C++ compiler, which --compile and Triton need; install g++, or give --compile off on a CPU"
+    if isinstance(error, OSError) and error.filename is not None:  # a file that is missing or cannot be read
+        return f"{error.filename}: {error.strerror}"
+    return str(error) if isinstance(error, UserError) else None
+
+
+def fail(sentence):
+    sys.exit(f"error: {sentence}")
+
+
+@contextmanager
+def command(out_of_memory="", fail=fail):
+    """End a command with exit code 1 and one sentence if the user made a mistake, and with 130 after Ctrl-C.
+
+    out_of_memory: what to do if a GPU has too little memory. fail: prints the sentence and exits.
+    """
+    for stream in (sys.stdout, sys.stderr):
+        stream.reconfigure(errors="replace")  # characters that the terminal lacks, and names of files in no encoding
+    try:
+        yield
+        UNFINISHED.clear()
+    except KeyboardInterrupt:  # of sample.py --interactive
+        sys.exit(130)
+    except BrokenPipeError:  # the reader of standard output, such as head, has gone
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # Python writes there once more when it ends
+        sys.exit(1)
+    except Exception as error:
+        sentence = sentence_of(error, out_of_memory)
+        if sentence is None:
+            raise
+        fail(sentence)
+    finally:
+        remove_unfinished()

@@ -1,0 +1,63 @@
+"""Log-likelihoods and losses of texts.
+
+Letters: B rows of a batch, T tokens, N scored tokens, C embedding.
+"""
+
+import math
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch.nn.utils.rnn import pad_sequence
+from tqdm import tqdm
+
+from training.device import autocast
+
+CHUNK = 1024  # tokens whose logits are computed at once: 200 MB for GPT-2's vocabulary
+
+
+@torch.inference_mode()
+def score(model, texts, batch_size, stride=None):
+    """(log-likelihood of each text in nats, whether all its tokens are the most likely ones): two lists.
+
+    Args:
+        model: GPT in evaluation mode. batch_size: windows per forward pass.
+        texts: list of (ids [count], start): ids[start:] are scored once, each given the ids before it in its window.
+        stride: tokens from one window of a text to the next; None takes block_size. The last window reaches back as
+            far as the others, as in lm-evaluation-harness.
+    """
+    device, block_size, windows = model.embed.weight.device, model.config.block_size, []
+    for number, (ids, start) in enumerate(texts):
+        while start < len(ids):
+            end = min(max(start + (stride or block_size), block_size + 1), len(ids))
+            windows.append((number, ids[max(0, end - block_size - 1) : end], end - start))
+            start = end
+    windows.sort(key=lambda window: -len(window[1]))  # so that a batch has little padding
+    likelihoods, misses = torch.zeros(2, len(texts), dtype=torch.float64)
+    bar = tqdm(total=len(windows), delay=0.1, disable=None, leave=False)  # after the line that attention prints
+    for at in range(0, len(windows), batch_size):
+        numbers, rows, counts = zip(*windows[at : at + batch_size], strict=True)
+        rows = [torch.from_numpy(ids.astype(np.int64)) for ids in rows]
+        tokens = pad_sequence(rows, batch_first=True)  # [B, T + 1]; zeros after the end: attention is causal
+        scored = torch.zeros_like(tokens, dtype=torch.bool)
+        for row, (ids, count) in enumerate(zip(rows, counts, strict=True)):
+            scored[row, len(ids) - count : len(ids)] = True
+        targets, owners = tokens[scored].to(device), torch.tensor(numbers).repeat_interleave(torch.tensor(counts))
+        with autocast("auto", device.type):
+            hidden = model.hidden(tokens[:, :-1].to(device))[scored[:, 1:].to(device)]  # [N, C]
+            for part in zip(hidden.split(CHUNK), targets.split(CHUNK), owners.split(CHUNK), strict=True):
+                states, expected, owner = part
+                logits = model.logits(states)
+                likelihoods.index_add_(0, owner, -F.cross_entropy(logits, expected, reduction="none").cpu().double())
+                misses.index_add_(0, owner, (logits.argmax(-1) != expected).cpu().double())
+        bar.update(len(rows))
+    bar.close()
+    return likelihoods.tolist(), (misses == 0).tolist()
+
+
+def evaluate_text(model, tokens, text_bytes, stride, batch_size):
+    """Nats per token, perplexity and bits per byte of tokens [count], a text of so many bytes."""
+    [likelihood], _ = score(model, [(tokens, 1)], batch_size, stride)
+    loss = -likelihood / (len(tokens) - 1)
+    bits = loss / math.log(2) * len(tokens) / text_bytes  # as Corpus.bytes_per_token counts
+    return dict(loss=loss, perplexity=float(np.exp(loss)), bits_per_byte=bits, tokens=len(tokens), bytes=text_bytes)

@@ -1,0 +1,21 @@
+"""The head of the network and the cross-entropy of its logits, in one kernel where a GPU has Triton."""
+
+import torch
+import torch.nn.functional as F
+
+from attention.gpu import HAS_TRITON
+
+
+def head_logits(hidden, head, softcap):
+    """Float32 logits [..., V] of hidden states [..., C]; softcap * tanh(logits / softcap) unless that is None."""
+    logits = head(hidden).float()
+    return logits if softcap is None else softcap * torch.tanh(logits / softcap)
+
+
+def head_loss(hidden, head, targets, softcap):
+    """Mean cross-entropy in nats of hidden states [N, C] for targets [N]; head: nn.Linear from C to V."""
+    if hidden.is_cuda and HAS_TRITON:
+        from kernels.cross_entropy import linear_cross_entropy  # imports Triton, which not every machine has
+
+        return linear_cross_entropy(hidden, head.weight, targets, softcap, head)
+    return F.cross_entropy(head_logits(hidden, head, softcap), targets)

@@ -1,0 +1,106 @@
+"""How every command ends: after a mistake of its user or in the code, and after Ctrl-C at any moment."""
+
+import os
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+from helpers import FAST, ROOT, environment, finish, in_process, one_sentence, run_script, start
+from test_sample import save
+
+from data import make_tokenizer
+from model import Block
+
+
+class Case(NamedTuple):
+    """A command, a mistake, and the moment of a Ctrl-C."""
+
+    argv: str
+    mistake: str  # arguments
+    words: str  # of the sentence about the mistake
+    moment: str  # the call of a function, which the main thread makes
+
+
+TRAIN = "--data text --input corpus.txt --tokenizer bytes --device cpu --steps 2 --n_layer 1 --batch_size 2 --attention"
+COMMANDS = {
+    "train.py": Case(f"{TRAIN} sdpa", f"{TRAIN} hopper", "attention='auto'", "GPT.__init__"),
+    "sample.py": Case("tiny", "--prompt FILE:none", "none: No such file", "Block.forward"),
+    "evaluate.py": Case("--text corpus.txt", "--text none", "none", "Block.forward"),
+    "plot.py": Case("tiny", "runs/none", "runs/none", "FigureBase.subplots"),
+    "data/prepare.py": Case("text --input corpus.txt", "text --input none", "none: No such", "make_tokenizer"),
+    "hf/export.py": Case("tiny out", "none out", "none does not", "save_file"),
+}
+# Python runs this file when it starts. It sends Ctrl-C to its own process at the moment that a function is called.
+INTERRUPT = """
+import os, signal, sys
+
+def look(frame, event, argument):
+    code = frame.f_code
+    if event == "call" and f"{code.co_filename}:{code.co_qualname}".endswith(os.environ["MOMENT"]):
+        sys.setprofile(None)
+        os.kill(os.getpid(), signal.SIGINT)
+
+sys.setprofile(look)
+"""
+
+
+@pytest.fixture
+def tiny(folder):
+    """A folder with a run."""
+    save(folder / "runs/tiny/checkpoint.pt", make_tokenizer("bytes"))
+    (folder / "runs/tiny/config.json").write_text('{"tokenizer": "bytes", "batch_size": 8, "block_size": 32}')
+    (folder / "runs/tiny/metrics.jsonl").write_text('{"step": 1, "loss": 5.0}\n')
+    yield folder
+    assert os.listdir("runs") == ["tiny"] and not list(folder.glob("*out*"))  # nothing is left behind
+
+
+def test_a_mistake_in_the_code_keeps_its_traceback(tiny, monkeypatch, capsys):
+    """And an error before the first step leaves no run behind."""
+
+    def wrong(*args, **kwargs):
+        raise ValueError("not enough values to unpack")
+
+    monkeypatch.setattr(Block, "forward", wrong)
+    with pytest.raises(ValueError, match="not enough values"):
+        run_script(monkeypatch, capsys, str(ROOT / "train.py"), *COMMANDS["train.py"].argv.split())
+
+
+@pytest.mark.parametrize("script", COMMANDS)
+def test_a_mistake_of_the_user_is_one_sentence(tiny, monkeypatch, capsys, script):
+    case = COMMANDS[script]
+    code, _, err = run_script(monkeypatch, capsys, str(ROOT / script), *case.mistake.split())
+    one_sentence(err if code == 1 else f"{err}{code}\n", case.words)  # sys.exit() prints a sentence
+
+
+@pytest.mark.parametrize(
+    "script, moment",
+    [(script, "numpy/__init__.py:<module>") for script in COMMANDS]
+    + [pytest.param(script, case.moment, marks=pytest.mark.slow) for script, case in COMMANDS.items()],
+)
+def test_ctrl_c_ends_a_command_at_once(tiny, script, moment):
+    (tiny / "site").mkdir()
+    (tiny / "site/sitecustomize.py").write_text(INTERRUPT)
+    paths = os.pathsep.join([str(tiny / "site"), environment(tiny)["PYTHONPATH"]])
+    argv = COMMANDS[script].argv.split()
+    if "/" in script:  # python -m
+        argv.insert(0, script.removesuffix(".py").replace("/", "."))
+    path = "-m" if "/" in script else ROOT / script
+    process = start(tiny, *argv, script=path, variables=dict(PYTHONPATH=paths, MOMENT=moment))
+    _, err = finish(process, 130)
+    assert "Traceback" not in err and "Interrupt" not in err
+
+
+def test_a_file_whose_name_is_no_text(folder, capsys):
+    name = os.fsdecode(b"caf\xe9.txt")
+    Path("corpus.txt").rename(name)
+    result = in_process(capsys, **FAST | dict(input=name, steps=2, eval_every=2))
+    assert result.returncode == 0 and "caf?.txt" in result.stdout, result.stderr
+    assert in_process(capsys, "--resume", "--steps", "3", "--allow_changes").returncode == 0
+
+
+@pytest.mark.slow
+def test_compilation_without_a_compiler(folder):
+    variables = dict(PATH="/nowhere", TORCHINDUCTOR_CACHE_DIR=str(folder / "cache"))
+    process = start(folder, variables=variables, **FAST | dict(compile="model"))
+    one_sentence(finish(process, 1)[1], "C++ compiler", "--compile off")
+    assert not list(Path("runs").iterdir())

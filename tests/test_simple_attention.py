@@ -1,0 +1,57 @@
+"""attention/simple.py against the reference in float64, by check() of problems.py."""
+
+from functools import partial
+
+import pytest
+import torch
+from problems import ON_GPU, check, make_problem
+
+from attention.reference import reference_attention
+from attention.simple import simple_attention
+
+CASES = {
+    "causal": dict(q_len=70),
+    "full": dict(q_len=70, causal=False),
+    "grouped": dict(q_len=67, heads=4, kv_heads=2, dim=32),
+    "multi_query_full": dict(q_len=33, heads=3, kv_heads=1, dim=64, causal=False),
+    "less_than_a_tile": dict(q_len=17),
+    "whole_tiles": dict(q_len=64, dim=128, batch=1),
+}
+DTYPES = [torch.float32, torch.bfloat16] + [torch.float16] * ON_GPU
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("case", CASES)
+def test_output_and_gradients(case, dtype, device, poisoned, monkeypatch):
+    def simple_or_reference(*, impl, return_lse, **arguments):
+        return (simple_attention if impl == "simple" else reference_attention)(**arguments)
+
+    monkeypatch.setattr("problems.attention", simple_or_reference)
+    draw = partial(make_problem, device, dtype, return_lse=False, **CASES[case])
+    check(draw, dtype, impls=("simple",))
+
+
+@pytest.mark.parametrize("causal", [True, False])
+def test_a_single_key(causal, device):
+    """Its weight is 1. The gradients of q and k are 0, except for rounding in delta."""
+    q, k, v, dout = (torch.randn(2, 1, 2, 16, device=device, requires_grad=True) for _ in range(4))
+    out = simple_attention(q, k, v, causal)
+    dq, dk, dv = torch.autograd.grad(out, (q, k, v), dout)
+    assert torch.equal(out, v) and torch.equal(dv, dout)
+    assert max(dq.abs().max(), dk.abs().max()) < 1e-5
+
+
+def test_tensors_that_are_not_contiguous(device):
+    tensors = [torch.randn(1, 2, 40, 16, device=device).transpose(1, 2) for _ in range(4)]
+    results = []
+    for q, k, v, dout in (tensors, [x.contiguous() for x in tensors]):
+        leaves = [x.detach().requires_grad_() for x in (q, k, v)]
+        out = simple_attention(*leaves)
+        results.append((out, *torch.autograd.grad(out, leaves, dout)))
+    assert all(map(torch.equal, *results))
+
+
+def test_shapes_that_do_not_fit(device):
+    q, k = torch.zeros(1, 4, 3, 16, device=device), torch.zeros(1, 4, 2, 16, device=device)
+    with pytest.raises(ValueError, match=r"q \[1, 4, 3, 16\], k \[1, 4, 2, 16\]"):
+        simple_attention(q, k, k)

@@ -1,0 +1,115 @@
+"""Command lines: flags for a dataclass of options, nanoGPT's names, --help."""
+
+import inspect
+import re
+import shutil
+import sys
+import textwrap
+from dataclasses import MISSING, fields
+from typing import Annotated, Literal, get_args, get_origin
+
+import tyro
+
+from errors import UserError
+
+# nanoGPT's option, or option=value: ours
+NANOGPT = {
+    "dataset": "--data, or --data text --input FILE for a text of your own",
+    "out_dir": "--name NAME in train.py; the other scripts take a run as their first argument",
+    "init_from=resume": "--resume in train.py; the other scripts take a run as their first argument",
+    "init_from=scratch": "the default; leave it out",
+    "init_from": "the first argument, such as gpt2",  # of sample.py; train.py has an option of this name
+    "eval_only": "python evaluate.py",
+    "start": "--prompt",
+    "max_new_tokens": "--max_tokens",
+    "max_iters": "--steps",
+    "lr_decay_iters": "--steps",
+    "warmup_iters": "--warmup_steps",
+    "min_lr": "--min_learning_rate",
+    "decay_lr": "--min_learning_rate; as high as --learning_rate it makes the rate constant",
+    "eval_interval": "--eval_every",
+    "eval_iters": "--eval_batches",
+    "log_interval": "--log_every",
+    "always_save_checkpoint": "--save_every",
+    "gradient_accumulation_steps": "--batch_size, which counts all micro-batches, with --micro_batch",
+    "wandb_log": "--wandb online",
+    "wandb_project": "the environment variable WANDB_PROJECT",
+    "wandb_run_name": "--name",
+    "compile=True": "--compile model",
+    "compile=False": "--compile off",
+}
+
+
+# a comment between the options of a class, which is a heading, or an option with its docstring
+OPTION = re.compile(r'^    (?:# (.+)|(\w+): .+(?:\n    """((?s:.+?))""")?)$', re.MULTILINE)
+
+
+def parse_flags(kind, argv, settings=None):
+    """An instance of the dataclass `kind` from `--name value` flags; of a repeated flag the last one counts.
+
+    A flag of a boolean option may stand alone and then means True. The first argument RUN may also be given as --run.
+    settings: values that flags override, by name; --help prints them.
+    """
+    argv, settings, names = list(argv), settings or {}, {field.name: field.type for field in fields(kind)}
+    if "--help" in argv or "-h" in argv:
+        print_help(kind, settings)
+        sys.exit()
+    for index in reversed(range(len(argv))):
+        flag, given, value = argv[index].partition("=")
+        following = argv[index + 1] if index + 1 < len(argv) else "--"
+        if not flag.startswith("--"):
+            continue
+        refuse_nanogpt(flag[2:], value if given else following, names)
+        if flag == "--run" and "run" in names and (given or following[:2] != "--"):
+            del argv[index : index + (1 if given else 2)]
+            argv.insert(0, value if given else following)
+            continue
+        run_follows = "run" in names and following not in ("True", "False")
+        if names.get(flag[2:]) is bool and not given and (run_follows or following.startswith("--")):
+            argv.insert(index + 1, "True")
+    argv = [*to_flags(settings), *argv]
+    return tyro.cli(kind, args=argv, config=(tyro.conf.FlagConversionOff,), use_underscores=True)
+
+
+def to_flags(settings):
+    return [f"--{name}={value}" for name, value in settings.items()]
+
+
+def refuse_nanogpt(name, value, names, place=""):
+    """UserError for a flag of nanoGPT that is none of the options `names`. place: where it stands, if in a file."""
+    ours = NANOGPT.get(f"{name}={value}") or (name not in names and NANOGPT.get(name))
+    if ours:
+        raise UserError(f"{place}{name} is a name of nanoGPT; here it is {ours}")
+
+
+def print_help(kind, settings):
+    """Print the options of a dataclass by subject, with their values: those of settings, else the defaults."""
+    width, options = shutil.get_terminal_size().columns, {field.name: field for field in fields(kind)}
+    print(f"usage: {inspect.cleandoc(kind.__doc__)}\n\nA value in brackets holds unless a flag gives another.")
+    for owner in kind.__mro__[:-1]:
+        for heading, name, text in OPTION.findall(inspect.getsource(owner)):
+            if heading:
+                print(f"\n{heading}")
+            if name not in options:
+                continue
+            value = settings.get(name, options[name].default)
+            shown = "" if value in ("", (), MISSING) else f"  [{value if str(value).isprintable() else repr(value)}]"
+            print(f"  {usage(options[name])}{shown}")
+            print(textwrap.indent(textwrap.fill(" ".join(text.split()), width - 6), " " * 6))
+
+
+def usage(option):
+    """How an option is typed, such as --micro_batch INT|{auto}; an argument without a flag has a metavar."""
+    if get_origin(option.type) is Annotated:
+        return next(mark.metavar for mark in option.type.__metadata__ if hasattr(mark, "metavar"))
+    return f"--{option.name} {values_of(option.type)}"
+
+
+def values_of(kind):
+    if kind is bool:
+        return "{True,False}"
+    if get_origin(kind) is Literal:
+        return f"{{{','.join(get_args(kind))}}}"
+    if get_origin(kind) is tuple:
+        return f"{values_of(get_args(kind)[0])} ..."
+    return "|".join(map(values_of, get_args(kind))) or ("None" if kind is type(None) else kind.__name__.upper())
