@@ -27,17 +27,17 @@ def test_half_precision(case, dtype, device, poisoned):
     check(partial(make_problem, device, dtype, **CASES[case]), dtype)
 
 
-def test_check_finds_few_bad_rows(device, monkeypatch):
+def test_check_finds_few_bad_rows(monkeypatch):
     """Four rows of 1,120 have about 20 times eager PyTorch's error, which the norm of the whole result hides."""
 
     def spoiled(*, impl, **arguments):
         found = attention(**arguments, impl="reference")
         if impl == "triton" and found.dtype == torch.float32:
-            found = found * torch.where(torch.arange(found.shape[1], device=device) == 40, 1 + 3e-6, 1.0)[:, None, None]
+            found = found * torch.where(torch.arange(found.shape[1]) == 40, 1 + 3e-6, 1.0)[:, None, None]
         return found
 
     monkeypatch.setattr("problems.attention", spoiled)
-    draw = partial(make_problem, device, torch.float32, q_len=280, causal=False, return_lse=False)
+    draw = partial(make_problem, "cpu", torch.float32, q_len=280, causal=False, return_lse=False)
     with pytest.raises(AssertionError, match="of triton"):
         check(draw, torch.float32, ("triton",))
 

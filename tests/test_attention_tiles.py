@@ -9,7 +9,9 @@ import triton.language as tl
 from problems import ON_GPU, integers, kernels, make_problem, reference, results
 
 from attention import attention, table
+from attention.gpu import processors
 from attention.launcher import Launcher
+from attention.portable.launch import DBIAS_WAVES
 from attention.score import Rule
 from attention.tiles import Tile, query_tile
 
@@ -157,7 +159,8 @@ def test_programs_of_packed_sequences(bias, device, monkeypatch):
         found.append(results(kernels, (arguments | dict(max_seqlen=limit), dout, None), torch.float32))
         tiles = len(starts) - 1 + 60 // (16 if not ON_GPU else 32)
         across = 2 * tiles if bias == (2, 60, 60) else 1
-        assert programs.pop("dbias_kernel", 0) <= 2 * tiles * across
+        shared = DBIAS_WAVES * processors(device)  # a small bias: its sum is shared among so many
+        assert programs.pop("dbias_kernel", 0) <= max(2 * tiles * across, shared if bias == (1,) else 0)
         assert set(programs) == {"forward_kernel", "dq_kernel", "dkdv_kernel"}
         assert max(programs.values()) <= 2 * tiles
     for other in found[1:]:

@@ -282,9 +282,9 @@ def test_launches_back_to_back(ragged):
     Calls are launched one after the other; then each is compared with the Triton kernels, alone.
     """
 
-    def run(leaves, options, impl):
+    def run(leaves, options, dout, impl):
         out = attention(*leaves, **options, impl=impl)
-        return [out.detach(), *torch.autograd.grad(out.square().sum(), leaves)]
+        return [out.detach(), *torch.autograd.grad(out, leaves, dout)]
 
     generator = random.Random(ragged)
     choice, calls = generator.choice, []
@@ -301,7 +301,8 @@ def test_launches_back_to_back(ragged):
             options = dict(window=choice((None, 50)), cu_seqlens=starts)
         shapes = (batch, q_len, heads, dim), (batch, k_len, kv_heads, dim), (batch, k_len, kv_heads, value_dim)
         leaves = [torch.randn(x, device="cuda", dtype=torch.bfloat16, requires_grad=True) for x in shapes]
-        calls.append((leaves, options))
+        dout = torch.randn(*shapes[0][:3], value_dim, device="cuda", dtype=torch.bfloat16)
+        calls.append((leaves, options, dout))
     found = [run(*call, "hopper") for call in calls]
     for call, ours in zip(calls, found, strict=True):
         torch.cuda.synchronize()
