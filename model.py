@@ -19,6 +19,7 @@ from attention import attention, attention_qkv
 from errors import require
 from kernels.activation import ACTIVATIONS
 from kernels.documents import find_documents
+from kernels.dropout import Dropout
 from kernels.loss import head_logits, head_loss
 from kernels.mlp import mlp
 
@@ -202,7 +203,7 @@ class Block(nn.Module):
         self.attention = Attention(config, index)
         self.norm_2 = make_norm(config)
         self.mlp = MLP(config)
-        self.drop = nn.Dropout(config.dropout)
+        self.drop = Dropout(config.dropout)
 
     def forward(self, x, context):
         x = x + self.drop(self.attention(self.norm_1(x), context))
@@ -223,7 +224,7 @@ class GPT(nn.Module):
         else:
             for name, angle in zip(("rotary_cos", "rotary_sin"), rotary_angles(config), strict=True):
                 self.register_buffer(name, angle, persistent=False)
-        self.drop = nn.Dropout(config.dropout)
+        self.drop = Dropout(config.dropout)
         self.blocks = nn.ModuleList(Block(config, index) for index in range(config.n_layer))
         if config.embed_skip:
             self.skips = nn.Parameter(torch.empty(2 * config.n_layer))  # a and b of each block

@@ -37,6 +37,7 @@ from hf.weights import load
 CHECKPOINT = "runs/run/checkpoint.pt"
 UNEVEN = dict(n_layer=3, vocab_size=259, optimizer="muon", n_kv_head=1)  # rows and matrices that 2 or 4 do not divide
 NEEDS_GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+SMALL_STEPS = ON_GPU | dict(learning_rate=1e-3)  # large ones would amplify what bfloat16 rounds
 ENDLESS = dict(steps=100_000, eval_every=100_000)
 slow = pytest.mark.slow
 
@@ -141,8 +142,8 @@ def test_ranks_train_the_same_as_one_process(folder, run, ranks, parallel, micro
         pytest.param({}, 1e-5, id="adamw"),
         pytest.param(dict(optimizer="muon", ema=0.5, **PATHS), 1e-5, id="recipe"),
         # up to the rounding of bfloat16, to which FSDP casts the weights of norms too
-        pytest.param(ON_GPU, 2e-2, id="gpu", marks=NEEDS_GPU),
-        pytest.param(ON_GPU | dict(optimizer="muon"), 2e-2, id="gpu muon", marks=NEEDS_GPU),
+        pytest.param(SMALL_STEPS, 2e-2, id="gpu", marks=NEEDS_GPU),
+        pytest.param(SMALL_STEPS | dict(optimizer="muon"), 2e-2, id="gpu muon", marks=NEEDS_GPU),
     ],
 )
 def test_one_rank_with_fsdp_equals_one_process(folder, run, one_rank, options, rel):

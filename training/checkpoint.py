@@ -171,11 +171,13 @@ class Run:
         contents = to_host(contents, here)
         if here:
             copied = torch.cuda.current_stream().record_event() if torch.cuda.is_initialized() else None
-            self.writing[name] = self.pool.submit(self._write, name, contents, copied)
+            self.writing[name] = contents, self.pool.submit(self._write, name, contents, copied)
 
     def _wait(self, name):
         if name in self.writing:
-            self.writing[name].result()
+            # This thread frees the copy. If another freed pinned memory while a CUDA graph is recorded, CUDA would call
+            # the event that PyTorch records for it invalid, and so every later use of pinned memory would fail.
+            self.writing.pop(name)[1].result()
 
     def _warn(self, error):
         self.error = error
