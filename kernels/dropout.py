@@ -16,6 +16,6 @@ class Dropout(nn.Dropout):
     def forward(self, x):
         if not (self.training and self.p > 0 and x.is_cuda and torch.compiler.is_compiling()) or x.numel() % 4:
             return super().forward(x)
-        numbers = torch.empty(x.numel() // 4, dtype=torch.int64, device=x.device).random_()
+        numbers = torch.randint(-(2**62), 2**62, (x.numel() // 4,), device=x.device)
         kept = numbers.view(torch.int16).view(x.shape).bitwise_and(LEVELS - 1) >= round(self.p * LEVELS)
         return torch.where(kept, x / (1 - self.p), 0)
