@@ -89,49 +89,48 @@ def train(config):
     if config.init_from and not saved:
         load_pretrained(model, config.init_from, corpus.tokenizer)
     optimizer = Optimizer(model, config, ranks)
-    size = choose_micro_batch(model, config, ranks, saved.get("micro_batch"))
+    micro_batch = choose_micro_batch(model, config, ranks, saved.get("micro_batch"))
     # evaluate the same tokens for any micro-batch
-    validation = validation_batches(
-        corpus.val, config.block_size, size, config.eval_batches * (config.batch_size // size) or None
-    )
+    count = config.eval_batches * (config.batch_size // micro_batch)
+    validation = validation_batches(corpus.val, config.block_size, micro_batch, count or None)
 
     run = Run(config, corpus, ranks, saved)
     del saved  # run.load() drops it: a mapped file that is deleted takes up disk space until then
     start, best = run.load(model, optimizer)  # 0 and infinity for a new run
-    loss = best
+    loss, val_loss = None, best
     network = compile_and_wrap(model, config, ranks)
-    run_step = as_graph(take_step, network, optimizer, config, ranks, size)
+    run_step = as_graph(take_step, network, optimizer, config, ranks, micro_batch)
     report = Report(run.folder, config, model, corpus, ranks, start)
-    with kernels_ahead(model.config, config, ranks, size):
-        report.describe(model, corpus, ranks, size)
+    with kernels_ahead(model.config, config, ranks, micro_batch):
+        report.describe(model, corpus, ranks, micro_batch)
         clock.end("model")
-        compile_network(network, config, ranks, size)
+        compile_network(network, config, ranks, micro_batch)
     clock.end("compilation")
 
-    steps = training_batches(batches, range(start, config.steps), network, optimizer, config, ranks, size)
-    with Signals(ranks) as signals, closing(steps):
+    numbers = range(start, config.steps)
+    step_batches = training_batches(batches, numbers, network, optimizer, config, ranks, micro_batch)
+    with Signals(ranks) as signals, closing(step_batches):
         for step in range(start, config.steps + 1):
             asked, last = signals.agreed(), step == config.steps
             if step != run.step and (last or step % config.eval_every == 0):
                 optimizer.check_bad_steps(step, batches, run.folder)
                 with report.pause(), optimizer.averaged():
-                    loss = evaluate(model, validation, config, ranks)
-                    is_best = 0 < step and loss < best
+                    val_loss = evaluate(model, validation, config, ranks)
+                    is_best = 0 < step and val_loss < best
                     if is_best:
-                        best = loss
+                        best = val_loss
                         run.save_best(step, best, model)
-                report.evaluation(step, loss, is_best)
+                report.evaluation(step, val_loss, is_best)
             if last or asked or step % (config.save_every or config.eval_every) == 0:
                 optimizer.check_bad_steps(step, batches, run.folder)
                 with report.pause():
-                    trial = partial(evaluate, model, [partial(batches.batch, step - 1, slice(size))], config, ranks)
-                    run.save(step, best, loss, trial, model, optimizer, size)
+                    run.save(step, best, loss, val_loss, model, optimizer, micro_batch)
             if asked == STOP or last:
                 break  # after config.steps updates and one last evaluation
 
             rate = learning_rate(step, config)
             optimizer.set_rate(rate)
-            loss, grad_norm = run_step(next(steps))
+            loss, grad_norm = run_step(next(step_batches))
             optimizer.move_average(step)
             if step == start:
                 loss.item()  # waits for the device

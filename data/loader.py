@@ -65,7 +65,8 @@ class Batches:
         # Raw bits and a stable sort, because other versions of numpy may shuffle differently.
         phase, *_ = np.random.PCG64(np.random.SeedSequence([self.seed, epoch])).random_raw(1)
         draws = np.random.PCG64(np.random.SeedSequence([self.seed, epoch, group])).random_raw(1 + size)
-        return int(phase % np.uint64(self.phases)), np.argsort(draws[1:], kind="stable")
+        order = np.argsort(draws[1:], kind="stable")  # with the first draw, the batches of older runs would change
+        return int(phase % np.uint64(self.phases)), order
 
 
 def validation_batches(tokens, block_size, batch_size, max_batches=None):

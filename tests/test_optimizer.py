@@ -53,7 +53,7 @@ def test_steps_equal_those_of_torch(model, monkeypatch):
     monkeypatch.setattr(optimizer, "BATCH_ELEMENTS", 2 * 16 * 16)  # as if these were too large for one step together
     # torch's own iterations are in bfloat16, whose rounding errors grow with small singular values
     monkeypatch.setattr("torch.optim._muon._zeropower_via_newtonschulz", lambda x, *_: orthogonal(x[None])[0])
-    ours = make(model, learning_rate=0.01, muon_scale=2.0, weight_decay=0.1).update
+    ours = make(model, learning_rate=0.01, muon_scale=2.0, weight_decay=0.1).inner
     matrices = {p for p in model.blocks.parameters() if p.dim() == 2}
     theirs = []  # (parameter, rows, a copy of them, its optimizer)
     for p in model.parameters():
@@ -122,7 +122,7 @@ def test_a_skipped_step_changes_nothing(bad, kind, model, device):
 
     def state_after_a_step():
         take_step(model, ours, [(*tokens, 1.0)])
-        return copy.deepcopy((model.state_dict(), ours.update.state_dict()["state"]))
+        return copy.deepcopy((model.state_dict(), ours.inner.state_dict()["state"]))
 
     before = state_after_a_step()
     if bad == "gradient":

@@ -142,9 +142,9 @@ def test_a_run_that_diverges_keeps_its_good_checkpoints(folder, run, options):
     assert run(steps=14, eval_every=7, **options)[0] == 0
     before = {path.name: path.read_bytes() for path in (folder / "runs/run").glob("*.pt")}
     best = contents("runs/run/best.pt")["best"]
-    changes = ["--learning_rate", "1e20", "--eval_every", "3", "--save_every", "1", "--allow_changes"]
+    changes = ["--learning_rate", "1e20", "--eval_every", "3", "--save_every", "2", "--allow_changes"]
     code, err = run("--resume", "--steps", "18", *changes)
-    assert err.count("warning: no checkpoint of step") == 4, err
+    assert err.count("warning: no checkpoint of step") == 2, err
     refused((code, err), "step 18", "--resume runs/run --learning_rate LOWER --allow_changes")
     assert {path.name: path.read_bytes() for path in (folder / "runs/run").glob("*.pt")} == before
     assert run("--resume", "--steps", "18", "--learning_rate", "5e-3", "--allow_changes")[0] == 0

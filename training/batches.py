@@ -15,43 +15,44 @@ MEMORY_RESERVE = 0.05  # of a GPU's memory, for compiled code, CUDA graphs and N
 PREFETCHED = 2  # batches loaded before they are needed
 
 
-def training_batches(batches, steps, network, optimizer, config, ranks, size):
+def training_batches(batches, steps, network, optimizer, config, ranks, micro_batch):
     """Yield for each step the iterator of this rank's micro-batches, whose batches a thread loads ahead of time.
 
     Args:
         batches: Batches of data. steps: their numbers, in order. network: of compile_and_wrap(). optimizer: Optimizer.
-        config: Config. ranks: Ranks. size: sequences of a micro-batch, a divisor of those of this rank.
+        config: Config. ranks: Ranks. micro_batch: sequences of one, a divisor of those of this rank.
     """
     count = config.batch_size // ranks.world
     rows = slice(ranks.rank * count, (ranks.rank + 1) * count)
 
     def load(step):
         inputs, targets = batches.batch(step, rows)
-        weights = torch.full((count // size,), size / config.batch_size)
+        weights = torch.full((count // micro_batch,), micro_batch / config.batch_size)
         loaded = inputs, targets, weights
         return [x.pin_memory() for x in loaded] if ranks.on_gpu else loaded  # their copies overlap with the step before
 
     with ThreadPoolExecutor(1) as pool:
         for step, batch in map_ahead(pool, load, steps, PREFETCHED):
             batch = (x.to(ranks.device, non_blocking=True) for x in batch)
-            yield micro_batches(step, *batch, network, optimizer, config, ranks, size)
+            yield micro_batches(step, *batch, network, optimizer, config, ranks, micro_batch)
 
 
-def micro_batches(step, inputs, targets, weights, network, optimizer, config, ranks, size):
-    """Yield (inputs, targets [size, T], weight []) of each micro-batch, and prepare the forward pass of each.
+def micro_batches(step, inputs, targets, weights, network, optimizer, config, ranks, micro_batch):
+    """Yield (inputs, targets [micro_batch, T], weight []) of each micro-batch, and prepare the forward pass of each.
 
     The weight is the micro-batch's part of the targets of the step: those of all ranks add up to 1.
     """
     optimizer.begin()
     # DDP sums the gradients once. FSDP sums those of each micro-batch, because no rank has room for all of them.
     one_sum = ranks.world > 1 and not ranks.sharded
-    for first, weight in zip(range(0, len(inputs), size), weights, strict=True):
+    for first, weight in zip(range(0, len(inputs), micro_batch), weights, strict=True):
         if config.dropout > 0:  # the masks depend on the rows, not on the rank or on earlier steps
             seed = np.random.SeedSequence([config.seed, step, ranks.rank * len(inputs) + first])
             torch.manual_seed(int(seed.generate_state(1, np.uint64)[0]))
-        last = first + size == len(inputs)
+        last = first + micro_batch == len(inputs)
         with network.no_sync() if one_sum and not last else nullcontext():
-            yield inputs[first : first + size], targets[first : first + size], weight
+            rows = slice(first, first + micro_batch)
+            yield inputs[rows], targets[rows], weight
 
 
 def choose_micro_batch(model, config, ranks, saved):

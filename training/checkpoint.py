@@ -23,6 +23,7 @@ from pathlib import Path
 import filelock
 import torch
 from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_map_only
 
 from data import atomic_file, to_state
 from data.files import lock_file
@@ -84,23 +85,7 @@ class Run:
         saved, self.saved = self.saved, None  # frees its memory
         if saved:
             load_weights(model, saved)
-            groups, state = optimizer.update.param_groups, saved["optimizer"]
-            another = "another --optimizer or --embed_scale; change it back"
-            require(len(state["param_groups"]) == len(groups), f"{self.folder} was trained with {another}")
-            options = [{k: v for k, v in group.items() if k != "params"} for group in groups]
-            parameters = [p for group in groups for p in group["params"]]
-            moments = {
-                index: {
-                    name: spread_like(parameters[index], value)
-                    for name, value in values.items()
-                    if name != "average" or self.config.ema
-                }
-                for index, values in state["state"].items()
-            }
-            optimizer.update.load_state_dict(state | {"state": moments})
-            for group, option in zip(optimizer.update.param_groups, options, strict=True):
-                group.update(option)  # this process's flags count, not the checkpoint's
-            optimizer.load_counters(saved["counters"])
+            optimizer.load(saved)
             if saved["threads"] and not self.ranks.on_gpu and self.ranks.world == 1:
                 torch.set_num_threads(saved["threads"])  # on a CPU the order of sums depends on it
         if self.ranks.rank == 0:  # only now, because a run that is refused must stay as it was
@@ -120,41 +105,27 @@ class Run:
         """Copy the weights to the host of rank 0 and start to write best.pt. All ranks call this."""
         self._start("best.pt", self._weights(step, best, model))
 
-    def save(self, step, best, loss, trial, model, optimizer, micro_batch):
+    def save(self, step, best, loss, val_loss, model, optimizer, micro_batch):
         """Copy all that a run needs to resume, and start to write checkpoint.pt, unless it is of this step already.
 
         While training diverges, all checkpoints stay as they are. If none is written for this reason, or because
         writing fails, a warning is printed and training goes on; close() raises if that was the last one.
 
         Args:
-            best: lowest validation loss so far. loss: the last one, of training or validation.
-            trial: returns the loss of these weights on a micro-batch of training.
+            best: lowest validation loss so far. loss, val_loss: the latest ones of training and of validation.
         """
         if step in (0, self.step):
             return
         self.step = step
-        if problem := self._divergence(best, loss, trial, optimizer, model.config.vocab_size):
+        if problem := divergence(best, float(loss), val_loss, int(optimizer.bad_in_row), model.config.vocab_size):
             if self.ranks.rank == 0:
                 self._wait("checkpoint.pt")
                 command = f"--resume {self.folder} --learning_rate LOWER --allow_changes"
                 self._warn(f"no checkpoint of step {step} is written: {problem}; go on from the one before: {command}")
             return
         threads = torch.get_num_threads() if self.ranks.world == 1 else None
-        state = dict(optimizer=optimizer.update.state_dict(), counters=optimizer.counters())
         weights = self._weights(step, best, model)
-        self._start("checkpoint.pt", weights | state | dict(micro_batch=micro_batch, threads=threads))
-
-    def _divergence(self, best, loss, trial, optimizer, vocab_size):
-        """Why the weights must not replace a good checkpoint; None if they may."""
-        if skipped := int(optimizer.bad_in_row):
-            return f"the last {skipped} steps were skipped, because loss or gradient norm were not finite"
-        found, guessing = trial(), math.log(vocab_size)
-        if not (math.isfinite(loss) and math.isfinite(found)):
-            return "the loss is not finite"
-        # Behind RMSNorm, huge weights may give logits of 0. A high validation loss could be overfitting.
-        if best < 0.9 * guessing and found > 0.99 * guessing:
-            return f"the loss has risen from {best:.2f} to {found:.2f}; guessing has {guessing:.2f}"
-        return None
+        self._start("checkpoint.pt", weights | optimizer.state() | dict(micro_batch=micro_batch, threads=threads))
 
     def _weights(self, step, best, model):
         return dict(
@@ -207,6 +178,19 @@ class Run:
             self.lock.release()
             if self.error is not None:
                 raise UserError(self.error)
+
+
+def divergence(best, loss, val_loss, skipped, vocab_size):
+    """Why the weights must not replace a good checkpoint; None if they may. skipped: the latest steps in a row."""
+    if skipped:
+        return f"the last {skipped} steps were skipped, because loss or gradient norm were not finite"
+    if math.isnan(loss) or math.isnan(val_loss):
+        return "the loss is not finite"
+    # Behind RMSNorm, huge weights may give logits of 0. A high validation loss alone could be overfitting.
+    guessing = math.log(vocab_size)
+    if best < 0.9 * guessing and loss > 0.99 * guessing:
+        return f"the loss has risen from {best:.2f} to {loss:.2f}; guessing has {guessing:.2f}"
+    return None
 
 
 def make_folder(name):
@@ -317,15 +301,6 @@ def copy_weights(model, weights):
         parameter.copy_(spread_like(parameter, weights[name]))
 
 
-def map_tensors(function, value):
-    """Nested dicts, lists and tuples with a function applied to their tensors."""
-    if isinstance(value, dict):
-        return {name: map_tensors(function, part) for name, part in value.items()}
-    if isinstance(value, list | tuple):
-        return type(value)(map_tensors(function, part) for part in value)
-    return function(value) if isinstance(value, torch.Tensor) else value
-
-
 @torch.no_grad()
 def to_host(value, keep=True):
     """Nested dicts, lists and tuples with their tensors copied to the host; tied weights stay tied.
@@ -346,4 +321,4 @@ def to_host(value, keep=True):
             copies[id(tensor)] = host
         return copies[id(tensor)]
 
-    return map_tensors(copy, value)
+    return tree_map_only(torch.Tensor, copy, value)

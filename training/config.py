@@ -12,6 +12,7 @@ from typing import Literal
 from data import end_of_text
 from data.files import read_json
 from errors import UserError, require
+from hf.weights import network_options
 from model import GPTConfig
 from training.checkpoint import find_run
 from training.device import resolve_device
@@ -158,7 +159,7 @@ class Config(GPTConfig):
         one_folder = Path(self.name).name == self.name and not self.name.startswith(".")
         require(self.name and one_folder, f"name={self.name!r} must be one folder name, such as 'baseline'")
 
-    def model(self, tokenizer):
+    def network(self, tokenizer):
         """GPTConfig of the network, for a tokenizer."""
         count, end = tokenizer.n_vocab, end_of_text(tokenizer) if self.end_of_text is None else self.end_of_text
         enough = self.vocab_size == 0 or self.vocab_size >= count
@@ -207,8 +208,6 @@ def load_config(argv):
         refuse_nanogpt("init_from", known.init_from, {"init_from"})
         settings["init_from"] = known.init_from
     if settings.get("init_from") and not {"-h", "--help"} & set(flags):
-        from hf.weights import network_options  # not at the top, because it imports this module
-
         theirs = network_options(settings["init_from"])
         block_size = min(settings.get("block_size", theirs["block_size"]), theirs["block_size"])
         settings |= theirs | {"block_size": block_size}

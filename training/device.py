@@ -104,7 +104,7 @@ class CUDAGraph:
         return self.results
 
 
-def as_graph(take_step, network, optimizer, config, ranks, size):
+def as_graph(take_step, network, optimizer, config, ranks, micro_batch):
     """take_step() as a function of micro-batches; replayed as a CUDA graph where that is possible.
 
     Sums over micro-batches are not recorded, nor is what waits for the device or restores PyTorch's random state.
@@ -112,9 +112,9 @@ def as_graph(take_step, network, optimizer, config, ranks, size):
     step = partial(take_step, network, optimizer)
     redraws = config.checkpoint_activations != "off" and config.dropout > 0
     recordable = ranks.on_gpu and not ranks.sharded and not optimizer.scaler.is_enabled() and not redraws
-    if not (config.cuda_graph and recordable and size * ranks.world == config.batch_size):
+    if not (config.cuda_graph and recordable and micro_batch * ranks.world == config.batch_size):
         return step
-    graph = CUDAGraph(lambda *micro_batch: step([micro_batch]), WARM_UPS if ranks.world == 1 else DDP_WARM_UPS)
+    graph = CUDAGraph(lambda *tensors: step([tensors]), WARM_UPS if ranks.world == 1 else DDP_WARM_UPS)
     return lambda micro_batches: graph(*next(micro_batches))
 
 

@@ -35,9 +35,9 @@ def make_model(config, tokenizer, ranks):
         require(not config.fp8, "FSDP does not multiply in FP8; leave out --fp8, or give --parallel ddp")
         require(config.micro_batch != "auto", "micro_batch=auto cannot be tried with FSDP; give a number, such as 1")
         require(config.sample_every == 0, "sample_every needs a whole network, not FSDP; run sample.py meanwhile")
-    network = config.model(tokenizer)
-    check_attention(network, config.dtype, ranks.device)
-    model = empty_model(network, ranks.device)
+    model_config = config.network(tokenizer)
+    check_attention(model_config, config.dtype, ranks.device)
+    model = empty_model(model_config, ranks.device)
     model.initialise(config.seed)
     if config.fp8:
         convert(model)
@@ -48,17 +48,17 @@ def make_model(config, tokenizer, ranks):
     return model
 
 
-def check_attention(network, dtype, device):
-    """UserError if the implementation that --attention names cannot serve a network, a GPTConfig."""
-    if network.attention == "auto":
+def check_attention(config, dtype, device):
+    """UserError if the implementation that --attention names cannot serve the network of a GPTConfig."""
+    if config.attention == "auto":
         return
-    options = dict(window=network.window, dropout=network.dropout)
-    if network.mask_documents:
+    options = dict(window=config.window, dropout=config.dropout)
+    if config.mask_documents:
         options["cu_seqlens"] = torch.zeros(2, dtype=torch.int32, device=device)
-    head = torch.empty(network.head_dim, dtype=resolve_dtype(dtype, device), device=device)
-    q, k = (head.expand(1, network.block_size, heads, -1) for heads in (network.n_head, network.kv_heads))
+    head = torch.empty(config.head_dim, dtype=resolve_dtype(dtype, device), device=device)
+    q, k = (head.expand(1, config.block_size, heads, -1) for heads in (config.n_head, config.kv_heads))
     try:
-        explain(q, k, k, impl=network.attention, **options)
+        explain(q, k, k, impl=config.attention, **options)
     except ValueError as error:
         raise UserError(str(error).replace("impl=", "attention=")) from None
 

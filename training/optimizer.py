@@ -14,7 +14,7 @@ from attention.gpu import HAS_TRITON
 from errors import require
 from kernels.fp8 import Scales
 from training.device import resolve_dtype
-from training.fsdp import gather, is_spread, local, on_whole_matrices
+from training.fsdp import gather, is_spread, local, on_whole_matrices, spread_like
 
 MOMENTUM = 0.95  # of Muon
 TINY = 1e-7  # added to divisors that may be 0
@@ -32,22 +32,22 @@ class Optimizer:
         model: GPT. config: Config. ranks: Ranks.
 
     Attributes:
-        update: AdamW or Muon, a torch.optim.Optimizer.
+        inner: AdamW or Muon, a torch.optim.Optimizer.
         skipped, bad_in_row: [] float32, steps skipped since the run began, and most recently in a row.
     """
 
     def __init__(self, model, config, ranks):
         self.config, self.ranks = config, ranks
         self.parameters = list(model.parameters())
-        self.update = make_update(model, config, ranks)
+        self.inner = make_inner(model, config, ranks)
         kind = torch.device(ranks.device).type
         self.scaler = torch.amp.GradScaler(kind, enabled=resolve_dtype(config.dtype, ranks.device) == torch.float16)
-        self.scales = Scales(model) if config.fp8 else None
+        self.fp8_scales = Scales(model) if config.fp8 else None
         self.skipped, self.bad_in_row = torch.zeros(2, device=ranks.device).unbind()
 
     def set_rate(self, rate):
         """Give every group this learning rate, times the group's own factor `relative` if it has one."""
-        for group in self.update.param_groups:
+        for group in self.inner.param_groups:
             own = rate * group.get("relative", 1.0)
             if torch.is_tensor(group["lr"]):
                 group["lr"].fill_(own)
@@ -56,8 +56,8 @@ class Optimizer:
 
     def begin(self):
         """Before the forward passes of a step."""
-        if self.scales:
-            self.scales.begin()
+        if self.fp8_scales:
+            self.fp8_scales.begin()
 
     def backward(self, part):
         """Add the gradients of a part of the loss; the parts of all ranks add up to the loss."""
@@ -70,9 +70,9 @@ class Optimizer:
         """Update the weights; returns the norm of the gradient. loss: of this rank, in place that of all ranks."""
         if self.ranks.world > 1:
             dist.all_reduce(loss)
-        if self.scales:
-            self.scales.end(self.ranks.world)
-        self.scaler.unscale_(self.update)
+        if self.fp8_scales:
+            self.fp8_scales.end(self.ranks.world)
+        self.scaler.unscale_(self.inner)
         gradients = [p.grad for p in self.parameters if p.grad is not None]
         grad_norm = gather(get_total_norm(gradients))
         scale = ((grad_norm + 1e-6) / (self.config.grad_clip or math.inf)).clamp(min=1.0)
@@ -80,18 +80,18 @@ class Optimizer:
         bad = ~(loss.isfinite() & grad_norm.isfinite()) | (self.bad_in_row >= self.config.max_bad_steps)
         self.bad_in_row.add_(1).mul_(bad)
         self.skipped.add_(bad)
-        if self.update.defaults["capturable"]:
+        if self.inner.defaults["capturable"]:
             # The optimizer divides the gradients by the one as it reads them, and does nothing where the other is 1.
-            self.update.grad_scale, self.update.found_inf = scale, bad.float()
-            self.update.step()
+            self.inner.grad_scale, self.inner.found_inf = scale, bad.float()
+            self.inner.step()
         elif not bad:  # other optimizers may ignore both, as that for MPS does before PyTorch 2.15
             torch._foreach_div_([local(gradient) for gradient in gradients], scale)
-            self.update.step()
+            self.inner.step()
         self.scaler.update()
         return grad_norm
 
     def zero_grad(self):
-        self.update.zero_grad(set_to_none=True)
+        self.inner.zero_grad(set_to_none=True)
 
     @torch.no_grad()
     def move_average(self, step):
@@ -100,7 +100,7 @@ class Optimizer:
         They begin after the first step, and are part of the optimizer's state, so that checkpoints have them. The decay
         is at most (1 + step) / (10 + step): with a larger one, early averages are mostly the first weights.
         """
-        state = {p: state for p, state in self.update.state.items() if state}  # empty if all steps so far were skipped
+        state = {p: state for p, state in self.inner.state.items() if state}  # empty if all steps so far were skipped
         if not (self.config.ema and state):
             return
         for p, own in state.items():
@@ -112,7 +112,7 @@ class Optimizer:
     @contextmanager
     def averaged(self):
         """The context in which parameters and their averages, if there are any, have changed places."""
-        pairs = [(p, state["average"]) for p, state in self.update.state.items() if "average" in state]
+        pairs = [(p, state["average"]) for p, state in self.inner.state.items() if "average" in state]
 
         @torch.no_grad()
         def swap():
@@ -139,22 +139,40 @@ class Optimizer:
             f"--resume {folder} --learning_rate {rate:g}{least} --allow_changes",
         )
 
-    def counters(self):
-        """What a checkpoint needs besides the state of `update`."""
+    def state(self):
+        """What a checkpoint holds of it: tensors and plain values by name."""
         counters = dict(skipped=self.skipped, bad_in_row=self.bad_in_row, scaler=self.scaler.state_dict())
-        return counters | ({"fp8_history": self.scales.history} if self.scales else {})
+        counters |= {"fp8_history": self.fp8_scales.history} if self.fp8_scales else {}
+        return dict(optimizer=self.inner.state_dict(), counters=counters)
 
-    def load_counters(self, counters):
+    def load(self, contents):
+        """Take over the state() in a checkpoint; UserError if it is of another optimizer."""
+        groups, state, counters = self.inner.param_groups, contents["optimizer"], contents["counters"]
+        same = len(state["param_groups"]) == len(groups)
+        require(same, "the run was trained with another --optimizer or --embed_scale; change it back")
+        options = [{name: value for name, value in group.items() if name != "params"} for group in groups]
+        parameters = [p for group in groups for p in group["params"]]
+        moments = {
+            index: {
+                name: spread_like(parameters[index], value)
+                for name, value in values.items()
+                if name != "average" or self.config.ema
+            }
+            for index, values in state["state"].items()
+        }
+        self.inner.load_state_dict(state | {"state": moments})
+        for group, option in zip(self.inner.param_groups, options, strict=True):
+            group.update(option)  # this process's flags count, not the checkpoint's
         if counters["scaler"]:  # only float16 has one
             self.scaler.load_state_dict(counters["scaler"])
-        if self.scales and "fp8_history" in counters:  # a run without --fp8 has none
-            self.scales.load(counters["fp8_history"])
+        if self.fp8_scales and "fp8_history" in counters:  # a run without --fp8 has none
+            self.fp8_scales.load(counters["fp8_history"])
         self.skipped.copy_(counters["skipped"])
         bad = counters["bad_in_row"]
         self.bad_in_row.copy_(bad * (bad < self.config.max_bad_steps))  # a resumed run gets another chance
 
 
-def make_update(model, config, ranks):
+def make_inner(model, config, ranks):
     """AdamW or Muon for a model."""
 
     def rate(value):  # a tensor on the GPU, so that a CUDA graph reads the current value

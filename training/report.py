@@ -132,7 +132,7 @@ class Report:
         fields = [f"step {step}/{steps}", f"loss {loss:.4f}"]
         fields += [f"val {self.val_loss:.4f}"] if self.val_loss is not None else []
         fields += [f"{skipped:.0f} skipped"] if skipped else []
-        fields += [f"{record['tokens_per_second']:,.0f} tokens/s", f"{clock(left)} left"]
+        fields += [f"{record['tokens_per_second']:,.0f} tokens/s", f"{duration(left)} left"]
         fields += [f"norm {grad_norm:.2f}", f"lr {learning_rate:.2e}"]
         if self.peak:
             fields.append(f"MFU {record['mfu']:.1%}")
@@ -199,7 +199,7 @@ class Report:
                 worse = last - found["val_loss"]
                 show(f"the last is {worse:.4f} worse, a sign of overfitting: try fewer --steps or more text")
         seconds = self.seconds_before + time.perf_counter() - self.began
-        show(f"trained for {clock(seconds)}; losses are drawn in {self.folder / 'loss.png'}")
+        show(f"trained for {duration(seconds)}; losses are drawn in {self.folder / 'loss.png'}")
         show("sample from it: python sample.py")
         if write:
             with only_warn("writing a sample"):
@@ -270,7 +270,7 @@ def show_progress(fields):
     show("  ".join(fields)[:room], end="")
 
 
-def clock(seconds):
+def duration(seconds):
     """Hours, minutes and seconds, as in 0:01:05."""
     seconds = round(seconds)
     return f"{seconds // 3600}:{seconds // 60 % 60:02}:{seconds % 60:02}"
@@ -296,21 +296,10 @@ def read_metrics(folder):
     records = []
     for line in path.read_text(errors="replace").splitlines() if path.exists() else []:
         try:
-            record = json.loads(line)
+            records.append(json.loads(line))
         except ValueError:
-            record = None
-        if is_record(record):
-            records.append(record)
-        else:
             print(f"warning: a line of {path} is damaged and left out", file=sys.stderr)
     return records
-
-
-def is_record(value):
-    """Whether this is a dict with a step whose values are numbers or None."""
-    if not isinstance(value, dict) or not isinstance(value.get("step"), int):
-        return False
-    return all(number is None or isinstance(number, int | float) for number in value.values())
 
 
 def best_of(records):
