@@ -2,30 +2,27 @@
 
     python benchmarks/step_parts.py configs/gpt2.py --batch_size 32     any config and options of train.py
 
-It calls train.py; a thread watches metrics.jsonl, profiles the run once it is warm, prints the table and ends the run.
+It calls train.py, times and profiles some of its steps, prints the table and ends the run.
 """
 
-import json
 import os
 import re
 import shutil
 import sys
 import time
-import traceback
 from bisect import bisect
 from collections import defaultdict
-from statistics import median
-from threading import Thread
+from dataclasses import asdict
 
 import torch
-from harness import DEVICE, ROOT, machine, read_records, seconds_of, table
+from harness import DEVICE, ROOT, machine, seconds_of, table
 from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
 
 import train
 
 FOLDER = ROOT / "runs" / f"bench-{os.getpid()}"
-REPORTS = 3  # of ten steps each: not counted, then timed, then profiled
+STEPS = 30  # not counted, then timed, then profiled
 HEAD, MATMULS = "head and cross-entropy", "matmuls"
 PARTS = {  # part of a step -> pattern of its kernels' names; the first one found counts
     "attention": r"^((hopper_)?forward|backward|prepare|finish|dq|dkdv|dbias|group_sum|list|blank)_kernel$|flash|fmha",
@@ -102,57 +99,58 @@ def measured_rates():
     return 2 * source.nbytes / copy, 2 * size**3 / matmul
 
 
-def milliseconds_per_step(count, tokens):
-    """Wait for this many reports; the median milliseconds of a step in the last REPORTS of them."""
-    while len(records := read_records(FOLDER, "tokens_per_second")) < count:
-        time.sleep(0.01)
-    return 1000 * tokens / median(record["tokens_per_second"] for record in records[-REPORTS:])
+def watched(run_step, config, rates):
+    """run_step() of train.py, which prints the table and ends the program once it has been called often enough."""
+    calls, clock, recorded = 0, [], profile(activities=[getattr(ProfilerActivity, DEVICE.upper())])
+
+    def run(micro_batches):
+        nonlocal calls
+        calls += 1
+        if calls % STEPS == 0:
+            if DEVICE == "cuda":
+                torch.cuda.synchronize()
+            clock.append(time.perf_counter())
+        if calls == 2 * STEPS:
+            recorded.start()
+        if calls == 3 * STEPS:
+            recorded.stop()
+            show_parts(recorded, 1000 * (clock[1] - clock[0]) / STEPS, asdict(config), rates)
+            sys.exit()
+        return run_step(micro_batches)
+
+    return run
 
 
-def watch(rates):
-    """Print the table and end the process, because train.py would go on."""
-    try:
-        code = show_parts(rates) or 0
-    except Exception:
-        code = traceback.print_exc() or 1
-    shutil.rmtree(FOLDER)
-    sys.stdout.flush()
-    os._exit(code)
-
-
-def show_parts(rates):
-    milliseconds_per_step(1, 0)  # the folder is there
-    options = json.loads((FOLDER / "config.json").read_text())
-    tokens = options["batch_size"] * options["block_size"]
-    whole = milliseconds_per_step(2 * REPORTS, tokens)
-    with profile(activities=[ProfilerActivity.CUDA if DEVICE == "cuda" else ProfilerActivity.CPU]) as recorded:
-        milliseconds_per_step(2 * REPORTS + 1, tokens)  # the report in which profiling began
-        profiled = milliseconds_per_step(3 * REPORTS + 1, tokens)
+def show_parts(recorded, whole, options, rates):
+    """Print the table of STEPS recorded steps. whole: milliseconds of a step. options: of the run. rates: measured."""
     kernels = sorted(
         (event for event in recorded.events() if event.device_type == DeviceType.CUDA and not event.is_user_annotation),
         key=lambda event: event.time_range.start,
     )
-    window = kernels[-1].time_range.end - kernels[0].time_range.start if kernels else 0  # microseconds
-    steps = window / 1000 / profiled or 1
     spent, times = dict.fromkeys(PARTS, 0.0), defaultdict(list)
     for part, kernel in zip(parts_of([kernel.name for kernel in kernels]), kernels, strict=True):
-        times[part, kernel.name].append(kernel.time_range.elapsed_us() / 1000 / steps)
+        times[part, kernel.name].append(kernel.time_range.elapsed_us() / 1000 / STEPS)
         spent[part] += times[part, kernel.name][-1]
     spent |= {"gaps": whole - sum(spent.values()), "whole step": whole}
     least = floors(options, *rates)
     least["whole step"] = sum(least.values())
-    memory = read_records(FOLDER, "loss")[-1].get("peak_memory", 0)
+    memory = torch.cuda.max_memory_allocated() if DEVICE == "cuda" else 0
     print(f"\n{', '.join(map(str, machine().values()))}: copies at {rates[0] / 1e12:.2f} TB/s, matmuls at "
           f"{rates[1] / 1e12:.0f} TFLOP/s; {options['n_layer']} layers of width {options['n_embd']}, "
           f"{options['batch_size']} x {options['block_size']} tokens a step; peak memory {memory / 1e9:.2f} GB, "
-          f"{len(kernels) / steps:.0f} kernels and copies a step\n")  # fmt: skip
+          f"{len(kernels) / STEPS:.0f} kernels and copies a step\n")  # fmt: skip
     table(["part", "ms", "floor"], ([part, f"{ms:.2f}", f"{least.get(part, 0):.2f}"] for part, ms in spent.items()))
     print()
     for (part, name), ms in sorted(times.items(), key=lambda item: -sum(item[1]))[:12]:
-        print(f"{sum(ms):6.2f} ms {len(ms) / steps:5.1f} x {name[:90]} ({part})")
+        print(f"{sum(ms):6.2f} ms {len(ms) / STEPS:5.1f} x {name[:90]} ({part})")
 
 
 if __name__ == "__main__":
-    Thread(target=watch, args=[measured_rates()], daemon=True).start()
+    rates, as_graph = measured_rates(), train.as_graph
+    # run_step() is what as_graph() returns; its fourth argument is the Config
+    train.as_graph = lambda *arguments: watched(as_graph(*arguments), arguments[3], rates)
     fixed = dict(name=FOLDER.name, steps=10**6, eval_every=10**6, eval_batches=1, log_every=10)
-    train.main([*sys.argv[1:], *(f"--{name}={value}" for name, value in fixed.items())])
+    try:
+        train.main([*sys.argv[1:], *(f"--{name}={value}" for name, value in fixed.items())])
+    finally:
+        shutil.rmtree(FOLDER, ignore_errors=True)
