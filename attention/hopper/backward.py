@@ -4,6 +4,15 @@ Formulas as in portable/backward.py. A program owns a tile of keys and walks the
 TMA, four or eight multiply, and one adds dQ to a float32 sum in global memory. That and the gradient of gates are added
 in no particular order, so two runs may differ in their last bits. Scores are [keys, queries]: P^T and dS^T are already
 the left operands of dV and dK.
+
+A step multiplies five times. Comments refer to these numbers, and warpgroup_mma_wait(n) waits for all products but the
+n that were issued last:
+
+    (1) S^T = K Q^T    (2) dP^T = V dO^T    (3) dV += P^T dO    (4) dQ = dS K    (5) dK += dS^T Q
+
+(2) runs while the threads turn (1) into P, and (3) while they turn (2) into dS. Then dS goes to shared memory for (4),
+whose left operand it is not. (5) runs meanwhile, if PLAN.dk_before_dq, or while (4) is handed to the adding warp.
+
 Source: Shah et al., FlashAttention-3, and its backward for sm_90 (Dao-AILab/flash-attention).
 
 Letters: B batch, T sequence, H heads, D head dim.
@@ -42,12 +51,12 @@ class BackwardMemory(NamedTuple):
 
     k: gl.shared_memory_descriptor  # [keys, D]
     v: gl.shared_memory_descriptor
-    keys_full: gl.shared_memory_descriptor  # barrier of both
-    q: Channel  # with lse2
-    dout: Channel  # with delta; its slots are released with those of q
+    kv_loaded: gl.shared_memory_descriptor  # barrier: TMA of both arrives once, multiplying warps wait
+    q: Channel  # with lse2, from the loading to the multiplying warps
+    dout: Channel  # with delta, likewise; its slots are released with those of q
     dscores: gl.shared_memory_descriptor  # [keys, queries]
     weights: gl.shared_memory_descriptor  # the same, if staged()
-    dq: Channel  # if it has slots
+    dq: Channel  # from the multiplying to the adding warps, if it has slots
     ones: gl.shared_memory_descriptor  # as decay.ones(), if there are gates
 
 
@@ -83,13 +92,13 @@ def flat(dq, PLAN: gl.constexpr):
 @gluon.jit
 def loader(q, k, v, dout, rows, shared, work, RULE: gl.constexpr, PLAN: gl.constexpr):
     """The loading warp: keys and values once, then queries with their lse2, and dO with delta."""
-    mbarrier.expect(shared.keys_full, k.block_type.nbytes + v.block_type.nbytes)
+    mbarrier.expect(shared.kv_loaded, k.block_type.nbytes + v.block_type.nbytes)
     at = corner(work.keys, work.k_start, work.kv_head, PLAN.ragged)
-    tma_load(k, at, shared.keys_full, shared.k.reshape(k.block_shape))
+    tma_load(k, at, shared.kv_loaded, shared.k.reshape(k.block_shape))
     if dp_factor(work.keys.length, RULE) == 0.0:
         # values past the end, which are 0, make dP 0; dO.O prepare_kernel leaves out
         at = corner(work.keys, work.keys.length, work.kv_head, PLAN.ragged)
-    tma_load(v, at, shared.keys_full, shared.v.reshape(v.block_shape))
+    tma_load(v, at, shared.kv_loaded, shared.v.reshape(v.block_shape))
     tile = work.start
     member = 0
     for count in range(work.steps):
@@ -187,7 +196,7 @@ def sloped_score_gradient(sloped, dweights, delta, dropout, RULE: gl.constexpr):
 def backward_step(
     sums, k, v, step, dropout, dq_sum, shared, work, scale, RULE: gl.constexpr, PLAN: gl.constexpr, TAIL: gl.constexpr
 ):
-    """One step: what a tile of queries adds to the Sums, and its dQ."""
+    """One step: what a tile of queries adds to the Sums, and its dQ. Numbers: see the top of this file."""
     dk, dv, dgate = sums.dk, sums.dv, sums.dgate
     dtype: gl.constexpr = k.dtype
     queries: gl.constexpr = gl.SliceLayout(0, scores_layout(PLAN))
@@ -196,55 +205,49 @@ def backward_step(
 
     mbarrier.wait(shared.q.full.index(slot), phase)
     empty = accumulator(PLAN.block_k, PLAN.block_q, PLAN)
-    scores = warpgroup_mma(k, q.permute((1, 0)), empty, use_acc=False, is_async=True)
+    scores = warpgroup_mma(k, q.permute((1, 0)), empty, use_acc=False, is_async=True)  # (1)
     mbarrier.wait(shared.dout.full.index(slot), phase)
-    dweights = warpgroup_mma(v, dout.permute((1, 0)), empty, use_acc=False, is_async=True)
+    dweights = warpgroup_mma(v, dout.permute((1, 0)), empty, use_acc=False, is_async=True)  # (2)
     lse2 = shared.q.rows.index(slot).load(queries)
-    scores = warpgroup_mma_wait(1, deps=(scores,))
+    scores = warpgroup_mma_wait(1, deps=(scores,))  # (1) is done
     weights, sloped = weigh(scores, lse2, step, dropout, work, scale, RULE, PLAN, TAIL)
     if RULE.dropout:
         weights = gl.maximum(weights, 0.0)
     no_dq = accumulator(PLAN.block_q, PLAN.dim, PLAN)
     if staged(PLAN):
-        shared.weights.store(weights.to(dtype))
+        left = shared.weights
+        left.store(weights.to(dtype))
         fence_async_shared()
-        partition_barrier()
-        dweights = warpgroup_mma_wait(0, deps=(dweights,))
-        dv = warpgroup_mma(shared.weights, dout, dv, is_async=True)
-        delta = shared.dout.rows.index(slot).load(queries)[None, :]
-        shared.dscores.store(sloped_score_gradient(sloped, dweights, delta, dropout, RULE).to(dtype))
-        fence_async_shared()
-        partition_barrier()
-        left = shared.dscores
+        partition_barrier()  # all of P is in shared memory
     else:
         left = gl.convert_layout(weights.to(dtype), operand_layout(PLAN, PLAN.value_dim))
-        dweights = warpgroup_mma_wait(0, deps=(dweights,))
-        dv = warpgroup_mma(left, dout, dv, is_async=True)
-        delta = shared.dout.rows.index(slot).load(queries)[None, :]
-        dscores = sloped_score_gradient(sloped, dweights, delta, dropout, RULE).to(dtype)
-        left = gl.convert_layout(dscores, operand_layout(PLAN, PLAN.dim))
-        if PLAN.dk_before_dq:
-            dk = warpgroup_mma(left, q, dk, is_async=True)
-            dv = warpgroup_mma_wait(1, deps=(dv,))
-        shared.dscores.store(dscores)
-        fence_async_shared()
-        partition_barrier()
-    dq = warpgroup_mma(shared.dscores.permute((1, 0)), shared.k, no_dq, use_acc=False, is_async=True)
-    SUMS: gl.constexpr = 2 if RULE.decay else 0  # products after dq
+    dweights = warpgroup_mma_wait(0, deps=(dweights,))  # (2) is done
+    dv = warpgroup_mma(left, dout, dv, is_async=True)  # (3)
+    delta = shared.dout.rows.index(slot).load(queries)[None, :]
+    dscores = sloped_score_gradient(sloped, dweights, delta, dropout, RULE).to(dtype)
+    left = shared.dscores if staged(PLAN) else gl.convert_layout(dscores, operand_layout(PLAN, PLAN.dim))
+    if PLAN.dk_before_dq:
+        dk = warpgroup_mma(left, q, dk, is_async=True)  # (5)
+        dv = warpgroup_mma_wait(1, deps=(dv,))  # (3) is done
+    shared.dscores.store(dscores)
+    fence_async_shared()
+    partition_barrier()  # all of dS is in shared memory
+    dq = warpgroup_mma(shared.dscores.permute((1, 0)), shared.k, no_dq, use_acc=False, is_async=True)  # (4)
+    SUMS: gl.constexpr = 2 if RULE.decay else 0  # products of gates, issued after (4)
     if RULE.decay:
         dgate = sum_over_queries(left, shared.ones, dgate, PLAN)
         of_queries = sum_over_keys(shared.dscores, shared.ones, PLAN)
     if PLAN.dk_before_dq:
-        dk = warpgroup_mma_wait(1 + SUMS, deps=(dk,))
+        dk = warpgroup_mma_wait(1 + SUMS, deps=(dk,))  # (5) is done
         release(shared.q, step.count)
-        dq = warpgroup_mma_wait(SUMS, deps=(dq,))
+        dq = warpgroup_mma_wait(SUMS, deps=(dq,))  # (4) is done
         add_dq(dq, dq_sum, shared, step, PLAN)
     else:
-        dk = warpgroup_mma(left, q, dk, is_async=True)
-        dv = warpgroup_mma_wait(2 + SUMS, deps=(dv,))
-        dq = warpgroup_mma_wait(1 + SUMS, deps=(dq,))
+        dk = warpgroup_mma(left, q, dk, is_async=True)  # (5)
+        dv = warpgroup_mma_wait(2 + SUMS, deps=(dv,))  # (3) is done
+        dq = warpgroup_mma_wait(1 + SUMS, deps=(dq,))  # (4) is done
         add_dq(dq, dq_sum, shared, step, PLAN)
-        dk = warpgroup_mma_wait(0, deps=(dk,))
+        dk = warpgroup_mma_wait(0, deps=(dk,))  # (5) is done
         release(shared.q, step.count)
     if RULE.decay:
         dgate, of_queries = warpgroup_mma_wait(0, deps=(dgate, of_queries))
@@ -271,7 +274,7 @@ def consumer(
 ):  # fmt: skip
     """The multiplying warps: all steps of a program, then dK and dV."""
     dtype: gl.constexpr = shared.k.dtype
-    mbarrier.wait(shared.keys_full, 0)
+    mbarrier.wait(shared.kv_loaded, 0)
     k, v = shared.k, shared.v
     if PLAN.kv_in_registers:
         left: gl.constexpr = gl.DotOperandLayout(0, scores_layout(PLAN), 2)
@@ -351,7 +354,9 @@ def backward_kernel(
     lse2 = gl.allocate_shared_memory(gl.float32, [PLAN.stages, PLAN.block_q], rows.layout)
     delta = gl.allocate_shared_memory(gl.float32, [PLAN.stages, PLAN.block_q], rows.layout)
     dscores = gl.allocate_shared_memory(dtype, scores, shared_layout(scores, dtype))
-    keys_full = barriers(1, 1).index(0)
+    # loading warp -> multiplying warps: kv_loaded once, before the first step; q_full before (1), dout_full before (2).
+    # multiplying -> loading: q_empty, after (3) and (5). multiplying -> adding: dq_full, after (4); back: dq_empty.
+    kv_loaded = barriers(1, 1).index(0)
     q_full, dout_full, q_empty = barriers(PLAN.stages, 1), barriers(PLAN.stages, 1), barriers(PLAN.stages, 1)
     # unused barriers would share their memory with other values
     dq_full = barriers(PLAN.dq_stages, 1) if PLAN.dq_stages > 0 else 0
@@ -359,7 +364,7 @@ def backward_kernel(
     q_channel, dout_channel = Channel(q_tiles, q_full, q_empty, lse2), Channel(dout_tiles, dout_full, q_empty, delta)
     dq_channel = Channel(dq, dq_full, dq_empty)
     of_ones = ones(dtype, PLAN) if RULE.decay else 0
-    shared = BackwardMemory(k_tile, v_tile, keys_full, q_channel, dout_channel, dscores, weights, dq_channel, of_ones)
+    shared = BackwardMemory(k_tile, v_tile, kv_loaded, q_channel, dout_channel, dscores, weights, dq_channel, of_ones)
     gl.warp_specialize(
         [
             (consumer, (

@@ -6,7 +6,12 @@ from .gluon import gl, gluon, mbarrier, tma_load
 
 
 class Channel(NamedTuple):
-    """Slots in shared memory, each with two barriers: full, it may be read; empty, it may be written."""
+    """Slots in shared memory through which tiles go from a producer to its readers.
+
+    Tile n lies in slot n % slots. Each slot has two barriers. `full`: the producer arrives once, with the last byte of
+    a TMA load or in commit(); readers wait. `empty`: each warpgroup or warp that reads arrives once, in release(); the
+    producer waits. Phases of a barrier alternate between 0 and 1: tile n ends phase n // slots & 1.
+    """
 
     tiles: gl.shared_memory_descriptor  # [slots, rows, D]
     full: gl.shared_memory_descriptor  # barriers [slots, 1]
@@ -31,7 +36,7 @@ def shared_layout(shape, dtype):
 
 @gluon.jit
 def slot_and_phase(channel, count):
-    """Slot of tile number `count`, and the phase in which its full barrier ends; the empty one ends in the other."""
+    """Slot of tile number `count`, and the phase of its barriers that ends with this tile."""
     SLOTS: gl.constexpr = channel.full.shape[0]
     return count % SLOTS, count // SLOTS & 1
 
@@ -40,7 +45,7 @@ def slot_and_phase(channel, count):
 def acquire(channel, count):
     """The slot for a tile, once it is empty."""
     slot, phase = slot_and_phase(channel, count)
-    mbarrier.wait(channel.empty.index(slot), phase ^ 1)
+    mbarrier.wait(channel.empty.index(slot), phase ^ 1)  # of the tile before it in the slot; at once if there is none
     return slot
 
 

@@ -132,25 +132,30 @@ def attend(
     INDEX: gl.constexpr, RULE: gl.constexpr, TILE: gl.constexpr, PIPE: gl.constexpr,
     MASKED: gl.constexpr, FIRST: gl.constexpr = False,
 ):  # fmt: skip
-    """Absorb `steps` blocks of keys, from `start` down; the values of each while the next is weighed."""
+    """Absorb `steps` blocks of keys, from `start` down.
+
+    Two products a block, (1) S = Q K^T and (2) acc += P V. (2) is that of the block before, and runs while the softmax
+    turns (1) into weights. FIRST: there is no block before.
+    """
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, TILE.block_k, 16])
     none = gl.full([PER_CONSUMER, TILE.block_k], 0.0, gl.float32, layout)
     acc = state.acc
     for _ in range(steps):
         k_tile = filled(shared.k, count).permute((1, 0))
-        take_turn(shared.turn, count, INDEX, PIPE)
-        scores = warpgroup_mma(q, k_tile, none, use_acc=False, is_async=True)
+        take_turn(shared.may_issue, count, INDEX, PIPE)
+        scores = warpgroup_mma(q, k_tile, none, use_acc=False, is_async=True)  # (1)
         if not FIRST:
             v_tile = filled(shared.v, count - 1)
-            acc = warpgroup_mma(unpack(state.weights, state.acc, q.dtype), v_tile, state.acc, is_async=True)
-        pass_turn(shared.turn, INDEX, PIPE)
-        scores = warpgroup_mma_wait(0 if FIRST else 1, deps=(scores,))
+            weights = unpack(state.weights, state.acc, q.dtype)
+            acc = warpgroup_mma(weights, v_tile, state.acc, is_async=True)  # (2)
+        pass_turn(shared.may_issue, INDEX, PIPE)
+        scores = warpgroup_mma_wait(0 if FIRST else 1, deps=(scores,))  # (1) is done
         release(shared.k, count)
         weights, top, total, fade = weigh(
             scores, state.top, state.total, edge, start, dropout, decay, sizes, RULE, TILE, PIPE, MASKED
         )
         if not FIRST:
-            acc = warpgroup_mma_wait(0, deps=(acc,))
+            acc = warpgroup_mma_wait(0, deps=(acc,))  # (2) is done
             release(shared.v, count - 1)
             acc = acc * gl.convert_layout(fade, gl.SliceLayout(1, acc.type.layout))[:, None]
         state = State(acc, pack(weights, q.dtype), top, total)
@@ -175,15 +180,50 @@ def end_rows(state, edge, lane, decay, sink, sizes, RULE: gl.constexpr, TILE: gl
 
 
 @gluon.jit
+def empty_state(DTYPE: gl.constexpr, TILE: gl.constexpr):
+    """The State before the first block."""
+    qk_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, TILE.block_k, 16])
+    out_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, TILE.value_dim, 16])
+    row_layout: gl.constexpr = gl.SliceLayout(1, qk_layout)
+    return State(
+        gl.full([PER_CONSUMER, TILE.value_dim], 0.0, gl.float32, out_layout),
+        pack(gl.full([PER_CONSUMER, TILE.block_k], 0.0, gl.float32, qk_layout), DTYPE),
+        gl.full([PER_CONSUMER], float("-inf"), gl.float32, row_layout),
+        gl.full([PER_CONSUMER], 0.0, gl.float32, row_layout),
+    )
+
+
+@gluon.jit
+def own_blocks(q_start, sizes, tile_end, RULE: gl.constexpr, TILE: gl.constexpr):
+    """blocks() of a consumer, of those of its tile; where it has no queries the last one, so that there is one."""
+    begin, full_begin, full_end, end = blocks(q_start, PER_CONSUMER, sizes, RULE, TILE)
+    end = gl.minimum(end, tile_end)
+    begin = gl.where(q_start < sizes.q_len, gl.minimum(begin, end - 1), end - 1)
+    full_end = gl.maximum(gl.minimum(full_end, end - 1), begin)
+    if RULE.window > 0:
+        full_begin = gl.maximum(gl.minimum(full_begin, full_end), begin)
+    else:
+        full_begin = begin
+    return begin, full_begin, full_end, end
+
+
+@gluon.jit
+def output_tile(acc, shared, out, INDEX: gl.constexpr):
+    """The output of a consumer in its shared memory, where TMA will read it; that of its tile before has left."""
+    tma_wait(0)
+    partition_barrier()
+    shared.out.index(INDEX).store(acc.to(shared.q.tiles.dtype))
+    fence_async_shared()
+    return shared.out.index(INDEX).reshape(out.block_shape)
+
+
+@gluon.jit
 def consumer(
     INDEX: gl.constexpr, shared, out, lse2, max_logit2, sink, terms, sizes,
     RULE: gl.constexpr, TILE: gl.constexpr, PIPE: gl.constexpr,
 ):  # fmt: skip
     """Attention of PER_CONSUMER queries of each tile."""
     dtype: gl.constexpr = shared.q.tiles.dtype
-    qk_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, TILE.block_k, 16])
-    out_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, TILE.value_dim, 16])
-    row_layout: gl.constexpr = gl.SliceLayout(1, qk_layout)
     q = shared.q.tiles.index(INDEX)
     count = 0  # of blocks
     visit = 0
@@ -191,17 +231,9 @@ def consumer(
     while message[0] >= 0:
         tile_start, lane = message[0], message[1]
         first, first_key, own, dropout = unpack_message(message, sizes, RULE, PIPE)
-        # which blocks are this consumer's; where it has no queries one, so that the code below holds
         q_start = tile_start + INDEX * PER_CONSUMER
         tile_begin, _, _, tile_end = blocks(tile_start, TILE.block_q, own, RULE, TILE)
-        begin, full_begin, full_end, end = blocks(q_start, PER_CONSUMER, own, RULE, TILE)
-        end = gl.minimum(end, tile_end)
-        begin = gl.where(q_start < own.q_len, gl.minimum(begin, end - 1), end - 1)
-        full_end = gl.maximum(gl.minimum(full_end, end - 1), begin)
-        if RULE.window > 0:
-            full_begin = gl.maximum(gl.minimum(full_begin, full_end), begin)
-        else:
-            full_begin = begin
+        begin, full_begin, full_end, end = own_blocks(q_start, own, tile_end, RULE, TILE)
         next_tile = count + tile_end - tile_begin
         edge = q_start + own.k_len - own.q_len  # where its first query stands
         decay = Decay(0, 0.0, 0.0)
@@ -212,12 +244,7 @@ def consumer(
         mbarrier.wait(shared.q.full.index(INDEX), visit & 1)
         count = skip(shared, count, tile_end - end, INDEX, PIPE)
         start = (end - 1) * TILE.block_k
-        state = State(
-            gl.full([PER_CONSUMER, TILE.value_dim], 0.0, gl.float32, out_layout),
-            pack(gl.full([PER_CONSUMER, TILE.block_k], 0.0, gl.float32, qk_layout), dtype),
-            gl.full([PER_CONSUMER], float("-inf"), gl.float32, row_layout),
-            gl.full([PER_CONSUMER], 0.0, gl.float32, row_layout),
-        )
+        state = empty_state(dtype, TILE)
         state, count, start = attend(
             state, q, shared, count, 1, edge, start, dropout, decay, own,
             INDEX, RULE, TILE, PIPE, MASKED=True, FIRST=True,
@@ -238,10 +265,10 @@ def consumer(
         if not PIPE.out_in_q_memory:
             mbarrier.arrive(shared.q.empty.index(INDEX))
         v_tile = filled(shared.v, count - 1)
-        acc = warpgroup_mma(unpack(state.weights, state.acc, dtype), v_tile, state.acc, is_async=True)
+        acc = warpgroup_mma(unpack(state.weights, state.acc, dtype), v_tile, state.acc, is_async=True)  # (2)
 
         lse, top, factor = end_rows(state, edge, lane, decay, sink, own, RULE, TILE)
-        offset = q_start + gl.arange(0, PER_CONSUMER, row_layout)
+        offset = q_start + gl.arange(0, PER_CONSUMER, lse.type.layout)
         rows = lse2 + (lane.to(gl.int64) * sizes.q_len + first)
         gl.store(rows + offset, lse, offset < own.q_len)
 
@@ -250,12 +277,8 @@ def consumer(
         count = skip(shared, count, next_tile - count, INDEX, PIPE)
         if RULE.dropout:
             factor /= 1 - dropout.probability
-        acc = acc * gl.convert_layout(factor, gl.SliceLayout(1, out_layout))[:, None]
-        tma_wait(0)  # the tile before has left
-        partition_barrier()
-        shared.out.index(INDEX).store(acc.to(dtype))
-        fence_async_shared()
-        out_tile = shared.out.index(INDEX).reshape(out.block_shape)
+        acc = acc * gl.convert_layout(factor, gl.SliceLayout(1, acc.type.layout))[:, None]
+        out_tile = output_tile(acc, shared, out, INDEX)
         row = lane // TILE.heads
         queries = Rows(row, row * sizes.q_len + first + own.q_len, own.q_len)
         tma_store(out, corner(queries, q_start, lane % TILE.heads, PIPE.ragged), out_tile)
@@ -282,6 +305,7 @@ def hopper_forward_kernel(
     tile_list: those of ragged sequences as list_kernel lists them; else n_tiles of each lane, and a 0 to count them.
     """
     sizes = Sizes(q_len, k_len, terms.scale, terms.dropout)
+    # full barriers: the loader, or its TMA, arrives. Empty ones: each consumer; of q the one whose slot it is.
     q_channel = channel(PIPE.consumers, PER_CONSUMER, TILE.dim, q.dtype, 1)
     mail_layout: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     shared = ForwardMemory(
@@ -291,15 +315,16 @@ def hopper_forward_kernel(
         q_channel.tiles if PIPE.out_in_q_memory else gl.allocate_shared_memory(
             q.dtype, [PIPE.consumers, PER_CONSUMER, TILE.value_dim], q_channel.tiles.layout
         ),
-        barriers(PIPE.consumers, 1) if PIPE.ping_pong else 0,  # unused ones would share their memory with other values
+        # may_issue[i]: consumer i - 1 arrives, i waits; unused ones would share their memory with other values
+        barriers(PIPE.consumers, 1) if PIPE.ping_pong else 0,
         Channel(
             gl.allocate_shared_memory(gl.int32, [words(RULE, PIPE) * MAILBOX, 1], mail_layout),
             barriers(MAILBOX, 1),
             barriers(MAILBOX, PIPE.consumers),
         ),
     )  # fmt: skip
-    if PIPE.ping_pong:
-        mbarrier.arrive(shared.turn.index(0))
+    if PIPE.ping_pong:  # the first block of the first consumer has no consumer before it
+        mbarrier.arrive(shared.may_issue.index(0))
     # registers of each warp; the first consumer gets what maxnreg leaves
     if PIPE.consumers == 2:
         gl.warp_specialize(

@@ -27,11 +27,11 @@ class Pipeline(NamedTuple):
 class ForwardMemory(NamedTuple):
     """Shared memory of a program."""
 
-    q: Channel  # a slot for each consumer
+    q: Channel  # from the loader to consumers, like k, v and mail; slot i is for consumer i
     k: Channel
     v: Channel
     out: gl.shared_memory_descriptor
-    turn: gl.shared_memory_descriptor  # barriers [consumers, 1]; 0 without turns
+    may_issue: gl.shared_memory_descriptor  # barriers [consumers, 1], see take_turn(); 0 without ping_pong
     mail: Channel  # which tiles are to come, a few words of each
 
 
@@ -192,25 +192,25 @@ def loader(
 
 
 @gluon.jit
-def take_turn(turn, count, INDEX: gl.constexpr, PIPE: gl.constexpr):
-    """Wait until the consumer before has issued its products of this block."""
+def take_turn(may_issue, count, INDEX: gl.constexpr, PIPE: gl.constexpr):
+    """Wait until the consumer before has issued its products of this block: each block ends a phase of may_issue."""
     if PIPE.ping_pong:
-        mbarrier.wait(turn.index(INDEX), count & 1)
+        mbarrier.wait(may_issue.index(INDEX), count & 1)
 
 
 @gluon.jit
-def pass_turn(turn, INDEX: gl.constexpr, PIPE: gl.constexpr):
+def pass_turn(may_issue, INDEX: gl.constexpr, PIPE: gl.constexpr):
     """Let the next consumer issue its own."""
     if PIPE.ping_pong:
-        mbarrier.arrive(turn.index((INDEX + 1) % PIPE.consumers))
+        mbarrier.arrive(may_issue.index((INDEX + 1) % PIPE.consumers))
 
 
 @gluon.jit
 def skip(shared, count, steps, INDEX: gl.constexpr, PIPE: gl.constexpr):
     """Release blocks that other consumers of the tile meet and this one does not."""
     for _ in range(steps):
-        take_turn(shared.turn, count, INDEX, PIPE)
-        pass_turn(shared.turn, INDEX, PIPE)
+        take_turn(shared.may_issue, count, INDEX, PIPE)
+        pass_turn(shared.may_issue, INDEX, PIPE)
         filled(shared.k, count)
         release(shared.k, count)
         filled(shared.v, count)
