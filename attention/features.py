@@ -97,7 +97,7 @@ FEATURES = (
     Feature("decay", check_decay, ("triton", "hopper")),
     Feature("alibi_slopes", check_alibi, ("triton", "hopper")),
     Feature("sink", check_per_head, ("triton", "hopper")),
-    Feature("relative_bias", check_relative_bias, ("triton",)),
+    Feature("relative_bias", check_relative_bias, ("triton", "hopper")),
     Feature("prefix_lengths", check_prefixes, ("triton",)),
 )
 

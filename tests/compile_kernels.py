@@ -166,7 +166,7 @@ def launch_kernels(dtype, dim, causal, group, features=False, length=4096, ways=
 
 
 UNEVEN = 4095  # a length that no tile divides
-HOPPER_FEATURES = ("window", "softcap", "sink", "max_logit", "dropout", "alibi", "decay")
+HOPPER_FEATURES = ("window", "softcap", "sink", "max_logit", "dropout", "alibi", "decay", "relative_bias")
 
 
 def launch_hopper_kernels(dtype, dim, causal, group, features=(), length=4096, bounds=None):
@@ -176,7 +176,7 @@ def launch_hopper_kernels(dtype, dim, causal, group, features=(), length=4096, b
     """
     from attention.hopper import launch as hopper
 
-    hopper.processors = lambda device: 132
+    hopper.processors = portable.processors = lambda device: 132
     for batch in (1, 8) if group > 1 else (8,):
         rows, length_of_row = (1, batch * length) if bounds == "packed" else (batch, length)
         q, k = (torch.empty(rows, length_of_row, n, dim, dtype=dtype, device="meta") for n in (2 * group, 2))
@@ -192,6 +192,8 @@ def launch_hopper_kernels(dtype, dim, causal, group, features=(), length=4096, b
         if "alibi" in features:
             slopes = q.new_empty(2 * group, dtype=torch.float32)
             options = options._replace(alibi_slopes=slopes.expand(batch, -1))
+        if "relative_bias" in features:
+            options = options._replace(relative_bias=q.new_empty(2, 2 * group, 128))
         if "decay" in features:
             options = options._replace(gate=q.new_empty(rows, 2 * group, length_of_row, dtype=torch.float64))
         if options.dropout:

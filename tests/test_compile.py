@@ -25,13 +25,13 @@ SHARED_KB = {80: 163, 89: 99, 90: 227, 100: 227, 120: 99}  # chip -> shared memo
 COMPILE_ALL = os.environ.get("COMPILE_ALL") == "1"
 
 EVEN, UNEVEN = 4096, 4095  # lengths that tiles divide, or do not
-MIN_TILES_PER_TURN, ALL = "window softcap sink max_logit", "window softcap sink max_logit dropout alibi"
+MANY, ALL = "window softcap sink max_logit", "window softcap sink max_logit dropout alibi"
 DECAY = "window decay"
 # Compiled for Hopper: dtype, bounds of sequences, features, masks, head dims, lengths.
 HOPPER = [
-    ("bfloat16", None, MIN_TILES_PER_TURN, "causal", (128,), (UNEVEN,)),
-    ("float16", "packed", MIN_TILES_PER_TURN, "causal", (64,), (EVEN,)),
-    ("bfloat16", "lengths", MIN_TILES_PER_TURN, "full", (128, 256), (EVEN,)),
+    ("bfloat16", None, MANY, "causal", (128,), (UNEVEN,)),
+    ("float16", "packed", MANY, "causal", (64,), (EVEN,)),
+    ("bfloat16", "lengths", MANY, "full", (128, 256), (EVEN,)),
     ("bfloat16", None, "dropout", "causal", (64, 128), (EVEN,)),
     ("bfloat16", "packed", ALL, "full", (64, 256), (EVEN,)),
     ("bfloat16", None, "alibi", "causal", (64, 128), (UNEVEN,)),
@@ -40,12 +40,13 @@ HOPPER = [
     ("bfloat16", None, "", "causal", (192,), (UNEVEN,)),
     ("bfloat16", "packed", ALL, "full", (192,), (EVEN,)),
     ("bfloat16", "packed", DECAY, "causal", (64, 128, 256), (EVEN,)),
+    ("bfloat16", "packed", "relative_bias", "causal", (64, 128, 256), (EVEN,)),
 ]
 if COMPILE_ALL:
     values = (
         ("bfloat16", "float16"),
         (None, "lengths", "packed"),
-        ("", "dropout", "alibi", MIN_TILES_PER_TURN, ALL),
+        ("", "dropout", "alibi", MANY, ALL),
         ("causal full",),
         [(64, 128, 192, 256)],
     )
@@ -68,7 +69,7 @@ SPILLED = {
         ("backward_kernel", 192): 16,
         ("backward_kernel", 256): 72,
     },
-    MIN_TILES_PER_TURN: {
+    MANY: {
         ("hopper_forward_kernel", 64): 152,
         ("hopper_forward_kernel", 256): 220,
         ("backward_kernel", 128): 316,
@@ -87,6 +88,13 @@ SPILLED = {
         ("backward_kernel", 128): 168,
         ("backward_kernel", 192): 16,
         ("backward_kernel", 256): 156,
+    },
+    "relative_bias": {
+        ("hopper_forward_kernel", 128): 100,
+        ("hopper_forward_kernel", 256): 280,
+        ("backward_kernel", 64): 128,
+        ("backward_kernel", 128): 784,
+        ("backward_kernel", 256): 84,
     },
     DECAY: {
         ("hopper_forward_kernel", 128): 1208,
@@ -184,9 +192,9 @@ def test_hopper_kernels_fit_their_chip(dtype, bounds, features, masks, dims, len
 
     HOPPER contains every pair of values of dtype, mask, bounds of sequences (none, lengths, packed) and features (none,
     or many), and each head dim with and without features, some of a length that tiles divide and some of one that they
-    do not. ALiBi alone is there once. Each combination is compiled with a group of two in one program and in parts.
-    Dropout, alone and with the others, is called with two probabilities, of which the second compiles nothing.
-    COMPILE_ALL=1 adds all other combinations.
+    do not. ALiBi alone is there once, and so is relative_bias. Each combination is compiled with a group of two in one
+    program and in parts. Dropout, alone and with the others, is called with two probabilities, of which the second
+    compiles nothing. COMPILE_ALL=1 adds all other combinations.
 
     Left out: groups of one (their backward is the one that loops over a group, their forward lacks a division), other
     features one by one, negative scales, a gradient of the LSE, and head dims in between, which use the tiles of the

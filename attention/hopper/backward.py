@@ -42,7 +42,7 @@ from .gluon import (
 from .layouts import accumulator, operand_layout, scores_layout, staged
 from .ragged import corner
 from .rows import WIDTH
-from .tiles import Dropout, alibi_slope2, dropout_key, keep_columns, kept, ramp, tanh
+from .tiles import Dropout, alibi_slope2, dropout_key, keep_columns, kept, ramp, relative_bias, tanh
 from .work import advance, has_mask, plan_work
 
 
@@ -75,6 +75,7 @@ class Step(NamedTuple):
     tile: gl.tensor  # of queries, of its head
     number: gl.tensor  # of that tile, counted over all heads
     edge: gl.tensor  # whether some pair of the tiles may be hidden
+    head: gl.tensor
     alibi_slope2: gl.tensor  # of ALiBi and the head, in base 2; 0 if there is none
     gates: Gates  # if there are any
 
@@ -145,21 +146,23 @@ def add_dq(dq, dq_sum, shared, step, PLAN: gl.constexpr):
 
 
 @gluon.jit
-def weigh(scores, lse2, step, dropout, work, scale, RULE: gl.constexpr, PLAN: gl.constexpr, TAIL: gl.constexpr):
+def weigh(scores, lse2, step, dropout, work, terms, RULE: gl.constexpr, PLAN: gl.constexpr, TAIL: gl.constexpr):
     """Raw scores [keys, queries] -> weights, and weights times d score / d (scale q.k); both negative where dropped."""
     offset = lse2[None, :]
+    row = gl.arange(0, PLAN.block_k, gl.SliceLayout(1, scores_layout(PLAN)))
+    after = step.tile * PLAN.block_q + work.shift - work.k_start - row  # how far the first query is after each key
     if RULE.alibi:
-        row = gl.arange(0, PLAN.block_k, gl.SliceLayout(1, scores_layout(PLAN)))
-        after = step.tile * PLAN.block_q + work.shift - work.k_start - row
-        distance = ramp(scores, after) if RULE.causal else gl.abs(ramp(scores, after))
-        offset += distance * step.alibi_slope2
+        distance = ramp(scores, after, gl.float32)
+        offset += (distance if RULE.causal else gl.abs(distance)) * step.alibi_slope2
+    if terms.relative is not None:
+        offset -= relative_bias(terms, step.head, ramp(scores, after, gl.int32)) * LOG2E
     if RULE.decay:
         offset += (step.gates.keys2 - step.gates.query2)[:, None]
     if RULE.softcap > 0:
-        cap = tanh(scores * (scale / RULE.softcap))
+        cap = tanh(scores * (terms.scale / RULE.softcap))
         weights = gl.exp2(cap * (RULE.softcap * LOG2E) - offset)
     else:
-        weights = gl.exp2(scores * (scale * LOG2E) - offset)
+        weights = gl.exp2(scores * (terms.scale * LOG2E) - offset)
     if has_mask(RULE) or TAIL:
         edge = True
         if PLAN.mask_edges_only:
@@ -194,7 +197,7 @@ def sloped_score_gradient(sloped, dweights, delta, dropout, RULE: gl.constexpr):
 
 @gluon.jit
 def backward_step(
-    sums, k, v, step, dropout, dq_sum, shared, work, scale, RULE: gl.constexpr, PLAN: gl.constexpr, TAIL: gl.constexpr
+    sums, k, v, step, dropout, dq_sum, shared, work, terms, RULE: gl.constexpr, PLAN: gl.constexpr, TAIL: gl.constexpr
 ):
     """One step: what a tile of queries adds to the Sums, and its dQ. Numbers: see the top of this file."""
     dk, dv, dgate = sums.dk, sums.dv, sums.dgate
@@ -210,7 +213,7 @@ def backward_step(
     dweights = warpgroup_mma(v, dout.permute((1, 0)), empty, use_acc=False, is_async=True)  # (2)
     lse2 = shared.q.rows.index(slot).load(queries)
     scores = warpgroup_mma_wait(1, deps=(scores,))  # (1) is done
-    weights, sloped = weigh(scores, lse2, step, dropout, work, scale, RULE, PLAN, TAIL)
+    weights, sloped = weigh(scores, lse2, step, dropout, work, terms, RULE, PLAN, TAIL)
     if RULE.dropout:
         weights = gl.maximum(weights, 0.0)
     no_dq = accumulator(PLAN.block_q, PLAN.dim, PLAN)
@@ -289,9 +292,9 @@ def consumer(
         number = work.first_tile + member * work.q_tiles + tile
         head = work.head + member
         own_gates = gates_of(terms.gate, dgate, head, tile, work, RULE, PLAN)
-        step = Step(count, tile, number, edge, alibi_slope2(terms, head, work), own_gates)
+        step = Step(count, tile, number, edge, head, alibi_slope2(terms, head, work), own_gates)
         dropout = Dropout(key, terms.dropout)
-        sums = backward_step(sums, k, v, step, dropout, dq_sum, shared, work, terms.scale, RULE, PLAN, TAIL)
+        sums = backward_step(sums, k, v, step, dropout, dq_sum, shared, work, terms, RULE, PLAN, TAIL)
         tile, member = advance(tile, member, work)
         if RULE.decay:
             if tile == work.start:  # the end of a head

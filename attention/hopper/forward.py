@@ -27,6 +27,7 @@ from .pipeline import (
     PER_CONSUMER,
     ForwardMemory,
     Sizes,
+    TileTerms,
     blocks,
     channel,
     loader,
@@ -38,7 +39,7 @@ from .pipeline import (
     words,
 )
 from .ragged import Rows, corner
-from .tiles import end_softmax, keep_columns, kept, ramp, tanh
+from .tiles import end_softmax, keep_columns, kept, ramp, relative_bias, tanh
 
 
 class State(NamedTuple):
@@ -68,7 +69,7 @@ def hide(scores, edge, start, sizes, RULE: gl.constexpr):
 
 @gluon.jit
 def weigh(
-    scores, top, total, edge, start, dropout, decay, sizes,
+    scores, top, total, edge, start, tile_terms, sizes,
     RULE: gl.constexpr, TILE: gl.constexpr, PIPE: gl.constexpr, MASKED: gl.constexpr,
 ):  # fmt: skip
     """Raw scores of a block -> (weights, top, total, fade): fade is what the sums so far shrink by."""
@@ -80,16 +81,22 @@ def weigh(
         factor = RULE.softcap * LOG2E
     if RULE.alibi:
         rows = gl.arange(0, scores.shape[0], gl.SliceLayout(1, scores.type.layout))
-        ahead = ramp(scores, start - edge - rows)  # how far a key is ahead of a query
+        ahead = ramp(scores, start - edge - rows, gl.float32)  # how far a key is ahead of a query
         slope = sizes.alibi_slope2 / factor
         if RULE.causal:
             scores += ahead * slope
         else:
             scores -= gl.abs(ahead) * slope
+    if RULE.decay or tile_terms.terms.relative is not None:  # what is added has no factor
+        scores *= factor
+        factor = 1.0
     if RULE.decay:  # the gate of a query adds the same to all its scores: see end_rows()
         key = start + gl.arange(0, scores.shape[1], gl.SliceLayout(0, scores.type.layout))
-        scores = scores * factor - log2_gate(decay, key, key < sizes.k_len if MASKED else None)[None, :]
-        factor = 1.0
+        scores -= log2_gate(tile_terms.decay, key, key < sizes.k_len if MASKED else None)[None, :]
+    if tile_terms.terms.relative is not None:
+        rows = gl.arange(0, scores.shape[0], gl.SliceLayout(1, scores.type.layout))
+        distance = 0 - ramp(scores, start - edge - rows, gl.int32)
+        scores += relative_bias(tile_terms.terms, tile_terms.lane % TILE.heads, distance) * LOG2E
     if MASKED:
         scores = hide(scores, edge, start, sizes, RULE)
     new_top = gl.maximum(top, gl.max(scores, 1) * factor)
@@ -101,7 +108,7 @@ def weigh(
     fade = gl.exp2(top - pivot)
     total = total * fade + gl.sum(weights, 1)
     if RULE.dropout:  # acts on normalised weights
-        keep = kept(weights, edge - (sizes.k_len - sizes.q_len), start, dropout, QUERIES=0)
+        keep = kept(weights, edge - (sizes.k_len - sizes.q_len), start, tile_terms.dropout, QUERIES=0)
         weights = gl.where(keep, weights, 0.0)
     return weights, new_top, total, fade
 
@@ -128,7 +135,7 @@ def unpack(pairs, acc, DTYPE: gl.constexpr):
 
 @gluon.jit
 def attend(
-    state, q, shared, count, steps, edge, start, dropout, decay, sizes,
+    state, q, shared, count, steps, edge, start, tile_terms, sizes,
     INDEX: gl.constexpr, RULE: gl.constexpr, TILE: gl.constexpr, PIPE: gl.constexpr,
     MASKED: gl.constexpr, FIRST: gl.constexpr = False,
 ):  # fmt: skip
@@ -152,7 +159,7 @@ def attend(
         scores = warpgroup_mma_wait(0 if FIRST else 1, deps=(scores,))  # (1) is done
         release(shared.k, count)
         weights, top, total, fade = weigh(
-            scores, state.top, state.total, edge, start, dropout, decay, sizes, RULE, TILE, PIPE, MASKED
+            scores, state.top, state.total, edge, start, tile_terms, sizes, RULE, TILE, PIPE, MASKED
         )
         if not FIRST:
             acc = warpgroup_mma_wait(0, deps=(acc,))  # (2) is done
@@ -230,36 +237,37 @@ def consumer(
     message = receive(shared.mail, visit)
     while message[0] >= 0:
         tile_start, lane = message[0], message[1]
-        first, first_key, own, dropout = unpack_message(message, sizes, RULE, PIPE)
+        first, first_key, bounds, dropout = unpack_message(message, sizes, RULE, PIPE)
         q_start = tile_start + INDEX * PER_CONSUMER
-        tile_begin, _, _, tile_end = blocks(tile_start, TILE.block_q, own, RULE, TILE)
-        begin, full_begin, full_end, end = own_blocks(q_start, own, tile_end, RULE, TILE)
+        tile_begin, _, _, tile_end = blocks(tile_start, TILE.block_q, bounds, RULE, TILE)
+        begin, full_begin, full_end, end = own_blocks(q_start, bounds, tile_end, RULE, TILE)
         next_tile = count + tile_end - tile_begin
-        edge = q_start + own.k_len - own.q_len  # where its first query stands
+        edge = q_start + bounds.k_len - bounds.q_len  # where its first query stands
         decay = Decay(0, 0.0, 0.0)
         if RULE.decay:
             own_gates = terms.gate + (lane.to(gl.int64) * sizes.k_len + first_key)
-            decay = decay_from(own_gates, edge, own.k_len)
+            decay = decay_from(own_gates, edge, bounds.k_len)
+        tile_terms = TileTerms(dropout, decay, terms, lane)
 
         mbarrier.wait(shared.q.full.index(INDEX), visit & 1)
         count = skip(shared, count, tile_end - end, INDEX, PIPE)
         start = (end - 1) * TILE.block_k
         state = empty_state(dtype, TILE)
         state, count, start = attend(
-            state, q, shared, count, 1, edge, start, dropout, decay, own,
+            state, q, shared, count, 1, edge, start, tile_terms, bounds,
             INDEX, RULE, TILE, PIPE, MASKED=True, FIRST=True,
         )  # fmt: skip
         state, count, start = attend(
-            state, q, shared, count, end - 1 - full_end, edge, start, dropout, decay, own,
+            state, q, shared, count, end - 1 - full_end, edge, start, tile_terms, bounds,
             INDEX, RULE, TILE, PIPE, MASKED=True,
         )  # fmt: skip
         state, count, start = attend(
-            state, q, shared, count, full_end - full_begin, edge, start, dropout, decay, own,
+            state, q, shared, count, full_end - full_begin, edge, start, tile_terms, bounds,
             INDEX, RULE, TILE, PIPE, MASKED=False,
         )  # fmt: skip
         if RULE.window > 0:
             state, count, start = attend(
-                state, q, shared, count, full_begin - begin, edge, start, dropout, decay, own,
+                state, q, shared, count, full_begin - begin, edge, start, tile_terms, bounds,
                 INDEX, RULE, TILE, PIPE, MASKED=True,
             )  # fmt: skip
         if not PIPE.out_in_q_memory:
@@ -267,10 +275,10 @@ def consumer(
         v_tile = filled(shared.v, count - 1)
         acc = warpgroup_mma(unpack(state.weights, state.acc, dtype), v_tile, state.acc, is_async=True)  # (2)
 
-        lse, top, factor = end_rows(state, edge, lane, decay, sink, own, RULE, TILE)
+        lse, top, factor = end_rows(state, edge, lane, decay, sink, bounds, RULE, TILE)
         offset = q_start + gl.arange(0, PER_CONSUMER, lse.type.layout)
         rows = lse2 + (lane.to(gl.int64) * sizes.q_len + first)
-        gl.store(rows + offset, lse, offset < own.q_len)
+        gl.store(rows + offset, lse, offset < bounds.q_len)
 
         acc = warpgroup_mma_wait(0, deps=(acc,))
         release(shared.v, count - 1)
@@ -280,13 +288,13 @@ def consumer(
         acc = acc * gl.convert_layout(factor, gl.SliceLayout(1, acc.type.layout))[:, None]
         out_tile = output_tile(acc, shared, out, INDEX)
         row = lane // TILE.heads
-        queries = Rows(row, row * sizes.q_len + first + own.q_len, own.q_len)
+        queries = Rows(row, row * sizes.q_len + first + bounds.q_len, bounds.q_len)
         tma_store(out, corner(queries, q_start, lane % TILE.heads, PIPE.ragged), out_tile)
         if PIPE.out_in_q_memory:
             tma_wait(0)
             mbarrier.arrive(shared.q.empty.index(INDEX))
         if max_logit2 is not None:  # last, when there are registers for it
-            largest = gl.max(gl.where(offset < own.q_len, top, float("-inf")), 0)
+            largest = gl.max(gl.where(offset < bounds.q_len, top, float("-inf")), 0)
             gl.atomic_max(max_logit2 + lane % TILE.heads, largest, sem="relaxed")
         visit += 1
         message = receive(shared.mail, visit)

@@ -14,6 +14,7 @@ from .. import table
 from ..gpu import processors
 from ..launcher import Launcher, descriptor
 from ..portable import launch as portable
+from ..portable.distance import relative_bias_gradient
 from ..problem import describe, empty, gradients, output
 from ..table import Launch
 from ..tiles import aligned
@@ -50,7 +51,7 @@ FORWARD = {
     (256, 256): ForwardSettings(64, Pipeline(consumers=2, stages=2, out_in_q_memory=True), 168),
     (256, 128): ForwardSettings(64, Pipeline(consumers=2, stages=2), 168),
 }
-FORWARD_WITH_DROPOUT_OR_DECAY = FORWARD | {  # with 128 keys the registers for three consumers would not do
+FORWARD_WITH_MANY_REGISTERS = FORWARD | {  # three consumers with 128 keys would spill
     (64, 64): ForwardSettings(64, Pipeline(consumers=3, stages=4, ping_pong=True), 128),
 }
 BACKWARD = {
@@ -173,7 +174,8 @@ def forward(q, k, v, options):
 def forward_launcher(problem):
     dim, value_dim = tile_dims(problem)
     rule = problem.rule
-    settings = FORWARD_WITH_DROPOUT_OR_DECAY if rule.dropout or rule.decay else FORWARD
+    large = rule.dropout or rule.decay or problem.terms.relative is not None
+    settings = FORWARD_WITH_MANY_REGISTERS if large else FORWARD
     block_k, pipe, registers = settings[dim, value_dim]
     pipe = pipe._replace(negate_scores=problem.terms.scale < 0, ragged=problem.is_ragged)
     block_q = PER_CONSUMER.value * pipe.consumers
@@ -225,7 +227,8 @@ def backward(q, k, v, out, lse2, dout, dlse, wanted, options, deterministic=None
     # keys before every window are left out too (bounds() in ragged.py): only then is all filled with zeros
     new = partial(output, problem) if problem.rule.window else empty
     (dq, dk, dv), found = gradients(q, k, v, options.kv_heads > 0, empty, new)
-    delta = None if options.sink is None else output(problem, lse2)
+    tables = options.relative_bias if wanted["relative_bias"] else None
+    delta = None if options.sink is None and tables is None else output(problem, lse2)
     gate = options.gate
     dgate = None if gate is None else empty(gate, dtype=torch.float32).zero_()
     parts = [None, None]
@@ -252,6 +255,10 @@ def backward(q, k, v, out, lse2, dout, dlse, wanted, options, deterministic=None
             problem.ragged, q_slots,
         )  # fmt: skip
         problem.cached(finish_launcher).start(dq_sum, view("dq", dq), *where, options.scale)
+        if tables is not None:
+            tensors = dict(q=q, k=k, v=v, dout=dout, lse2=lse2, delta=delta)
+            distances = portable.launch_distances(problem, [view(name, x) for name, x in tensors.items()])
+            found["relative_bias"] = relative_bias_gradient(distances, tables)
         if members < group:
             for part, total in zip(parts, (dk, dv), strict=True):
                 portable.launch_group_sum(problem, part[..., : total.shape[3]], total)

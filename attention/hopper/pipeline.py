@@ -2,9 +2,10 @@
 
 from typing import NamedTuple
 
-from ..score import ahead, behind
+from ..score import Terms, ahead, behind
 from ..tiles import Sequence
 from .channel import Channel, acquire, barriers, commit, fill, filled, release, shared_layout, wait_full
+from .decay import Decay
 from .gluon import gl, gluon, mbarrier
 from .ragged import Rows, corner
 from .tiles import Dropout, alibi_slope2, bounds, dropout_key, listed, meeting_range, query_tile
@@ -43,6 +44,15 @@ class Sizes(NamedTuple):
     scale: gl.tensor
     dropout: gl.tensor  # probability
     alibi_slope2: gl.tensor = 0.0  # of ALiBi and the head of a tile, in base 2
+
+
+class TileTerms(NamedTuple):
+    """What the scores of a tile depend on besides its Sizes."""
+
+    dropout: Dropout
+    decay: Decay  # if there are gates
+    terms: Terms  # of the call
+    lane: gl.tensor  # head, counted over all rows of the batch
 
 
 @gluon.jit

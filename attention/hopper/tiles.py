@@ -23,6 +23,7 @@ meeting_range = gluon.jit(tiles.meeting_range.fn)
 philox = gluon.jit(score.philox.fn)
 query_tile = gluon.jit(tiles.query_tile.fn)
 alibi_slope2 = gluon.jit(score.alibi_slope2.fn)
+relative_bias = gluon.jit(score.relative_bias.fn)
 tanh = gluon.jit(score.tanh.fn)
 
 
@@ -67,10 +68,10 @@ def keep_columns(x, begin, end, other):
 
 
 @gluon.jit
-def ramp(x, first):
-    """first + column in float32, for a matmul's result [rows, columns]; first int32 [rows]."""
+def ramp(x, first, DTYPE: gl.constexpr):
+    """first + column as DTYPE, for a matmul's result [rows, columns]; first int32 [rows]."""
     _, column, thread = split_columns(x)
-    found = (expand_rows(first, thread) + thread).to(gl.float32)[:, None, :, None] + column.to(gl.float32)
+    found = (expand_rows(first, thread) + thread).to(DTYPE)[:, None, :, None] + column.to(DTYPE)
     return join_columns(found, x)
 
 
