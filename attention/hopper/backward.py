@@ -39,11 +39,10 @@ from .gluon import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
-from .layouts import accumulator, operand_layout, scores_layout, staged
 from .ragged import corner
 from .rows import WIDTH
 from .tiles import Dropout, alibi_slope2, dropout_key, keep_columns, kept, ramp, relative_bias, tanh
-from .work import advance, has_mask, plan_work
+from .work import accumulator, advance, has_mask, operand_layout, plan_work, scores_layout, staged
 
 
 class BackwardMemory(NamedTuple):

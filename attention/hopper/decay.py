@@ -13,7 +13,7 @@ import triton.language as tl
 from ..score import LOG2E
 from .channel import shared_layout
 from .gluon import fence_async_shared, gl, gluon, warpgroup_mma
-from .layouts import accumulator, scores_layout
+from .work import accumulator, scores_layout
 
 
 def split_gate(gate):

@@ -1,17 +1,12 @@
-"""What each program of the backward does: its keys, its query heads, and the queries that see the keys."""
+"""What each program of the backward does: its keys, its query heads, the queries that see the keys; and its layouts."""
 
 from typing import NamedTuple
 
 import triton.language as tl
 
 from ..score import ahead, behind
-from ..tiles import (
-    Sequence,
-)
-from .gluon import (
-    gl,
-    gluon,
-)
+from ..tiles import Sequence
+from .gluon import gl, gluon
 from .ragged import Rows, first_slot
 from .tiles import bounds, listed, meeting_range
 
@@ -34,6 +29,38 @@ class Plan(NamedTuple):
     kv_in_registers: bool = False  # K and V in registers, not shared memory, as left operands
     dk_before_dq: bool = False  # multiply dK while warps wait for each other before dQ; else while dQ is stored
     ragged: bool = False  # whether sequences have lengths of their own, and tiles come from lists
+
+
+@gluon.constexpr_function
+def staged(plan):
+    """Whether P and dS reach their matmuls through shared memory: a warp holds too few of their columns."""
+    return plan.block_k < plan.warps * 16
+
+
+@gluon.constexpr_function
+def mma_layout(warps, rows, columns):
+    """Of a matmul's result: 16 rows a warp, in groups of four warps; groups that this leaves over share the columns."""
+    down = min(warps, rows // 16)
+    across = warps // down
+    return gl.NVMMADistributedLayout([3, 0], [down, across], [16, columns // across, 16])
+
+
+@gluon.constexpr_function
+def scores_layout(plan):
+    """Of [keys, queries]."""
+    return mma_layout(plan.warps, plan.block_k, plan.block_q)
+
+
+@gluon.constexpr_function
+def operand_layout(plan, dim):
+    """Of P^T and dS^T, the left operands of dV and dK [keys, dim]."""
+    return gl.DotOperandLayout(0, mma_layout(plan.warps, plan.block_k, dim), 2)
+
+
+@gluon.jit
+def accumulator(ROWS: gl.constexpr, COLUMNS: gl.constexpr, PLAN: gl.constexpr):
+    """A float32 accumulator of a matmul."""
+    return gl.full([ROWS, COLUMNS], 0.0, gl.float32, mma_layout(PLAN.warps, ROWS, COLUMNS))
 
 
 class Work(NamedTuple):
