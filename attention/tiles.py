@@ -206,12 +206,6 @@ def locate(n_tiles, HEADS: tl.constexpr):
 
 
 @triton.jit
-def locate_query_tile(n_tiles, k_len, RULE: tl.constexpr, TILE: tl.constexpr):
-    """Program id -> (tile, head, sequence index) for kernels that walk the keys."""
-    return query_tile(tl.program_id(0), tl.num_programs(0), n_tiles, k_len, RULE, TILE)
-
-
-@triton.jit
 def query_tile(number, count, n_tiles, k_len, RULE: tl.constexpr, TILE: tl.constexpr):
     """Number of `count` tiles in all -> (tile, head, sequence index), in the order in which they should start.
 
@@ -230,6 +224,17 @@ def query_tile(number, count, n_tiles, k_len, RULE: tl.constexpr, TILE: tl.const
         tile = n_tiles - 1 - rest // size
         head = turn * fit + rest % size
     return tile, head % TILE.heads, head // TILE.heads
+
+
+@triton.jit
+def locate_queries(q_len, k_len, ragged, RULE: tl.constexpr, TILE: tl.constexpr):
+    """Program id -> (first query, how many from there on, head, Sequence), for kernels that walk the keys."""
+    n_tiles = count_tiles(q_len, ragged.q_starts, TILE.block_q, TILE.heads)
+    tile, head, index = query_tile(tl.program_id(0), tl.num_programs(0), n_tiles, k_len, RULE, TILE)
+    tile, index = find_tile(tile, index, n_tiles, q_len, ragged.q_starts, TILE.block_q)
+    seq = sequence(index, q_len, k_len, ragged)
+    start = tile * TILE.block_q
+    return start, seq.q_len - start, head, seq
 
 
 @triton.jit

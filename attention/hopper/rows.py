@@ -23,7 +23,7 @@ WIDTH = tl.constexpr(32)
 
 
 @triton.jit
-def locate_queries(q_list, ragged, q_slots, q_len, k_len, TILE: tl.constexpr):
+def locate_rows(q_list, ragged, q_slots, q_len, k_len, TILE: tl.constexpr):
     """Program id -> (first query, how many from there on, head, Sequence, number of the tile in rows and dq_sum)."""
     program = tl.program_id(0)
     if q_list is None:
@@ -51,7 +51,7 @@ def prepare_kernel(
 
     With gate [B, H, Tk], lse2 in rows is reduced by each query's gate less that of the tile's first query, in base 2.
     """
-    start, count, head, seq, number = locate_queries(q_list, ragged, q_slots, q_len, k_len, TILE)
+    start, count, head, seq, number = locate_rows(q_list, ragged, q_slots, q_len, k_len, TILE)
     if q_list is not None and count <= 0:
         return
     first = seq.q_start
@@ -86,7 +86,7 @@ def prepare_kernel(
 @triton.jit(do_not_specialize=["q_slots", "q_len", "k_len"])
 def finish_kernel(dq_sum, dq, q_list, ragged, q_slots, q_len, k_len, scale, TILE: tl.constexpr):
     """After backward_kernel: dq = scale times the sum for one tile of queries of one head, in the order of dq again."""
-    start, count, head, seq, number = locate_queries(q_list, ragged, q_slots, q_len, k_len, TILE)
+    start, count, head, seq, number = locate_rows(q_list, ragged, q_slots, q_len, k_len, TILE)
     if q_list is not None and count <= 0:
         return
     SIZE: tl.constexpr = TILE.block_q * padded(TILE.dim)

@@ -8,12 +8,11 @@ from typing import NamedTuple
 import triton
 import triton.language as tl
 
-from ..score import ahead, behind, reach
+from ..score import behind
 from ..tiles import (
     Ragged,
     find_tile,
     locate,
-    meeting_range,
     pair_pointers,
     sequence,
     tile_lane,
@@ -23,6 +22,7 @@ from .backward import (
     meet_keys,
     query_lanes,
 )
+from .forward import keys_seen
 
 
 class Spread(NamedTuple):
@@ -82,8 +82,7 @@ def dbias_kernel(
         queries = load_queries(lanes, head, q_start, seq, terms, RULE, TILE, DELTA=True)
         first = q_start + seq.k_len - seq.q_len
         last = first + TILE.block_q - 1
-        seen_first, seen_last = reach(first, seq, RULE), reach(last, seq, RULE)
-        span = meeting_range(seen_first, seen_last, behind(RULE), ahead(RULE), seq.k_len, TILE.block_k, TILE.block_k)
+        span = keys_seen(first, last, seq, RULE, TILE.block_k, TILE.block_k)
         low = first - behind(RULE)
         k_hi = seq.k_len if SPREAD.keys else tl.minimum(k_lo + TILE.block_k, seq.k_len)
         end = tl.where(q_start < seq.q_len, tl.minimum(span.hi, k_hi), 0)

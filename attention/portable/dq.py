@@ -8,21 +8,17 @@ from typing import NamedTuple
 import triton
 import triton.language as tl
 
-from ..score import LOG2E, ahead, behind, dp_factor, reach
+from ..score import LOG2E, behind, dp_factor
 from ..tiles import (
-    count_tiles,
     dot,
-    find_tile,
     first_step,
     last_step,
     load_rows,
     load_tile,
-    locate_query_tile,
-    meeting_range,
+    locate_queries,
     narrow,
     position,
     row_lane,
-    sequence,
     store_rows,
     store_tile,
     tile_lane,
@@ -36,6 +32,7 @@ from .backward import (
     meet_keys,
     query_lanes,
 )
+from .forward import keys_seen
 
 
 class Mean(NamedTuple):
@@ -119,18 +116,12 @@ def dq_kernel(
     OUTPUTS = "both" writes delta too, "delta" writes that alone, and "dq" reads it. If `out` is None, delta is found by
     a walk over the keys. In one kernel these two walks would spill at head dim 256.
     """
-    n_tiles = count_tiles(q_len, ragged.q_starts, TILE.block_q, TILE.heads)
-    tile, head, index = locate_query_tile(n_tiles, k_len, RULE, TILE)
-    tile, index = find_tile(tile, index, n_tiles, q_len, ragged.q_starts, TILE.block_q)
-    seq = sequence(index, q_len, k_len, ragged)
-    q_start = tile * TILE.block_q
-    count = seq.q_len - q_start
+    q_start, count, head, seq = locate_queries(q_len, k_len, ragged, RULE, TILE)
     if count <= 0:
         return
     first = q_start + seq.k_len - seq.q_len
     last = first + tl.minimum(TILE.block_q, count) - 1
-    seen_first, seen_last = reach(first, seq, RULE), reach(last, seq, RULE)
-    span = meeting_range(seen_first, seen_last, behind(RULE), ahead(RULE), seq.k_len, TILE.block_k, TILE.block_k)
+    span = keys_seen(first, last, seq, RULE, TILE.block_k, TILE.block_k)
     low = first - behind(RULE)
     lanes = query_lanes(q, dout, lse2, delta, head, seq)
     queries = load_queries(lanes, head, q_start, seq, terms, RULE, TILE, DELTA=OUTPUTS == "dq")

@@ -7,18 +7,15 @@ import triton.language as tl
 
 from ..score import LOG2E, ahead, behind, drop, dropout_key, end_softmax, reach, shape_scores
 from ..tiles import (
-    count_tiles,
     dot,
     fetch_tile,
-    find_tile,
     first_step,
     last_step,
     load_tile,
-    locate_query_tile,
+    locate_queries,
     meeting_range,
     narrow,
     position,
-    sequence,
     step_size,
     store_rows,
     store_tile,
@@ -43,6 +40,13 @@ class QueryTile(NamedTuple):
     head: tl.tensor
     key: tl.tensor  # of dropout
     low: tl.tensor  # first key that one of them can see
+
+
+@triton.jit
+def keys_seen(first, last, seq, RULE: tl.constexpr, BLOCK: tl.constexpr, EDGE: tl.constexpr):
+    """The Span of keys that queries at positions first..last see; BLOCK, EDGE: as in meeting_range()."""
+    first, last = reach(first, seq, RULE), reach(last, seq, RULE)
+    return meeting_range(first, last, behind(RULE), ahead(RULE), seq.k_len, BLOCK, EDGE)
 
 
 @triton.jit
@@ -91,19 +95,12 @@ def forward_kernel(
     On chip: the query tile, the key and value tiles in use and those loaded ahead, and the Softmax state in registers.
     Source: Dao, FlashAttention-2, algorithm 1; scores in base 2.
     """
-    n_tiles = count_tiles(q_len, ragged.q_starts, TILE.block_q, TILE.heads)
-    tile, head, index = locate_query_tile(n_tiles, k_len, RULE, TILE)
-    tile, index = find_tile(tile, index, n_tiles, q_len, ragged.q_starts, TILE.block_q)
-    seq = sequence(index, q_len, k_len, ragged)
-    q_start = tile * TILE.block_q
-    count = seq.q_len - q_start
+    q_start, count, head, seq = locate_queries(q_len, k_len, ragged, RULE, TILE)
     if count <= 0:
         return
     first = q_start + seq.k_len - seq.q_len  # query i stands at key i + k_len - q_len
     last = first + tl.minimum(TILE.block_q, count) - 1
-    EDGE: tl.constexpr = step_size(TILE.block_k, True)
-    seen_first, seen_last = reach(first, seq, RULE), reach(last, seq, RULE)
-    span = meeting_range(seen_first, seen_last, behind(RULE), ahead(RULE), seq.k_len, TILE.block_k, EDGE)
+    span = keys_seen(first, last, seq, RULE, TILE.block_k, step_size(TILE.block_k, True))
     q = tile_lane(q, seq.row, head, seq.q_start)
     k = tile_lane(k, seq.row, head // TILE.group, seq.k_start)
     v = tile_lane(v, seq.row, head // TILE.group, seq.k_start)
