@@ -23,6 +23,7 @@ import torch
 import triton
 
 from attention.gpu import processors
+from attention.hopper.channel import Channel, acquire, barriers, release
 from attention.hopper.gluon import TensorDescriptor, gl, gluon, mbarrier, tma_load, warpgroup_mma, warpgroup_mma_wait
 from kernels import activation
 
@@ -56,13 +57,11 @@ AHEAD = {"activate": 0, "slope": 2}  # of a Plan, for each epilogue
 STAGES = (4, 3)  # of a Plan: the first that divides the number of steps
 
 
-class Ring(NamedTuple):
-    """Operands in shared memory, and when a slot is full or empty."""
+class Operands(NamedTuple):
+    """Of each step, from the loader to the consumer; both have the same barriers."""
 
-    a: gl.shared_memory_descriptor  # [stages, ROWS, DEPTH]
-    b: gl.shared_memory_descriptor  # [stages, COLUMNS, DEPTH]
-    full: gl.shared_memory_descriptor  # barriers [stages, 1]
-    empty: gl.shared_memory_descriptor
+    a: Channel  # [stages, ROWS, DEPTH]
+    b: Channel  # [stages, COLUMNS, DEPTH]
 
 
 class Scales(NamedTuple):
@@ -200,9 +199,8 @@ def load_first(other, place, PAIRS: gl.constexpr, PLAN: gl.constexpr):
 
 
 @gluon.jit
-def loader(a, b, ring, tiles, PAIRS: gl.constexpr, STEPS: gl.constexpr):
+def loader(a, b, operands, tiles, PAIRS: gl.constexpr, STEPS: gl.constexpr):
     """Load the operands of all steps of this program's tiles; columns of the result come first, then its rows."""
-    STAGES: gl.constexpr = ring.full.shape[0]
     ACROSS: gl.constexpr = 2 * PAIRS // COLUMNS
     DEPTH: gl.constexpr = a.block_shape[1]
     count = 0
@@ -210,30 +208,29 @@ def loader(a, b, ring, tiles, PAIRS: gl.constexpr, STEPS: gl.constexpr):
         row = tile // ACROSS * ROWS
         block = tile % ACROSS * (COLUMNS // 32)
         for step in range(STEPS):
-            slot = count % STAGES
-            full = ring.full.index(slot)
-            mbarrier.wait(ring.empty.index(slot), count // STAGES & 1 ^ 1)
+            slot = acquire(operands.a, count)
+            full = operands.a.full.index(slot)
             mbarrier.expect(full, a.block_type.nbytes + b.block_type.nbytes)
-            tma_load(a, [row, step * DEPTH], full, ring.a.index(slot))
-            tma_load(b, [block, 0, 0, 0, step * DEPTH], full, ring.b.index(slot).reshape(b.block_shape))
+            tma_load(a, [row, step * DEPTH], full, operands.a.tiles.index(slot))
+            tma_load(b, [block, 0, 0, 0, step * DEPTH], full, operands.b.tiles.index(slot).reshape(b.block_shape))
             count += 1
 
 
 @gluon.jit
-def multiply(sums, ring, turn, STEP: gl.constexpr, FIRST: gl.constexpr):
-    """sums + a b^T of a step, or a b^T if it is the FIRST, not yet waited for. turn: of the ring, when STEP is 0."""
-    STAGES: gl.constexpr = ring.full.shape[0]
+def multiply(sums, operands, turn, STEP: gl.constexpr, FIRST: gl.constexpr):
+    """sums + a b^T of a step, or a b^T if it is the FIRST, not yet waited for. turn: of the slots, when STEP is 0."""
+    STAGES: gl.constexpr = operands.a.full.shape[0]
     SLOT: gl.constexpr = STEP % STAGES
-    mbarrier.wait(ring.full.index(SLOT), turn + STEP // STAGES & 1)
-    b = ring.b.index(SLOT).permute((1, 0))
-    return warpgroup_mma(ring.a.index(SLOT), b, sums, use_acc=not FIRST, is_async=True)
+    mbarrier.wait(operands.a.full.index(SLOT), turn + STEP // STAGES & 1)
+    b = operands.b.tiles.index(SLOT).permute((1, 0))
+    return warpgroup_mma(operands.a.tiles.index(SLOT), b, sums, use_acc=not FIRST, is_async=True)
 
 
 @gluon.jit
-def release(sums, ring, STEP: gl.constexpr, PENDING: gl.constexpr):
+def finish_steps(sums, operands, STEP: gl.constexpr, PENDING: gl.constexpr):
     """Wait for all steps but the last PENDING, and give the slot of a step back to the loader."""
     sums = warpgroup_mma_wait(PENDING, deps=(sums,))
-    mbarrier.arrive(ring.empty.index(STEP % ring.full.shape[0]))
+    release(operands.a, STEP)
     return sums
 
 
@@ -253,7 +250,7 @@ def first_sums(bias, column, scale, LAYOUT: gl.constexpr):
 
 @gluon.jit
 def consumer(
-    ring, bias, other, scales, outputs, rows, tiles, PAIRS: gl.constexpr, STEPS: gl.constexpr, PLAN: gl.constexpr
+    operands, bias, other, scales, outputs, rows, tiles, PAIRS: gl.constexpr, STEPS: gl.constexpr, PLAN: gl.constexpr
 ):
     """Multiply each tile, and write the tile before it."""
     LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [8, 1], [16, 256, 32 if PLAN.fp8 else 16])
@@ -273,19 +270,19 @@ def consumer(
         held = load_first(other, before, PAIRS, PLAN)
         sums = first_sums(bias, column, scale, LAYOUT)
         for step in gl.static_range(BUSY):
-            sums = multiply(sums, ring, turn, step, step == 0 and bias is None)
+            sums = multiply(sums, operands, turn, step, step == 0 and bias is None)
             for number in gl.static_range(step * PIECES // BUSY, (step + 1) * PIECES // BUSY):
                 held = load_ahead(held, other, before, number + PLAN.ahead, PAIRS, PLAN)
                 largest = finish_piece(pieces[number], held, outputs, factor, largest, before, number, PAIRS, PLAN)
             if step > 0:
-                sums = release(sums, ring, step - 1, 1)
+                sums = finish_steps(sums, operands, step - 1, 1)
         turn += BUSY // STAGES
         for _ in range(STEPS // STAGES - BUSY // STAGES):
             for step in gl.static_range(STAGES):
-                sums = multiply(sums, ring, turn, step, False)
-                sums = release(sums, ring, step + STAGES - 1, 1)
+                sums = multiply(sums, operands, turn, step, False)
+                sums = finish_steps(sums, operands, step + STAGES - 1, 1)
             turn += 1
-        sums = release(sums, ring, STAGES - 1, 0)
+        sums = finish_steps(sums, operands, STAGES - 1, 0)
         pieces = pieces_of(sums, scale)
         before = Place(row * PAIRS + column // 2, rows - row)
     held = load_first(other, before, PAIRS, PLAN)
@@ -303,19 +300,14 @@ def matmul_kernel(
 ):
     """Tiles of a b^T, each with its epilogue. a and b are descriptors; other: pairs of bfloat16."""
     STAGES: gl.constexpr = PLAN.stages
-    ring = Ring(
-        gl.allocate_shared_memory(a.dtype, [STAGES, ROWS, a.block_shape[1]], a.layout),
-        gl.allocate_shared_memory(a.dtype, [STAGES, COLUMNS, a.block_shape[1]], a.layout),
-        gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout()),
-        gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout()),
-    )
-    for slot in gl.static_range(STAGES):
-        mbarrier.init(ring.full.index(slot), count=1)
-        mbarrier.init(ring.empty.index(slot), count=1)
+    a_tiles = gl.allocate_shared_memory(a.dtype, [STAGES, ROWS, a.block_shape[1]], a.layout)
+    b_tiles = gl.allocate_shared_memory(a.dtype, [STAGES, COLUMNS, a.block_shape[1]], a.layout)
+    full, empty = barriers(STAGES, 1), barriers(STAGES, 1)
+    operands = Operands(Channel(a_tiles, full, empty), Channel(b_tiles, full, empty))
     gl.warp_specialize(
         [
-            (consumer, (ring, bias, other, scales, outputs, rows, tiles, PAIRS, STEPS, PLAN)),
-            (loader, (a, b, ring, tiles, PAIRS, STEPS)),
+            (consumer, (operands, bias, other, scales, outputs, rows, tiles, PAIRS, STEPS, PLAN)),
+            (loader, (a, b, operands, tiles, PAIRS, STEPS)),
         ],
         [1],
         [24],  # registers of each warp; the first partition gets what maxnreg leaves
