@@ -153,6 +153,16 @@ def tanh(x):
 
 
 @triton.jit
+def cap_scores(qk, scale, RULE: tl.constexpr):
+    """Raw q.k -> (x, factor): x * factor is the score in base 2, soft-capped; its slope is then 1 - x * x, else 1."""
+    factor = scale * LOG2E
+    if RULE.softcap > 0:
+        qk = tanh(qk * (scale / RULE.softcap))
+        factor = RULE.softcap * LOG2E
+    return qk, factor
+
+
+@triton.jit
 def alibi_slope2(terms, head, seq):
     """ALiBi's slope of a head, in base 2; 0 without slopes."""
     found = 0.0
@@ -187,12 +197,10 @@ def shape_scores(qk, q_pos, k_pos, head, seq, terms, RULE: tl.constexpr, MASKED:
         bias = tl.load(pointers, q_exists & k_exists, float("-inf")).to(tl.float32)
         # what is -inf in base 2, if only there, hides a key, which may hold NaN
         qk = tl.where(bias * LOG2E == float("-inf"), 0.0, qk)
+    qk, factor = cap_scores(qk, terms.scale, RULE)
+    scores = qk * factor
     if RULE.softcap > 0:
-        cap = tanh(qk * (terms.scale / RULE.softcap))
-        scores = cap * (RULE.softcap * LOG2E)
-        slope = 1 - cap * cap
-    else:
-        scores = qk * (terms.scale * LOG2E)
+        slope = 1 - qk * qk
     if terms.gate is not None:
         # Differences of float64 sums, since a float32 sum over a long row has lost what neighbours differ by.
         gate = row_lane(gate_view(terms), seq.row, head, seq.k_start)

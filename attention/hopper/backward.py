@@ -41,7 +41,7 @@ from .gluon import (
 )
 from .ragged import corner
 from .rows import WIDTH
-from .tiles import Dropout, alibi_slope2, dropout_key, keep_columns, kept, ramp, relative_bias, tanh
+from .tiles import Dropout, alibi_slope2, cap_scores, dropout_key, keep_columns, kept, ramp, relative_bias
 from .work import accumulator, advance, has_mask, operand_layout, plan_work, scores_layout, staged
 
 
@@ -157,11 +157,8 @@ def weigh(scores, lse2, step, dropout, work, terms, RULE: gl.constexpr, PLAN: gl
         offset -= relative_bias(terms, step.head, ramp(scores, after, gl.int32)) * LOG2E
     if RULE.decay:
         offset += (step.gates.keys2 - step.gates.query2)[:, None]
-    if RULE.softcap > 0:
-        cap = tanh(scores * (terms.scale / RULE.softcap))
-        weights = gl.exp2(cap * (RULE.softcap * LOG2E) - offset)
-    else:
-        weights = gl.exp2(scores * (terms.scale * LOG2E) - offset)
+    scores, factor = cap_scores(scores, terms.scale, RULE)
+    weights = gl.exp2(scores * factor - offset)
     if has_mask(RULE) or TAIL:
         edge = True
         if PLAN.mask_edges_only:
@@ -181,7 +178,7 @@ def weigh(scores, lse2, step, dropout, work, terms, RULE: gl.constexpr, PLAN: gl
         weights = gl.where(keep, weights, -weights)
     sloped = weights
     if RULE.softcap > 0:
-        sloped = weights * (1 - cap * cap)
+        sloped = weights * (1 - scores * scores)
     return weights, sloped
 
 

@@ -39,7 +39,7 @@ from .pipeline import (
     words,
 )
 from .ragged import Rows, corner
-from .tiles import end_softmax, keep_columns, kept, ramp, relative_bias, tanh
+from .tiles import cap_scores, end_softmax, keep_columns, kept, ramp, relative_bias
 
 
 class State(NamedTuple):
@@ -75,10 +75,7 @@ def weigh(
     """Raw scores of a block -> (weights, top, total, fade): fade is what the sums so far shrink by."""
     if PIPE.negate_scores:  # the maximum is taken of raw scores, so their factor must be positive
         scores = -scores
-    factor = sizes.scale * LOG2E
-    if RULE.softcap > 0:
-        scores = tanh(scores * (sizes.scale / RULE.softcap))
-        factor = RULE.softcap * LOG2E
+    scores, factor = cap_scores(scores, sizes.scale, RULE)
     if RULE.alibi:
         rows = gl.arange(0, scores.shape[0], gl.SliceLayout(1, scores.type.layout))
         ahead = ramp(scores, start - edge - rows, gl.float32)  # how far a key is ahead of a query

@@ -24,7 +24,7 @@ philox = gluon.jit(score.philox.fn)
 query_tile = gluon.jit(tiles.query_tile.fn)
 alibi_slope2 = gluon.jit(score.alibi_slope2.fn)
 relative_bias = gluon.jit(score.relative_bias.fn)
-tanh = gluon.jit(score.tanh.fn)
+cap_scores = gluon.jit(score.cap_scores.fn)
 
 
 @gluon.jit
