@@ -227,17 +227,6 @@ def query_tile(number, count, n_tiles, k_len, RULE: tl.constexpr, TILE: tl.const
 
 
 @triton.jit
-def locate_queries(q_len, k_len, ragged, RULE: tl.constexpr, TILE: tl.constexpr):
-    """Program id -> (first query, how many from there on, head, Sequence), for kernels that walk the keys."""
-    n_tiles = count_tiles(q_len, ragged.q_starts, TILE.block_q, TILE.heads)
-    tile, head, index = query_tile(tl.program_id(0), tl.num_programs(0), n_tiles, k_len, RULE, TILE)
-    tile, index = find_tile(tile, index, n_tiles, q_len, ragged.q_starts, TILE.block_q)
-    seq = sequence(index, q_len, k_len, ragged)
-    start = tile * TILE.block_q
-    return start, seq.q_len - start, head, seq
-
-
-@triton.jit
 def address(x, row, head, position):
     """Pointer to x[row, position, head] of a [B, T, H] tensor; widened before multiplying, where it could overflow."""
     return (

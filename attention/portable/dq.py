@@ -15,7 +15,6 @@ from ..tiles import (
     last_step,
     load_rows,
     load_tile,
-    locate_queries,
     narrow,
     position,
     row_lane,
@@ -32,7 +31,7 @@ from .backward import (
     meet_keys,
     query_lanes,
 )
-from .forward import keys_seen
+from .forward import keys_seen, locate_queries
 
 
 class Mean(NamedTuple):

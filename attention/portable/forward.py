@@ -7,15 +7,18 @@ import triton.language as tl
 
 from ..score import LOG2E, ahead, behind, drop, dropout_key, end_softmax, reach, shape_scores
 from ..tiles import (
+    count_tiles,
     dot,
     fetch_tile,
+    find_tile,
     first_step,
     last_step,
     load_tile,
-    locate_queries,
     meeting_range,
     narrow,
     position,
+    query_tile,
+    sequence,
     step_size,
     store_rows,
     store_tile,
@@ -40,6 +43,17 @@ class QueryTile(NamedTuple):
     head: tl.tensor
     key: tl.tensor  # of dropout
     low: tl.tensor  # first key that one of them can see
+
+
+@triton.jit
+def locate_queries(q_len, k_len, ragged, RULE: tl.constexpr, TILE: tl.constexpr):
+    """Program id -> (first query, how many from there on, head, Sequence), for kernels that walk the keys."""
+    n_tiles = count_tiles(q_len, ragged.q_starts, TILE.block_q, TILE.heads)
+    tile, head, index = query_tile(tl.program_id(0), tl.num_programs(0), n_tiles, k_len, RULE, TILE)
+    tile, index = find_tile(tile, index, n_tiles, q_len, ragged.q_starts, TILE.block_q)
+    seq = sequence(index, q_len, k_len, ragged)
+    start = tile * TILE.block_q
+    return start, seq.q_len - start, head, seq
 
 
 @triton.jit
