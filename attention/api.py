@@ -5,9 +5,9 @@ import math
 import torch
 
 from . import ops
-from .call import Call
-from .checks import DTYPES, check_is_tensor, check_qkv, count_sequences, pair
+from .checks import DTYPES, check_is_tensor, check_qkv, pair
 from .choose import decide
+from .features import Call, features_of, four_dims
 from .reference import reference_attention
 from .sdpa import packed_sdpa_attention, sdpa_attention
 
@@ -89,9 +89,15 @@ def attention(
     Forgetting Transformer (2025), for decay; Press et al., ALiBi (2022).
     """
     q, k, v = _cast_for_autocast(q=q, k=k, v=v)
-    scores = causal, window, scale, softcap, dropout, seed, bias, decay, alibi_slopes, sink, relative_bias
-    sequences = lengths, cu_seqlens, max_seqlen, prefix_lengths
-    return _attend(Call(q, k, v, *scores, *sequences, return_lse, return_max_logit, impl))
+    return _attend(Call(
+        q, k, v, causal=causal, window=window, scale=scale, softcap=softcap, dropout=dropout, seed=seed, bias=bias,
+        decay=decay, alibi_slopes=alibi_slopes, sink=sink, relative_bias=relative_bias, lengths=lengths,
+        cu_seqlens=cu_seqlens, max_seqlen=max_seqlen, prefix_lengths=prefix_lengths, return_lse=return_lse,
+        return_max_logit=return_max_logit, impl=impl,
+    ))  # fmt: skip
+
+
+KEYWORDS = tuple(attention.__kwdefaults__)
 
 
 def attention_qkv(qkv, n_head, n_kv_head=None, **options):
@@ -124,56 +130,36 @@ def attention_qkv(qkv, n_head, n_kv_head=None, **options):
 def _attend(call, qkv=None):
     """attention() of a Call; qkv: [B, T, H + 2 Hkv, D] if q, k and v are views of one tensor."""
     impl, _ = decide(call)
-    q, k, v, dropout, bias, slopes = call.q, call.k, call.v, call.dropout, call.bias, call.alibi_slopes
+    q, k, v = call[:3]
     scale = q.shape[-1] ** -0.5 if call.scale is None else float(call.scale)
-    if bias is not None:
-        bias = bias.reshape((1,) * (4 - bias.dim()) + bias.shape)
-    tables = call.relative_bias
-    if tables is not None:
-        tables = tables.reshape(-1, *tables.shape[-2:])
     if impl == "sdpa" and call.cu_seqlens is not None:
-        return packed_sdpa_attention(q, k, v, call.causal, call.window, scale, dropout, call.cu_seqlens)
+        return packed_sdpa_attention(q, k, v, call.causal, call.window, scale, call.dropout, call.cu_seqlens)
     if impl == "sdpa":
-        return sdpa_attention(q, k, v, call.causal, call.window, scale, dropout, bias)
-    seed = _seed_tensor(call.seed, q.device) if dropout > 0 else None
+        bias = None if call.bias is None else four_dims(call, call.bias)
+        return sdpa_attention(q, k, v, call.causal, call.window, scale, call.dropout, bias)
+    seed = _seed_tensor(call.seed, q.device) if call.dropout > 0 else None
+    call = call._replace(scale=scale, seed=seed, impl=impl)
     if impl == "reference":
-        given = dict(zip(Call._fields, call, strict=True)) | dict(scale=scale, seed=seed, bias=bias)
-        del given["impl"]
-        return reference_attention(**given)
-    bounds = call.lengths, *pair(call.cu_seqlens), call.prefix_lengths
-    lengths, q_starts, k_starts, prefix_lengths = (None if x is None else x.contiguous() for x in bounds)
-    max_q_len, max_k_len = pair(call.max_seqlen)
-    options = ops.Options(
-        bias=bias,
-        gate=None if call.decay is None else _cumulative(call.decay, impl),
-        sink=call.sink,
-        relative_bias=tables,
-        alibi_slopes=None if slopes is None else slopes.expand(count_sequences(q, call.cu_seqlens), -1),
-        seed=seed,
-        lengths=lengths,
-        q_starts=q_starts,
-        k_starts=k_starts,
-        prefix_lengths=prefix_lengths,
-        max_q_len=q.shape[1] if max_q_len is None else max_q_len,
-        max_k_len=k.shape[1] if max_k_len is None else max_k_len,
-        causal=call.causal,
-        window=call.window or 0,
-        softcap=call.softcap or 0.0,
-        dropout=dropout,
-        scale=scale,
-        backend=impl,
-        kv_heads=0 if qkv is None else k.shape[2],
-        max_logit=call.return_max_logit,
-    )
+        return reference_attention(q, k, v, **{name: getattr(call, name) for name in KEYWORDS if name != "impl"})
+    call = for_kernels(call)
     if qkv is not None:
-        q, k, v = qkv, None, None
+        call = call._replace(q=qkv, k=None, v=None, kv_heads=k.shape[2])
     # else what the op does, since the way through PyTorch's dispatcher takes as long as a kernel
     if torch.compiler.is_compiling() or ops.transformed():
-        out, *rows = ops.forward(q, k, v, *options)
+        out, *rows = ops.forward(*call.for_op)
     else:
-        out, *rows = ops.forward_with_gradient(q, k, v, options)
+        out, *rows = ops.forward_with_gradient(call)
     rows = [x * math.log(2) for x in (rows if call.return_lse else rows[1:])]  # to natural units
     return (out, *rows) if rows else out
+
+
+def for_kernels(call):
+    """A Call as the ops take it."""
+    changes = {feature.name: feature.for_kernels(call, getattr(call, feature.name)) for feature in features_of(call)}
+    bounds = dict(zip(("q_starts", "k_starts"), pair(call.cu_seqlens), strict=True))
+    bounds |= dict(lengths=call.lengths, prefix_lengths=call.prefix_lengths)
+    changes |= {name: x.contiguous() for name, x in bounds.items() if x is not None}
+    return call._replace(**changes)
 
 
 def explain(q, k, v, **arguments):
@@ -185,19 +171,9 @@ def explain(q, k, v, **arguments):
 def call_of(q, k, v, /, **arguments):
     """The Call of attention(q, k, v, **arguments)."""
     for name in arguments:
-        if name not in Call._field_defaults:
+        if name not in KEYWORDS:
             raise TypeError(f"attention_qkv() and explain() take the keywords of attention(); {name!r} is not one")
     return Call(q, k, v, **arguments)
-
-
-def _cumulative(decay, impl):
-    """[B, Tk, H] -> sums up to and including each key, [B, H, Tk] float64."""
-    if impl == "hopper":  # which subtracts one gate of a tile from the others in float32
-        decay = decay.clamp(min=-1e3)
-    gate = decay.transpose(1, 2).to(torch.float64)
-    if gate.shape[:2] == (1, 1):  # PyTorch adds a single row in an order that varies, rows of several in a fixed one
-        return gate.expand(2, 1, -1).cumsum(2)[:1]
-    return gate.cumsum(2)
 
 
 def _seed_tensor(seed, device):

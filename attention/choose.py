@@ -10,15 +10,15 @@ from typing import NamedTuple
 import torch
 
 from . import ops
-from .call import is_ragged, key_of
 from .checks import DTYPES, check_is, check_options, check_ragged, check_seed, check_tensors
-from .features import feature_lacking, features_of
+from .features import GRADIENTS, Call, feature_lacking, features_of
 from .gpu import hopper_problem
 from .reference import reference_attention
 from .sdpa import sdpa_problem
 
 MAX_HOPPER_LENGTH = 2**20  # products of lengths in its kernels are 32-bit
 
+SIMPLE = frozenset({bool, int, float, str, type(None)})
 _DECIDED = {}
 
 
@@ -35,7 +35,7 @@ def decide(call):
         except TypeError:  # symbolic shapes have no hash
             key = None
     if found is not None:  # what the key leaves out
-        if is_ragged(call):
+        if call.is_ragged:
             check_ragged(call.q, call.k, call.lengths, call.cu_seqlens, call.max_seqlen)
         if call.seed is not None:
             check_seed(call.seed, call.q.device)
@@ -47,6 +47,22 @@ def decide(call):
             _DECIDED.clear()
         _DECIDED[key] = found
     return found
+
+
+def key_of(call):
+    """What decides which implementation serves a Call; None with tensors of features or a seed tensor.
+
+    Left out are the seed and the values of lengths, cu_seqlens and max_seqlen, so each call must check them.
+    """
+    options = (
+        call.causal, call.window, call.scale, call.softcap, call.dropout, call.return_lse, call.return_max_logit,
+        call.impl,
+    )  # fmt: skip
+    types = tuple(map(type, (*options, call.seed)))  # the types too, since True == 1
+    if features_of(call) or not SIMPLE.issuperset(types) or torch.compiler.is_compiling():
+        return None
+    given = call.lengths is not None, type(call.cu_seqlens), call.max_seqlen is not None  # one tensor, or a pair
+    return (*((x.shape, x.stride(), x.dtype, x.device) for x in (call.q, call.k, call.v)), options, types, given)
 
 
 def check_call(call):
@@ -74,7 +90,7 @@ def _choose(call):
     if asked == "auto" and q.dtype in DTYPES:
         inexpressible = None if q.is_cuda else sdpa_problem(call)
         dims = None if lack else hopper_dims(call)
-        choice = implementation(q.device, q.dtype, dims, not lack and is_ragged(call), inexpressible)
+        choice = implementation(q.device, q.dtype, dims, not lack and call.is_ragged, inexpressible)
         impl, reason = choice.name, choice.reason  # by name: Dynamo of PyTorch 2.11 cannot unpack a Choice
         if impl == "triton" and lack and not no_hopper:
             reason = f"the Hopper kernels do not serve {lack}"
@@ -188,14 +204,12 @@ def _self_check(device, dtype, dims, ragged, impl):
 
     q, k, v, dout = (x.detach().to(device, dtype) for x in tensors)
     starts = None if starts is None else starts.to(device)
-    given = dict(q_starts=starts, k_starts=starts, max_q_len=70, max_k_len=70)
-    rule = dict(causal=True, window=0, softcap=0.0, dropout=0.0, scale=dim**-0.5, backend=impl)
-    options = ops.Options(**dict.fromkeys(ops.Options._fields[: ops.TENSOR_OPTIONS]) | given | rule)
+    call = Call(q, k, v, q_starts=starts, k_starts=starts, scale=dim**-0.5, impl=impl)
     kernels = ops.host(impl)
-    out, lse2 = kernels.forward(q, k, v, options)
-    wanted = {name: name in ("q", "k", "v") for name in ops.GRADIENTS}
+    out, lse2 = kernels.forward(call)
+    wanted = {name: name in ("q", "k", "v") for name in GRADIENTS}
     own = dict(deterministic=False) if impl == "hopper" else {}  # else the portable backward might be checked
-    gradients = kernels.backward(q, k, v, out, lse2, dout, None, wanted, options, **own)
+    gradients = kernels.backward(call, out, lse2, dout, None, wanted, **own)
     found = out, gradients["q"], gradients["k"], gradients["v"]
     errors = [float((x.double().cpu() - truth).norm() / truth.norm()) for x, truth in zip(found, truths, strict=True)]
     return max(errors, key=lambda error: (error != error, error))  # NaN counts as the largest
@@ -231,7 +245,7 @@ def call_problem(call):
         return f"more than {MAX_HOPPER_LENGTH:,} positions"
     if call.window is not None:
         unseen = k.shape[1] - q.shape[1] >= call.window
-        if unseen and not is_ragged(call):
+        if unseen and not call.is_ragged:
             return "a window that leaves keys unseen by all queries (they may hold NaN, and tiles are read whole)"
         if call.dropout > 0 and (unseen or isinstance(call.cu_seqlens, tuple)):  # tiles begin behind these keys
             return "dropout with a window that may leave keys unseen by all queries"

@@ -12,9 +12,8 @@ from torch.autograd import forward_ad
 
 from . import ops
 from .api import AUTOCAST_DEVICES
-from .call import Call
 from .checks import DTYPES, check_is, check_is_tensor, check_options, check_tensors
-from .features import features_of
+from .features import Call, features_of
 from .gpu import HAS_TRITON
 from .ops import LIBRARY, TAGS, outside_graphs
 from .reference import reference_attention

@@ -1,6 +1,5 @@
 """The kernels of decode(): each program absorbs a share of the keys, and a second kernel merges the shares."""
 
-from types import SimpleNamespace
 from typing import NamedTuple
 
 import torch
@@ -8,6 +7,7 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents
 
+from .features import Call
 from .gpu import can_overlap, processors, shared_memory
 from .launcher import wait_for_inputs
 from .portable.forward import Softmax
@@ -228,8 +228,7 @@ def launch_decode(q, k, v, lengths, options):
     splits = splits_for(kv_heads * tiles * batch, most, block_q > 1, q.device)
     gate = None if options.decay_sum is None else options.decay_sum.transpose(1, 2)
     sink = None if options.sink is None else options.sink.contiguous()
-    tensors = SimpleNamespace(bias=None, gate=gate, alibi_slopes=options.alibi_slopes, relative_bias=None)
-    terms = terms_of(options.scale, 0.0, None, tensors)
+    terms = terms_of(Call(q, k, v, decay=gate, alibi_slopes=options.alibi_slopes, scale=options.scale))
     stages = 3 if block_q == 1 or shared_memory(q.device) >= THREE_STAGES else 2
     overlap = can_overlap(q.device)
     parts, lse2 = out, None

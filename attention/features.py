@@ -1,17 +1,79 @@
-"""The tensors that change scores: what attention() accepts as each, and which backends compute with it.
+"""The arguments of a call, and the tensors among them that change scores: what is accepted, and which backends serve.
 
-A feature is declared here once: the checks of a call, its key and what a backend lacks follow from the table at the
-end. Section 9 of docs/attention.md says where its formula goes.
+A feature is declared here once: a field of Call, and a line of FEATURES. The schema of the ops, the checks of a call,
+its key and what a backend lacks follow from these. Section 9 of docs/attention.md says where its formula goes.
 """
 
 from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
+from torch import Tensor
 
 from .checks import check_is_tensor, count_sequences
 
 MAX_ALIBI_LENGTH = 2**24  # distances are float32
+
+
+class Call(NamedTuple):
+    """The arguments of one attention() call: as given, and later as the ops take them (see for_kernels() in api.py).
+
+    The tensors that have gradients come first, then the other tensors. What the ops do not take comes last.
+    """
+
+    q: Tensor
+    k: Tensor | None  # k and v are None in an op if kv_heads is not 0
+    v: Tensor | None
+    bias: Tensor | None = None  # for the ops [B or 1, H or 1, Tq or 1, Tk or 1]
+    decay: Tensor | None = None  # for the ops its sum up to and including each key, [B, H, Tk] float64
+    sink: Tensor | None = None  # [H]
+    relative_bias: Tensor | None = None  # for the ops [1 or 2, H, R]
+    alibi_slopes: Tensor | None = None  # for the ops [B or N, H]
+    prefix_lengths: Tensor | None = None  # [B] int32
+    lengths: Tensor | None = None  # [B] int32
+    q_starts: Tensor | None = None  # this and the next for the ops alone: [N + 1] int32, both or none
+    k_starts: Tensor | None = None
+    seed: int | Tensor | None = None  # for the ops [1] int64, or None without dropout
+    causal: bool = True
+    window: int | None = None
+    softcap: float | None = None
+    dropout: float = 0.0
+    scale: float | None = None  # for the ops not None
+    impl: str = "auto"  # for the ops that whose kernels serve: "triton" or "hopper"
+    return_max_logit: bool = False
+    kv_heads: int = 0  # for the ops alone: if not 0, q is the qkv of attention_qkv(), [B, T, H + 2 kv_heads, D]
+    return_lse: bool = False
+    cu_seqlens: Tensor | tuple | None = None
+    max_seqlen: int | tuple | None = None
+
+    def split(self):
+        """q, k and v: as they are, or as views of one tensor."""
+        if self.kv_heads == 0:
+            return self.q, self.k, self.v
+        return self.q.split((self.q.shape[2] - 2 * self.kv_heads, self.kv_heads, self.kv_heads), 2)
+
+    @property
+    def is_ragged(self):
+        """Whether sequences have lengths, or bounds in packed rows."""
+        return self.lengths is not None or self.cu_seqlens is not None or self.q_starts is not None
+
+    @property
+    def learned(self):
+        """The tensors that may have gradients: those of GRADIENTS."""
+        return self[: len(GRADIENTS)]
+
+    @property
+    def tensors(self):
+        return self[:TENSORS]
+
+    @property
+    def for_op(self):
+        """The arguments of an op, in the order of its schema."""
+        return self[:OP_ARGUMENTS]
+
+
+TENSORS = Call._fields.index("seed") + 1
+OP_ARGUMENTS = Call._fields.index("return_lse")
 
 
 class Feature(NamedTuple):
@@ -20,6 +82,8 @@ class Feature(NamedTuple):
     name: str  # of the argument
     check: Callable  # check(call, name, tensor): ValueError with one sentence if it breaks a rule
     backends: tuple  # which compute with it, besides the reference: "triton", "hopper", "sdpa"
+    for_kernels: Callable = lambda call, x: x  # the tensor as the kernels take it
+    learned: bool = False  # whether it has a gradient
 
 
 def check_floating(call, name, x):
@@ -92,14 +156,38 @@ def check_prefixes(call, name, x):
         raise ValueError(f"{name} needs causal=True, without window, decay and cu_seqlens: use a bias there")
 
 
+def four_dims(call, bias):
+    return bias.reshape((1,) * (4 - bias.dim()) + bias.shape)
+
+
+def cumulative(call, decay):
+    """[B, Tk, H] -> sums up to and including each key, [B, H, Tk] float64."""
+    if call.impl == "hopper":  # which subtracts one gate of a tile from the others in float32
+        decay = decay.clamp(min=-1e3)
+    gate = decay.transpose(1, 2).to(torch.float64)
+    if gate.shape[:2] == (1, 1):  # PyTorch adds a single row in an order that varies, rows of several in a fixed one
+        return gate.expand(2, 1, -1).cumsum(2)[:1]
+    return gate.cumsum(2)
+
+
+def of_each_sequence(call, slopes):
+    return slopes.expand(count_sequences(call.q, call.cu_seqlens), -1)
+
+
+def as_tables(call, x):
+    return x.reshape(-1, *x.shape[-2:])
+
+
 FEATURES = (
-    Feature("bias", check_bias, ("triton", "sdpa")),
-    Feature("decay", check_decay, ("triton", "hopper")),
-    Feature("alibi_slopes", check_alibi, ("triton", "hopper")),
-    Feature("sink", check_per_head, ("triton", "hopper")),
-    Feature("relative_bias", check_relative_bias, ("triton", "hopper")),
+    Feature("bias", check_bias, ("triton", "sdpa"), four_dims, learned=True),
+    Feature("decay", check_decay, ("triton", "hopper"), cumulative, learned=True),
+    Feature("sink", check_per_head, ("triton", "hopper"), learned=True),
+    Feature("relative_bias", check_relative_bias, ("triton", "hopper"), as_tables, learned=True),
+    Feature("alibi_slopes", check_alibi, ("triton", "hopper"), of_each_sequence),
     Feature("prefix_lengths", check_prefixes, ("triton",)),
 )
+# The tensors of a call that may have gradients, in the order of the fields of Call.
+GRADIENTS = ("q", "k", "v", *(feature.name for feature in FEATURES if feature.learned))
 
 
 def features_of(call):

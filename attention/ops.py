@@ -7,69 +7,18 @@ import math
 from functools import cache
 from importlib import import_module
 from itertools import compress
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 from torch._functorch.utils import enable_single_level_autograd_function, unwrap_dead_wrappers
+from torch._subclasses.fake_tensor import is_fake
 from torch.autograd import forward_ad
 from torch.autograd.function import _SingleLevelFunction
 from torch.utils._pytree import tree_map
-from torch.utils.flop_counter import _offsets_to_lengths, register_flop_formula
+from torch.utils.flop_counter import register_flop_formula
 
-LEARNED = 4  # of the options of a call, the first ones, have gradients: bias, gate, sink and relative_bias
+from .features import GRADIENTS, OP_ARGUMENTS, TENSORS, Call
 
-
-class Options(NamedTuple):
-    """The optional tensors and numbers of a call, as the ops take them; None or 0 = without."""
-
-    bias: Tensor | None  # [B or 1, H or 1, Tq or 1, Tk or 1]
-    gate: Tensor | None  # [B, H, Tk] float64, cumulative decay
-    sink: Tensor | None  # [H]
-    relative_bias: Tensor | None  # [1 or 2, H, R]
-    alibi_slopes: Tensor | None  # [B or N, H] float32
-    seed: Tensor | None  # [1] int64
-    lengths: Tensor | None  # [B] int32
-    q_starts: Tensor | None  # [N + 1] int32, cumulative; both or none
-    k_starts: Tensor | None
-    prefix_lengths: Tensor | None  # [B] int32
-    max_q_len: torch.SymInt
-    max_k_len: torch.SymInt
-    causal: bool
-    window: int
-    softcap: float
-    dropout: float
-    scale: float
-    backend: str = "triton"  # whose kernels serve: see HOSTS
-    kv_heads: int = 0  # if not 0, q is the qkv of attention_qkv(), [B, T, H + 2 kv_heads, D], and k and v are None
-    max_logit: bool = False  # whether forward has a third result
-
-    def split(self, q, k, v):
-        """q, k and v of a call: as they are, or as views of one tensor."""
-        if self.kv_heads == 0:
-            return q, k, v
-        return q.split((q.shape[2] - 2 * self.kv_heads, self.kv_heads, self.kv_heads), 2)
-
-    @property
-    def tensors(self):
-        return self[:TENSOR_OPTIONS]
-
-    @property
-    def learned(self):
-        """Those that have gradients."""
-        return self[:LEARNED]
-
-    @property
-    def numbers(self):
-        return self[TENSOR_OPTIONS:]
-
-    @property
-    def is_ragged(self):
-        """Whether sequences have lengths, or bounds in packed rows."""
-        return self.lengths is not None or self.q_starts is not None
-
-
-GRADIENTS = ("q", "k", "v", *Options._fields[:LEARNED])  # whose gradients the backward op returns, in this order
 HOSTS = {"triton": ".portable.launch", "hopper": ".hopper.launch"}  # modules that launch a backend's kernels
 
 
@@ -82,17 +31,15 @@ def host(backend):
 # Dynamo would look into an op that runs outside of its graphs. This is torch.compiler.disable, but it imports Dynamo,
 # which takes more than a second, only when the function is first called.
 outside_graphs = torch._disable_dynamo
-TENSORS = "Tensor q, Tensor? k, Tensor? v"
-KINDS = {Tensor | None: "Tensor?", torch.SymInt: "SymInt", bool: "bool", int: "int", float: "float", str: "str"}
-OPTIONS = ", ".join(f"{KINDS[kind]} {name}" for name, kind in Options.__annotations__.items())
-TENSOR_OPTIONS = OPTIONS.count("Tensor?")  # they come first
+KINDS = {Tensor: "Tensor", int | Tensor | None: "Tensor?", float | None: "float?", int | None: "int?"}
+KINDS |= {Tensor | None: "Tensor?", bool: "bool", int: "int", float: "float", str: "str"}
+CALL = ", ".join(f"{KINDS[Call.__annotations__[name]]} {name}" for name in Call._fields[:OP_ARGUMENTS])
 # torch.library.custom_op would do the same with three times the Python per call: it reads a long schema anew each time.
 LIBRARY = torch.library.Library("attention", "FRAGMENT")
 TAGS = (torch.Tag.pt2_compliant_tag, torch.Tag.needs_fixed_stride_order)
-LIBRARY.define(f"forward({TENSORS}, {OPTIONS}) -> Tensor[]", tags=TAGS)
+LIBRARY.define(f"forward({CALL}) -> Tensor[]", tags=TAGS)
 LIBRARY.define(
-    f"backward({TENSORS}, Tensor out, Tensor lse2, Tensor dout, Tensor? dlse, bool[] wanted, {OPTIONS}) -> Tensor[]",
-    tags=TAGS,
+    f"backward(Tensor out, Tensor lse2, Tensor dout, Tensor? dlse, bool[] wanted, {CALL}) -> Tensor[]", tags=TAGS
 )
 forward = torch.ops.attention.forward.default
 backward = torch.ops.attention.backward.default
@@ -100,41 +47,41 @@ backward = torch.ops.attention.backward.default
 
 @torch.library.impl(LIBRARY, "forward", "CompositeExplicitAutograd")
 @outside_graphs
-def _forward(q, k, v, *options):
+def _forward(*call):
     """out [B, Tq, H, Dv] in the dtype of q, lse2 [B, H, Tq] float32 and if asked max_logit2 [H] float32, base 2."""
-    options = Options(*options)
-    return list(host(options.backend).forward(q, k, v, options))
+    call = Call(*call)
+    return list(host(call.impl).forward(call))
 
 
 @torch.library.register_fake("attention::forward", lib=LIBRARY)
-def _(q, k, v, *options):
-    options = Options(*options)
-    q, k, v = options.split(q, k, v)
+def _(*call):
+    call = Call(*call)
+    q, _, v = call.split()
     batch, q_len, heads, _ = q.shape
-    shapes = [(batch, heads, q_len), (heads,)][: 1 + options.max_logit]
+    shapes = [(batch, heads, q_len), (heads,)][: 1 + call.return_max_logit]
     return [q.new_empty(batch, q_len, heads, v.shape[-1]), *(q.new_empty(x, dtype=torch.float32) for x in shapes)]
 
 
 @torch.library.impl(LIBRARY, "backward", "CompositeExplicitAutograd")
 @outside_graphs
-def _backward(q, k, v, out, lse2, dout, dlse, wanted, *options):
+def _backward(out, lse2, dout, dlse, wanted, *call):
     """The gradients of GRADIENTS that are wanted; dq is that of all three if k and v are None.
 
     dlse [B, H, Tq] is in natural units, or None.
     """
-    return list(compress(launch_backward(q, k, v, out, lse2, dout, dlse, wanted, Options(*options)), wanted))
+    return list(compress(launch_backward(Call(*call), out, lse2, dout, dlse, wanted), wanted))
 
 
-def launch_backward(q, k, v, out, lse2, dout, dlse, wanted, options):
+def launch_backward(call, out, lse2, dout, dlse, wanted):
     """The gradients of GRADIENTS by a backend's kernels; anything for those that are not wanted."""
     wanted = dict(zip(GRADIENTS, wanted, strict=True))
-    found = host(options.backend).backward(q, k, v, out, lse2, dout, dlse, wanted, options)
+    found = host(call.impl).backward(call, out, lse2, dout, dlse, wanted)
     return [found.get(name) for name in GRADIENTS]
 
 
 @torch.library.register_fake("attention::backward", lib=LIBRARY)
-def _(q, k, v, out, lse2, dout, dlse, wanted, *options):
-    inputs = compress((q, k, v, *Options(*options).learned), wanted)
+def _(out, lse2, dout, dlse, wanted, *call):
+    inputs = compress(Call(*call).learned, wanted)
     return [torch.empty_like(x, memory_format=torch.contiguous_format) for x in inputs]
 
 
@@ -172,25 +119,25 @@ def _can_skip_dispatcher(*tensors):
     return PLAIN.issuperset(map(type, tensors)) and torch._C._len_torch_dispatch_stack() == 0 and not transformed()
 
 
-def _run_forward(q, k, v, options):
+def _run_forward(call):
     """The op below autograd; called directly where that is the same, since the dispatcher takes as long as a kernel."""
-    if _can_skip_dispatcher(q, k, v):
-        return host(options.backend).forward(q, k, v, options)
+    if _can_skip_dispatcher(call.q, call.k, call.v):
+        return host(call.impl).forward(call)
     with torch._C._AutoDispatchBelowAutograd():
-        return forward(q, k, v, *options)
+        return forward(*call.for_op)
 
 
-def _run_backward(q, k, v, out, lse2, dout, dlse, wanted, options):
+def _run_backward(call, out, lse2, dout, dlse, wanted):
     """As _run_forward(); returns all gradients, anything for those that are not wanted."""
-    if _can_skip_dispatcher(q, k, v, dout):
-        return launch_backward(q, k, v, out, lse2, dout, dlse, wanted, options)
+    if _can_skip_dispatcher(call.q, call.k, call.v, dout):
+        return launch_backward(call, out, lse2, dout, dlse, wanted)
     with torch._C._AutoDispatchBelowAutograd():
-        return _call_backward(q, k, v, out, lse2, dout, dlse, wanted, options)
+        return _call_backward(call, out, lse2, dout, dlse, wanted)
 
 
-def _call_backward(q, k, v, out, lse2, dout, dlse, wanted, options):
+def _call_backward(call, out, lse2, dout, dlse, wanted):
     """The op, with None for those gradients that are not wanted."""
-    found = iter(backward(q, k, v, out, lse2, dout, dlse, wanted, *options))
+    found = iter(backward(out, lse2, dout, dlse, wanted, *call.for_op))
     return [next(found) if x else None for x in wanted]
 
 
@@ -217,22 +164,22 @@ def _keeping_outer_grad_mode(run, *inputs):
 
 
 class Attention(torch.autograd.Function):
-    """The gradient of forward by backward. inputs: options.learned, for autograd to see them, and options."""
+    """The gradient of forward by backward. inputs: call.learned, for autograd to see them, and a Call."""
 
     @staticmethod
-    def forward(ctx, q, k, v, *inputs):
-        *_, options = inputs
-        out, lse2, *max_logit = _keeping_outer_grad_mode(_run_forward, q, k, v, options)
-        ctx.save_for_backward(q, k, v, out, lse2, *options.tensors)
-        ctx.numbers = options.numbers
+    def forward(ctx, *inputs):
+        *_, call = inputs
+        out, lse2, *max_logit = _keeping_outer_grad_mode(_run_forward, call)
+        ctx.save_for_backward(out, lse2, *call.tensors)
+        ctx.numbers = call[TENSORS:]
         ctx.set_materialize_grads(False)
         ctx.mark_non_differentiable(*max_logit)
         return out, lse2, *max_logit
 
     @staticmethod
     def backward(ctx, dout, dlse2, *_):
-        q, k, v, out, lse2, *tensors = unwrap_dead_wrappers(ctx.saved_tensors)  # of a transform that has ended
-        options = Options(*tensors, *ctx.numbers)
+        out, lse2, *tensors = unwrap_dead_wrappers(ctx.saved_tensors)  # of a transform that has ended
+        call = Call(*tensors, *ctx.numbers)
         if any(x is not None and torch._C._functorch.is_legacy_batchedtensor(x) for x in (dout, dlse2)):
             raise RuntimeError(
                 "attention() has no gradient with is_grads_batched=True or vectorize=True; use torch.vmap over "
@@ -242,7 +189,7 @@ class Attention(torch.autograd.Function):
             dout = torch.zeros_like(out)
         dlse = None if dlse2 is None else dlse2 / math.log(2)  # lse2 = lse / ln 2
         run = _call_backward if transformed() else _backward_or_error
-        return *run(q, k, v, out, lse2, dout, dlse, ctx.needs_input_grad[: len(GRADIENTS)], options), None
+        return *run(call, out, lse2, dout, dlse, ctx.needs_input_grad[: len(GRADIENTS)]), None
 
 
 class Backward(torch.autograd.Function):
@@ -250,8 +197,7 @@ class Backward(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, *inputs):
-        tensors_and_options = inputs[TENSOR_OPTIONS:]  # autograd does not look for tensors in options
-        return tuple(_keeping_outer_grad_mode(_run_backward, *tensors_and_options))
+        return tuple(_keeping_outer_grad_mode(_run_backward, *inputs[TENSORS:]))  # autograd does not look into a Call
 
     @staticmethod
     def backward(ctx, *gradients):
@@ -266,61 +212,59 @@ def _refuse_tangents(*tensors):
         raise RuntimeError("attention() has no forward-mode derivative; for one, use impl='reference'")
 
 
-def _backward_or_error(*inputs):
+def _backward_or_error(call, *inputs):
     """_run_backward(), or with an error in place of its own gradient where one may be asked for."""
     if forward_ad._current_level >= 0:
-        _refuse_tangents(*inputs[:-2])
+        _refuse_tangents(*call.tensors, *inputs[:-1])
     if torch.is_grad_enabled():
-        return _apply(Backward, *inputs[-1].tensors, *inputs)
-    return _run_backward(*inputs)
+        return _apply(Backward, *call.tensors, call, *inputs)
+    return _run_backward(call, *inputs)
 
 
-def forward_with_gradient(q, k, v, options):
+def forward_with_gradient(call):
     """What the forward op does under autograd, and attention() in eager mode."""
     if forward_ad._current_level >= 0:  # asked here, since a tensor with a tangent need not require a gradient
-        _refuse_tangents(q, k, v, *options.learned, options.alibi_slopes)
-    if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in (q, k, v, *options.learned)):
-        return _apply(Attention, q, k, v, *options.learned, options)
-    return _run_forward(q, k, v, options)
+        _refuse_tangents(*call.tensors)
+    if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in call.learned):
+        return _apply(Attention, *call.learned, call)
+    return _run_forward(call)
 
 
-def backward_with_error(q, k, v, out, lse2, dout, dlse, wanted, *options):
+def backward_with_error(out, lse2, dout, dlse, wanted, *call):
     """What the backward op does under autograd."""
-    found = _backward_or_error(q, k, v, out, lse2, dout, dlse, wanted, Options(*options))
-    return list(compress(found, wanted))
+    return list(compress(_backward_or_error(Call(*call), out, lse2, dout, dlse, wanted), wanted))
 
 
-def _forward_with_gradient(q, k, v, *options):
-    return list(forward_with_gradient(q, k, v, Options(*options)))
+def _forward_with_gradient(*call):
+    return list(forward_with_gradient(Call(*call)))
 
 
 LIBRARY.impl("forward", outside_graphs(_forward_with_gradient), "Autograd")
 LIBRARY.impl("backward", outside_graphs(backward_with_error), "Autograd")
 
 
-def _pairs(q, k, options):
+def _pairs(call):
     """Pairs of a query and a key, over all query heads, counted as PyTorch counts SDPA's: masked ones too.
 
-    Packed sequences count one by one, which waits for the device; if their lengths are not known, with the longest.
+    Packed sequences count one by one, which waits for the device; if their lengths are not known, as one.
     """
-    if options.q_starts is None:
-        pairs = q.shape[0] * q.shape[1] * k.shape[1]
-    else:
-        starts = (options.q_starts, options.max_q_len), (options.k_starts, options.max_k_len)
-        pairs = sum(math.prod(x) for x in zip(*(_offsets_to_lengths(*x) for x in starts), strict=True))
+    q, k, _ = call.split()
+    pairs = q.shape[0] * q.shape[1] * k.shape[1]
+    if call.q_starts is not None and not (is_fake(call.q_starts) or call.q_starts.is_meta):
+        pairs = int((call.q_starts.long().diff() * call.k_starts.diff()).sum())
     return pairs * q.shape[2]
 
 
 @register_flop_formula(torch.ops.attention.forward, get_raw=True)
-def _(q, k, v, *options, out_val=None):
-    options = Options(*options)
-    q, k, v = options.split(q, k, v)
-    return 2 * _pairs(q, k, options) * (q.shape[-1] + v.shape[-1])
+def _(*call, out_val=None):
+    call = Call(*call)
+    q, _, v = call.split()
+    return 2 * _pairs(call) * (q.shape[-1] + v.shape[-1])
 
 
 @register_flop_formula(torch.ops.attention.backward, get_raw=True)
-def _(q, k, v, out, lse2, dout, dlse, wanted, *options, out_val=None):
+def _(out, lse2, dout, dlse, wanted, *call, out_val=None):
     """Scores, dq and dk, and dweights and dv: the work of any implementation, not that of these kernels."""
-    options = Options(*options)
-    q, k, v = options.split(q, k, v)
-    return 2 * _pairs(q, k, options) * (3 * q.shape[-1] + 2 * v.shape[-1])
+    call = Call(*call)
+    q, _, v = call.split()
+    return 2 * _pairs(call) * (3 * q.shape[-1] + 2 * v.shape[-1])

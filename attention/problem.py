@@ -4,7 +4,6 @@ from typing import NamedTuple
 
 import torch
 
-from .reference import drop_probability
 from .score import Rule, Terms, terms_of
 from .table import float32_precision, keys_per_program, launches_for
 from .tiles import Ragged, Tile, View, rows_view, view
@@ -65,57 +64,50 @@ class Problem(NamedTuple):
 PROBLEMS = {}
 
 
-def describe(q, k, v, options, *others):
-    """Problem of a call; options as in ops.forward, others: all further tensors that kernels read."""
+def describe(q, k, v, call, *others):
+    """Problem of a Call whose q, k and v are aligned; others: all further tensors that kernels read."""
     signatures = [  # what of a tensor decides how a kernel is compiled
         None if x is None else (x.shape, x.stride(), x.dtype, x.data_ptr() % 16)
-        for x in (q, k, v, *others, *options.tensors)
+        for x in (q, k, v, *others, *call.tensors[3:])
     ]
     numbers = (  # Hopper's kernels are compiled for the scale's sign
-        options.causal, options.window, options.softcap, options.dropout > 0, options.scale < 0,
-        options.backend, options.kv_heads, options.max_logit,
+        call.causal, call.window, call.softcap, call.dropout > 0, call.scale < 0, call.impl, call.kv_heads,
+        call.return_max_logit,
     )  # fmt: skip
     key = (q.device, float32_precision(q.dtype), *signatures, *numbers)
     problem = PROBLEMS.get(key)
     if problem is None:
         if len(PROBLEMS) >= 4096:  # lengths that never repeat
             PROBLEMS.clear()
-        PROBLEMS[key] = problem = analyse(q, k, v, options)
-    if problem.terms is None or problem.terms.scale != options.scale:
-        problem = problem._replace(**of_call(options))
-        if all(x is None for x in options.tensors):  # the next call of this scale takes it as it is
+        PROBLEMS[key] = problem = analyse(q, k, v, call)
+    if problem.terms is None or problem.terms.scale != call.scale:
+        ragged = Ragged(call.lengths, call.q_starts, call.k_starts, call.prefix_lengths)
+        problem = problem._replace(ragged=ragged, terms=terms_of(call))
+        if all(x is None for x in call.tensors[3:]):  # the next call of this scale takes it as it is
             PROBLEMS[key] = problem
     return problem
 
 
-def of_call(options):
-    """The fields of a Problem that hold what calls that are alike may differ in."""
-    return dict(
-        ragged=Ragged(options.lengths, options.q_starts, options.k_starts, options.prefix_lengths),
-        terms=terms_of(options.scale, drop_probability(options.dropout), options.seed, options),
-    )
-
-
-def analyse(q, k, v, options):
+def analyse(q, k, v, call):
     """Problem of a call, but for its optional tensors."""
     heads, dim = q.shape[2:]
     kv_heads, value_dim = v.shape[2:]
     widest = max(dim, value_dim)
     q_len, k_len = q.shape[1], k.shape[1]
     # a window over all keys is none, and no other kernel; queries may stand before the first key if there are more
-    farthest = k_len if options.causal else max(q_len, k_len)
-    window = options.window if options.window < farthest else 0
-    tensors = dict(prefix=options.prefix_lengths, alibi=options.alibi_slopes, decay=options.gate)
+    farthest = k_len if call.causal else max(q_len, k_len)
+    window = call.window if call.window is not None and call.window < farthest else 0
+    tensors = dict(sink=call.sink, prefix=call.prefix_lengths, alibi=call.alibi_slopes, decay=call.decay)
     given = {name: x is not None for name, x in tensors.items()}
-    rule = Rule(options.causal, window, options.softcap, options.dropout > 0, options.sink is not None, **given)
+    rule = Rule(call.causal, window, call.softcap or 0.0, call.dropout > 0, **given)
     return Problem(
         cache={},
         layouts={},
         batch=q.shape[0],
-        sequences=q.shape[0] if options.q_starts is None else options.q_starts.shape[0] - 1,
+        sequences=q.shape[0] if call.q_starts is None else call.q_starts.shape[0] - 1,
         q_len=q_len,
         k_len=k_len,
-        is_ragged=options.is_ragged,
+        is_ragged=call.is_ragged,
         rule=rule,
         tile=Tile(0, 0, dim, value_dim, heads, heads // kv_heads, float32_precision(q.dtype)),
         launches=launches_for(widest, keys_per_program(q_len, k_len, rule), q.element_size(), q.device),

@@ -11,6 +11,7 @@ import torch
 import triton
 import triton.language as tl
 
+from .reference import drop_probability
 from .tiles import FAR, PairView, View, pair_pointers, pair_view, row_lane, rows_view
 
 LOG2E = tl.constexpr(1.4426950408889634)
@@ -59,15 +60,15 @@ class Terms(NamedTuple):
     relative_ahead: int | None  # from one table to the other, if there are two
 
 
-def terms_of(scale, dropout, seed, tensors):
-    """Terms of numbers and of a record with tensors, such as ops.Options."""
-    slopes, tables = tensors.alibi_slopes, tensors.relative_bias
+def terms_of(call):
+    """Terms of a Call, as the ops take it."""
+    slopes, tables = call.alibi_slopes, call.relative_bias
     if tables is not None:
         tables, (sides, heads, size) = tables.contiguous(), tables.shape
     return Terms(
-        scale, dropout, seed,
-        *(pair_view(tensors.bias) or [None] * 5),
-        *(rows_view(tensors.gate) or [None] * 5),
+        call.scale, drop_probability(call.dropout), call.seed,
+        *(pair_view(call.bias) or [None] * 5),
+        *(rows_view(call.decay) or [None] * 5),
         *([None] * 3 if slopes is None else [slopes, *slopes.stride()]),
         *([None] * 3 if tables is None else [tables, size, heads * size if sides == 2 else None]),
     )  # fmt: skip

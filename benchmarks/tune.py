@@ -23,7 +23,7 @@ from harness import DEVICE, machine, milliseconds
 from triton.runtime.errors import OutOfResources
 
 from attention import launcher, problem
-from attention.ops import TENSOR_OPTIONS, Options
+from attention.features import Call
 from attention.portable import launch as portable
 from attention.table import Launch
 from attention.tiles import rows_view, view
@@ -57,9 +57,9 @@ def runner(kernel, dtype, dim, length, causal):
     """A function of a Launch that runs one kernel on a random problem. In float32, "dq" includes the walk for delta."""
     batch, heads = (TOKENS[dtype.itemsize] // length, 2048 // dim) if DEVICE == "cuda" else (1, 1)
     q, k, v, dout = (torch.randn(batch, length, heads, dim, device=DEVICE, dtype=dtype) for _ in range(4))
-    options = Options(*[None] * TENSOR_OPTIONS, 0, 0, causal, window=0, softcap=0.0, dropout=0.0, scale=dim**-0.5)
-    call = problem.describe(q, k, v, options)
-    out, lse2 = portable.forward(q, k, v, options)
+    given = Call(q, k, v, causal=causal, scale=dim**-0.5, impl="triton")
+    call = problem.describe(q, k, v, given)
+    out, lse2 = portable.forward(given)
     first, second = torch.empty_like(q), torch.empty_like(q)
     inputs = (view(q), view(k), view(v), view(dout), rows_view(lse2), rows_view(torch.randn_like(lse2)))
 

@@ -27,7 +27,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
-from attention.ops import GRADIENTS, TENSOR_OPTIONS, Options
+from attention.features import GRADIENTS, Call
 from attention.portable import launch as portable
 
 # name -> (dtype, torch.set_float32_matmul_precision)
@@ -140,11 +140,11 @@ def launch_kernels(dtype, dim, causal, group, features=False, length=4096, ways=
     """Forward and backward of one problem; with grouped queries, dk/dv in each of `ways`."""
     portable.processors = lambda device: 132
     q, k = (torch.empty(2, length, heads, dim, dtype=dtype, device="meta") for heads in (2 * group, 2))
-    options = Options(*[None] * TENSOR_OPTIONS, 0, 0, causal, window=0, softcap=0.0, dropout=0.0, scale=dim**-0.5)
+    call = Call(q, k, k, causal=causal, scale=dim**-0.5, impl="triton")
     if features:
-        options = options._replace(
+        call = call._replace(
             bias=q.new_empty(2, 2 * group, length, length),
-            gate=q.new_empty(2, 2 * group, length, dtype=torch.float64) if causal else None,
+            decay=q.new_empty(2, 2 * group, length, dtype=torch.float64) if causal else None,
             sink=q.new_empty(2 * group),
             relative_bias=q.new_empty(2, 2 * group, 128),
             alibi_slopes=q.new_empty(2 * group, dtype=torch.float32).expand(2, -1),
@@ -153,20 +153,22 @@ def launch_kernels(dtype, dim, causal, group, features=False, length=4096, ways=
             window=1000,
             softcap=30.0,
             dropout=0.1,
-            max_logit=True,
+            return_max_logit=True,
         )
-    wanted = {name: x is not None for name, x in zip(GRADIENTS, (q, k, k, *options.learned), strict=True)}
-    out, lse2, *_ = portable.forward(q, k, k, options)
+    wanted = {name: x is not None for name, x in zip(GRADIENTS, call.learned, strict=True)}
+    out, lse2, *_ = portable.forward(call)
     for way in ways[: 1 if group == 1 else 2]:
         portable.loops_over_group = lambda problem, programs, device, way=way: way == "loop"
-        portable.backward(q, k, k, out, lse2, out, None, wanted, options)
+        portable.backward(call, out, lse2, out, None, wanted)
         if features:  # a bias over whole rows: delta is computed by a walk over the keys
-            of_queries = options._replace(bias=q.new_empty(2, 2 * group, length, 1))
-            portable.backward(q, k, k, out, lse2, out, None, wanted, of_queries)
+            of_queries = call._replace(bias=q.new_empty(2, 2 * group, length, 1))
+            portable.backward(of_queries, out, lse2, out, None, wanted)
 
 
 UNEVEN = 4095  # a length that no tile divides
-HOPPER_FEATURES = ("window", "softcap", "sink", "max_logit", "dropout", "alibi", "decay", "relative_bias")
+HOPPER_FEATURES = (
+    "window", "softcap", "sink", "return_max_logit", "dropout", "alibi_slopes", "decay", "relative_bias",
+)  # fmt: skip
 
 
 def launch_hopper_kernels(dtype, dim, causal, group, features=(), length=4096, bounds=None):
@@ -181,27 +183,23 @@ def launch_hopper_kernels(dtype, dim, causal, group, features=(), length=4096, b
         rows, length_of_row = (1, batch * length) if bounds == "packed" else (batch, length)
         q, k = (torch.empty(rows, length_of_row, n, dim, dtype=dtype, device="meta") for n in (2 * group, 2))
         v = k[..., :128].contiguous() if dim == 192 else k  # the only head dims that differ
-        options = Options(*[None] * TENSOR_OPTIONS, 0, 0, causal, window=0, softcap=0.0, dropout=0.0, scale=dim**-0.5)
+        call = Call(q, k, v, causal=causal, scale=dim**-0.5, impl="hopper")
         if bounds == "lengths":
-            options = options._replace(lengths=q.new_empty(rows, dtype=torch.int32))
+            call = call._replace(lengths=q.new_empty(rows, dtype=torch.int32))
         elif bounds == "packed":
             starts = q.new_empty(batch + 1, dtype=torch.int32)
-            options = options._replace(q_starts=starts, k_starts=starts, max_q_len=length, max_k_len=length)
-        values = dict(window=1000, softcap=30.0, sink=q.new_empty(2 * group), max_logit=True, dropout=0.1)
-        options = options._replace(**{name: values[name] for name in features if name in values})
-        if "alibi" in features:
-            slopes = q.new_empty(2 * group, dtype=torch.float32)
-            options = options._replace(alibi_slopes=slopes.expand(batch, -1))
-        if "relative_bias" in features:
-            options = options._replace(relative_bias=q.new_empty(2, 2 * group, 128))
-        if "decay" in features:
-            options = options._replace(gate=q.new_empty(rows, 2 * group, length_of_row, dtype=torch.float64))
-        if options.dropout:
-            options = options._replace(seed=q.new_empty(1, dtype=torch.int64))
-        for dropout in {options.dropout, 2 * options.dropout}:  # another probability compiles nothing
-            options = options._replace(dropout=dropout)
-            out, lse2, *_ = hopper.forward(q, k, v, options)
-            hopper.backward(q, k, v, out, lse2, out, None, dict.fromkeys(GRADIENTS, True), options)
+            call = call._replace(q_starts=starts, k_starts=starts)
+        values = dict(window=1000, softcap=30.0, sink=q.new_empty(2 * group), return_max_logit=True, dropout=0.1)
+        values["alibi_slopes"] = q.new_empty(2 * group, dtype=torch.float32).expand(batch, -1)
+        values["decay"] = q.new_empty(rows, 2 * group, length_of_row, dtype=torch.float64)
+        values["relative_bias"] = q.new_empty(2, 2 * group, 128)
+        call = call._replace(**{name: values[name] for name in features})
+        if call.dropout:
+            call = call._replace(seed=q.new_empty(1, dtype=torch.int64))
+        for dropout in {call.dropout, 2 * call.dropout}:  # another probability compiles nothing
+            call = call._replace(dropout=dropout)
+            out, lse2, *_ = hopper.forward(call)
+            hopper.backward(call, out, lse2, out, None, dict.fromkeys(GRADIENTS, True))
 
 
 def launch_simple_kernels(dtype, dim, causal, group, features=False, length=4096):

@@ -7,8 +7,7 @@ from test_hopper import CASES, REPEATED
 
 from attention import attention, explain
 from attention.api import call_of
-from attention.call import key_of
-from attention.choose import call_problem
+from attention.choose import call_problem, key_of
 
 
 def test_explain_names_the_implementation(device):

@@ -8,6 +8,7 @@ from problems import BACKEND, CASES, ON_GPU, floats, from_qkv, integers, make_pr
 from test_hopper import CASES as HOPPER_CASES
 
 from attention import attention, ops
+from attention.features import Call
 
 MORE = {f"hopper_{name}": dict(dim=64) | case for name, case in HOPPER_CASES.items()} if ON_GPU else {}
 DTYPES = [torch.float32, torch.bfloat16] if ON_GPU else [torch.float32]
@@ -95,5 +96,4 @@ def test_compiles(device):
             assert ours.requires_grad == eager.requires_grad
             torch.testing.assert_close(ours, eager)
         tensors = [arguments[name] for name in "qkv"]
-        options = ops.Options(*[None] * ops.TENSOR_OPTIONS, 70, 70, True, 0, 0.0, 0.0, 0.1, impl, max_logit=True)
-        torch.library.opcheck(ops.forward, (*tensors, *options))
+        torch.library.opcheck(ops.forward, Call(*tensors, scale=0.1, impl=impl, return_max_logit=True).for_op)

@@ -25,7 +25,8 @@ SHARED_KB = {80: 163, 89: 99, 90: 227, 100: 227, 120: 99}  # chip -> shared memo
 COMPILE_ALL = os.environ.get("COMPILE_ALL") == "1"
 
 EVEN, UNEVEN = 4096, 4095  # lengths that tiles divide, or do not
-MANY, ALL = "window softcap sink max_logit", "window softcap sink max_logit dropout alibi"
+MANY = "window softcap sink return_max_logit"
+ALL = "window softcap sink return_max_logit dropout alibi_slopes"
 DECAY = "window decay"
 # Compiled for Hopper: dtype, bounds of sequences, features, masks, head dims, lengths.
 HOPPER = [
@@ -34,7 +35,7 @@ HOPPER = [
     ("bfloat16", "lengths", MANY, "full", (128, 256), (EVEN,)),
     ("bfloat16", None, "dropout", "causal", (64, 128), (EVEN,)),
     ("bfloat16", "packed", ALL, "full", (64, 256), (EVEN,)),
-    ("bfloat16", None, "alibi", "causal", (64, 128), (UNEVEN,)),
+    ("bfloat16", None, "alibi_slopes", "causal", (64, 128), (UNEVEN,)),
     ("bfloat16", None, "", "causal", (64, 256), (EVEN,)),
     ("float16", None, "", "full", (64, 128), (UNEVEN,)),
     ("bfloat16", None, "", "causal", (192,), (UNEVEN,)),
@@ -46,7 +47,7 @@ if COMPILE_ALL:
     values = (
         ("bfloat16", "float16"),
         (None, "lengths", "packed"),
-        ("", "dropout", "alibi", MANY, ALL),
+        ("", "dropout", "alibi_slopes", MANY, ALL),
         ("causal full",),
         [(64, 128, 192, 256)],
     )
@@ -83,7 +84,7 @@ SPILLED = {
         ("backward_kernel", 192): 16,
         ("backward_kernel", 256): 260,
     },
-    "alibi": {
+    "alibi_slopes": {
         ("hopper_forward_kernel", 64): 176,
         ("backward_kernel", 128): 168,
         ("backward_kernel", 192): 16,

@@ -145,16 +145,16 @@ def blank_launcher(problem, shape, step, keys):
     return Launcher(blank_kernel, -(-length // POSITIONS.value) * batch, table.STREAMING, (heads * dim, step, keys))
 
 
-def forward(q, k, v, options):
+def forward(call):
     """As forward() of portable/launch.py."""
-    q, k, v = (reachable(x, options.is_ragged) for x in options.split(q, k, v))
-    problem = describe(q, k, v, options)
+    q, k, v = (reachable(x, call.is_ragged) for x in call.split())
+    problem = describe(q, k, v, call)
     _, tile, _ = problem.cached(forward_launcher).constants
     rows, block_k, n_tiles = PER_CONSUMER.value, tile.block_k, -(-problem.q_len // tile.block_q)
     out = empty(q, None if q.shape[3] == v.shape[3] else (*q.shape[:3], v.shape[3]))
     lse2 = output(problem, q, (problem.batch, tile.heads, problem.q_len), fill=float("-inf"), dtype=torch.float32)
-    max_logit2 = q.new_full((tile.heads,), float("-inf"), dtype=torch.float32) if options.max_logit else None
-    scale = max(abs(options.scale), 1e-30)  # 0 would turn the -inf of a hidden key into NaN
+    max_logit2 = q.new_full((tile.heads,), float("-inf"), dtype=torch.float32) if call.return_max_logit else None
+    scale = max(abs(call.scale), 1e-30)  # 0 would turn the -inf of a hidden key into NaN
     with torch.cuda.device_of(q):
         if problem.is_ragged:
             tile_list, _ = list_tiles(problem, q, tile.block_q)
@@ -164,11 +164,11 @@ def forward(q, k, v, options):
         problem.cached(forward_launcher).start(
             tiles_of(problem, "q", q, rows), tiles_of(problem, "k", k, block_k), tiles_of(problem, "v", v, block_k),
             tiles_of(problem, "out", out, rows), lse2, max_logit2,
-            None if options.sink is None else options.sink.contiguous(), tile_list, problem.ragged, problem.q_len,
+            None if call.sink is None else call.sink.contiguous(), tile_list, problem.ragged, problem.q_len,
             problem.k_len, n_tiles, tile.heads * problem.batch,
-            problem.terms._replace(scale=scale, gate=split_gate(options.gate)),
+            problem.terms._replace(scale=scale, gate=split_gate(call.decay)),
         )  # fmt: skip
-    return (out, lse2, max_logit2)[: 2 + options.max_logit]
+    return (out, lse2, max_logit2)[: 2 + call.return_max_logit]
 
 
 def forward_launcher(problem):
@@ -206,7 +206,7 @@ def backward_plan(problem):
     return BackwardPlan(plan._replace(ragged=problem.is_ragged), registers, q_slots, k_slots, members)
 
 
-def backward(q, k, v, out, lse2, dout, dlse, wanted, options, deterministic=None):
+def backward(call, out, lse2, dout, dlse, wanted, deterministic=None):
     """As backward() of portable/launch.py, which serves if deterministic (None: as torch is set).
 
     Here dQ and the gradient of gates are added in any order. One kernel computes all gradients, wanted or not.
@@ -214,10 +214,10 @@ def backward(q, k, v, out, lse2, dout, dlse, wanted, options, deterministic=None
     if deterministic is None:
         deterministic = torch.are_deterministic_algorithms_enabled()
     if deterministic:
-        options = options._replace(backend="triton")  # what is compiled for it is not for the kernels here
-        return portable.backward(q, k, v, out, lse2, dout, dlse, wanted, options)
-    q, k, v, out, dout = (reachable(x, options.is_ragged) for x in (*options.split(q, k, v), out, dout))
-    problem = describe(q, k, v, options, out, lse2, dout, dlse)
+        call = call._replace(impl="triton")  # what is compiled for it is not for the kernels here
+        return portable.backward(call, out, lse2, dout, dlse, wanted)
+    q, k, v, out, dout = (reachable(x, call.is_ragged) for x in (*call.split(), out, dout))
+    problem = describe(q, k, v, call, out, lse2, dout, dlse)
     view, batch, q_len, k_len = problem.view, problem.batch, problem.q_len, problem.k_len
     heads, group = problem.tile.heads, problem.tile.group
     plan, _, q_slots, _, members = problem.cached(backward_plan)
@@ -226,10 +226,10 @@ def backward(q, k, v, out, lse2, dout, dlse, wanted, options, deterministic=None
 
     # keys before every window are left out too (bounds() in ragged.py): only then is all filled with zeros
     new = partial(output, problem) if problem.rule.window else empty
-    (dq, dk, dv), found = gradients(q, k, v, options.kv_heads > 0, empty, new)
-    tables = options.relative_bias if wanted["relative_bias"] else None
-    delta = None if options.sink is None and tables is None else output(problem, lse2)
-    gate = options.gate
+    (dq, dk, dv), found = gradients(q, k, v, call.kv_heads > 0, empty, new)
+    tables = call.relative_bias if wanted["relative_bias"] else None
+    delta = None if call.sink is None and tables is None else output(problem, lse2)
+    gate = call.decay
     dgate = None if gate is None else empty(gate, dtype=torch.float32).zero_()
     parts = [None, None]
     if members < group:
@@ -254,7 +254,7 @@ def backward(q, k, v, out, lse2, dout, dlse, wanted, options, deterministic=None
             q_len, k_len, batch, heads, group, members, problem.terms._replace(gate=split_gate(gate)), dgate, k_list,
             problem.ragged, q_slots,
         )  # fmt: skip
-        problem.cached(finish_launcher).start(dq_sum, view("dq", dq), *where, options.scale)
+        problem.cached(finish_launcher).start(dq_sum, view("dq", dq), *where, call.scale)
         if tables is not None:
             tensors = dict(q=q, k=k, v=v, dout=dout, lse2=lse2, delta=delta)
             distances = portable.launch_distances(problem, [view(name, x) for name, x in tensors.items()])
@@ -268,9 +268,9 @@ def backward(q, k, v, out, lse2, dout, dlse, wanted, options, deterministic=None
             blank(problem, dk, keys=True)
             blank(problem, dv, keys=True)
     if gate is not None:
-        found["gate"] = dgate.to(gate.dtype)
-    if options.sink is not None:
-        found["sink"] = portable.sink_gradient(options.sink, lse2, delta)
+        found["decay"] = dgate.to(gate.dtype)
+    if call.sink is not None:
+        found["sink"] = portable.sink_gradient(call.sink, lse2, delta)
     return found
 
 

@@ -7,6 +7,7 @@ from functools import partial
 
 import torch
 
+from ..features import GRADIENTS
 from ..gpu import processors
 from ..launcher import Launcher, tiles_for
 from ..problem import describe, empty, gradients, output
@@ -22,22 +23,22 @@ from .forward import forward_kernel
 DBIAS_WAVES = 8  # programs per multiprocessor that share the gradient of a small bias
 
 
-def forward(q, k, v, options):
-    """Launch the forward. Shapes as in attention(); returns out [B, Tq, H, Dv] and, both float32 and in base 2,
-    lse2 [B, H, Tq] and, if options.max_logit, max_logit2 [H].
+def forward(call):
+    """Launch the forward of a Call; returns out [B, Tq, H, Dv] and, both float32 and in base 2, lse2 [B, H, Tq] and,
+    with return_max_logit, max_logit2 [H].
     """
-    q, k, v = map(aligned, options.split(q, k, v))
-    problem = describe(q, k, v, options)
+    q, k, v = map(aligned, call.split())
+    problem = describe(q, k, v, call)
     batch, q_len, heads, dim = q.shape
     value_dim = problem.tile.value_dim
     out = output(problem, q, None if value_dim == dim else (batch, q_len, heads, value_dim))
     lse2 = output(problem, q, (batch, heads, q_len), fill=float("-inf"), dtype=torch.float32)
-    sink = None if options.sink is None else options.sink.contiguous()
-    max_logit2 = q.new_full((heads,), float("-inf"), dtype=torch.float32) if options.max_logit else None
+    sink = None if call.sink is None else call.sink.contiguous()
+    max_logit2 = q.new_full((heads,), float("-inf"), dtype=torch.float32) if call.return_max_logit else None
     if out.numel() > 0:
         with torch.cuda.device_of(q):
             launch_forward(problem, q, k, v, out, lse2, max_logit2, sink)
-    return (out, lse2, max_logit2)[: 2 + options.max_logit]
+    return (out, lse2, max_logit2)[: 2 + call.return_max_logit]
 
 
 def launch_forward(problem, q, k, v, out, lse2, max_logit2, sink):
@@ -54,23 +55,23 @@ def forward_launcher(problem):
     return Launcher(forward_kernel, problem.programs(tile), launch, (problem.rule, tile))
 
 
-def backward(q, k, v, out, lse2, dout, dlse, wanted, options):
-    """Launch the backward; returns {name: gradient} of ops.GRADIENTS, filled where `wanted`, {name: bool}, is true.
+def backward(call, out, lse2, dout, dlse, wanted):
+    """Launch the backward; returns {name: gradient} of GRADIENTS, filled where `wanted`, {name: bool}, is true.
 
     dlse [B, H, Tq] float32 is the gradient of the natural-log LSE, or None. If q holds keys and values too, its
     gradient is that of them all, and those of k and v are None.
     """
-    q, k, v, dout = map(aligned, (*options.split(q, k, v), dout))
-    problem = describe(q, k, v, options, out, lse2, dout, dlse)
+    q, k, v, dout = map(aligned, (*call.split(), dout))
+    problem = describe(q, k, v, call, out, lse2, dout, dlse)
     view = problem.view
     new = partial(output, problem)
-    (dq, dk, dv), found = gradients(q, k, v, options.kv_heads > 0, new, new)
-    bias, gate, sink = options.bias if wanted["bias"] else None, options.gate, options.sink
+    (dq, dk, dv), found = gradients(q, k, v, call.kv_heads > 0, new, new)
+    bias, gate, sink = call.bias if wanted["bias"] else None, call.decay, call.sink
     if q.numel() == 0 or k.numel() == 0:
         for x in (dq, dk, dv):
             x.zero_()
-        given = dict(bias=bias, gate=gate, sink=sink, relative_bias=options.relative_bias)
-        return found | {name: torch.zeros_like(x) for name, x in given.items() if x is not None}
+        given = zip(GRADIENTS[3:], call.learned[3:], strict=True)
+        return found | {name: torch.zeros_like(x) for name, x in given if x is not None}
     delta = output(problem, lse2)
     inputs = (
         view("q", q), view("k", k), view("v", v), view("dout", dout), view("lse2", lse2), view("delta", delta)
@@ -81,16 +82,16 @@ def backward(q, k, v, out, lse2, dout, dlse, wanted, options):
     q_gate, k_gate = (None if gate is None else empty(gate, dtype=sum_type).zero_() for _ in range(2))
 
     with torch.cuda.device_of(q):
-        launch_dq(problem, inputs, out, view("dlse", dlse), sink, bias, dq, q_gate, wanted["q"] or wanted["gate"])
-        if wanted["k"] or wanted["v"] or wanted["gate"] or (wanted["q"] and options.kv_heads > 0):
+        launch_dq(problem, inputs, out, view("dlse", dlse), sink, bias, dq, q_gate, wanted["q"] or wanted["decay"])
+        if wanted["k"] or wanted["v"] or wanted["decay"] or (wanted["q"] and call.kv_heads > 0):
             launch_dkdv(problem, inputs, dk, dv, k_gate)
         if bias is not None:
             found["bias"] = launch_dbias(problem, inputs, bias)
         if wanted["relative_bias"]:
-            found["relative_bias"] = relative_bias_gradient(launch_distances(problem, inputs), options.relative_bias)
+            found["relative_bias"] = relative_bias_gradient(launch_distances(problem, inputs), call.relative_bias)
 
-    if wanted["gate"]:
-        found["gate"] = (q_gate + k_gate).to(gate.dtype)
+    if wanted["decay"]:
+        found["decay"] = (q_gate + k_gate).to(gate.dtype)
     if wanted["sink"]:
         found["sink"] = sink_gradient(sink, lse2, delta)
     return found
