@@ -9,6 +9,7 @@ from .checks import DTYPES, check_is_tensor, check_qkv, pair
 from .choose import decide
 from .features import Call, features_of, four_dims
 from .reference import reference_attention
+from .score_mod import key_of_function, split_args
 from .sdpa import packed_sdpa_attention, sdpa_attention
 
 # asked once, here: torch.compile cannot trace the question in PyTorch 2.11
@@ -17,8 +18,8 @@ AUTOCAST_DEVICES = frozenset(d for d in ("cpu", "cuda", "mps", "xpu") if torch.a
 
 def attention(
     q, k, v, *, causal=True, window=None, scale=None, softcap=None, dropout=0.0, seed=None, bias=None, decay=None,
-    alibi_slopes=None, sink=None, relative_bias=None, lengths=None, cu_seqlens=None, max_seqlen=None,
-    prefix_lengths=None, return_lse=False, return_max_logit=False, impl="auto",
+    alibi_slopes=None, sink=None, relative_bias=None, score_mod=None, score_args=(), lengths=None, cu_seqlens=None,
+    max_seqlen=None, prefix_lengths=None, return_lse=False, return_max_logit=False, impl="auto",
 ):  # fmt: skip
     """Scaled dot-product attention, exact, in O(T) memory: dropout(softmax(mask(cap(scale q k^T) + terms))) v per head.
 
@@ -53,6 +54,13 @@ def attention(
         relative_bias: [H, R] floating and finite, or [2, H, R]: a score of query position i and key j gets
             relative_bias[h, min(|i - j|, R - 1)], of the second table where j > i. Has a gradient, which costs one more
             pass over the scores.
+        score_mod: your own rule for scores, a @triton.jit function f(score, q_pos, k_pos, head, sequence, *score_args)
+            -> (new score, d new score / d score), elementwise. score: scaled and soft-capped, before the other terms
+            and the mask; q_pos is counted in keys, and both positions broadcast. A new score of -inf hides the key. The
+            reference computes f.eager, a PyTorch function of the same arguments that returns the new score. See
+            check_score_mod(), and section 9 of docs/attention.md for examples.
+        score_args: tuple of contiguous tensors, which f gets as pointers, and of ints and floats. They get no
+            gradient. Another number does not compile f again, unless it is an int that is 1 or a multiple of 16.
         lengths: [B] int32, how many tokens of each row are valid: keys past it are invisible, queries standing past it
             give 0.
         cu_seqlens: [N + 1] int32, where packed sequences start in the one row (B = 1), from 0 to at most T; a pair of
@@ -91,9 +99,9 @@ def attention(
     q, k, v = _cast_for_autocast(q=q, k=k, v=v)
     return _attend(Call(
         q, k, v, causal=causal, window=window, scale=scale, softcap=softcap, dropout=dropout, seed=seed, bias=bias,
-        decay=decay, alibi_slopes=alibi_slopes, sink=sink, relative_bias=relative_bias, lengths=lengths,
-        cu_seqlens=cu_seqlens, max_seqlen=max_seqlen, prefix_lengths=prefix_lengths, return_lse=return_lse,
-        return_max_logit=return_max_logit, impl=impl,
+        decay=decay, alibi_slopes=alibi_slopes, sink=sink, relative_bias=relative_bias, score_mod=score_mod,
+        score_args=score_args, lengths=lengths, cu_seqlens=cu_seqlens, max_seqlen=max_seqlen,
+        prefix_lengths=prefix_lengths, return_lse=return_lse, return_max_logit=return_max_logit, impl=impl,
     ))  # fmt: skip
 
 
@@ -129,6 +137,7 @@ def attention_qkv(qkv, n_head, n_kv_head=None, **options):
 
 def _attend(call, qkv=None):
     """attention() of a Call; qkv: [B, T, H + 2 Hkv, D] if q, k and v are views of one tensor."""
+    call = with_key(call)
     impl, _ = decide(call)
     q, k, v = call[:3]
     scale = q.shape[-1] ** -0.5 if call.scale is None else float(call.scale)
@@ -159,12 +168,17 @@ def for_kernels(call):
     bounds = dict(zip(("q_starts", "k_starts"), pair(call.cu_seqlens), strict=True))
     bounds |= dict(lengths=call.lengths, prefix_lengths=call.prefix_lengths)
     changes |= {name: x.contiguous() for name, x in bounds.items() if x is not None}
-    return call._replace(**changes)
+    return call._replace(**changes, **split_args(call.score_args))
+
+
+def with_key(call):
+    """A Call with the key of its score_mod in place of the function."""
+    return call if call.score_mod is None else call._replace(score_mod=key_of_function(call.score_mod))
 
 
 def explain(q, k, v, **arguments):
     """Which implementation serves attention(q, k, v, **arguments), and why: a line of text. Raises as attention()."""
-    impl, reason = decide(call_of(*_cast_for_autocast(q=q, k=k, v=v), **arguments))
+    impl, reason = decide(with_key(call_of(*_cast_for_autocast(q=q, k=k, v=v), **arguments)))
     return f"{impl}: {reason}"
 
 

@@ -72,6 +72,8 @@ def check_call(call):
         call.q, call.causal, call.window, call.scale, call.softcap, call.dropout, call.impl, call.return_lse, call.seed
     )
     check_is("return_max_logit", call.return_max_logit, bool)
+    if call.score_mod is None and call.score_args != ():
+        raise ValueError(f"score_args={call.score_args!r} were given without score_mod; leave them out")
     check_ragged(call.q, call.k, call.lengths, call.cu_seqlens, call.max_seqlen)
     for feature in features_of(call):
         feature.check(call, feature.name, getattr(call, feature.name))

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from .checks import check_is_tensor, count_sequences
+from .score_mod import check_score_args
 
 MAX_ALIBI_LENGTH = 2**24  # distances are float32
 
@@ -34,6 +35,9 @@ class Call(NamedTuple):
     q_starts: Tensor | None = None  # this and the next for the ops alone: [N + 1] int32, both or none
     k_starts: Tensor | None = None
     seed: int | Tensor | None = None  # for the ops [1] int64, or None without dropout
+    score_tensors: list[Tensor | None] = ()  # this and the next for the ops alone: score_args, as split_args() has them
+    score_numbers: list[float] = ()
+    score_mod: str | None = None  # a Triton function, for the ops its key: see score_mod.py
     causal: bool = True
     window: int | None = None
     softcap: float | None = None
@@ -45,6 +49,7 @@ class Call(NamedTuple):
     return_lse: bool = False
     cu_seqlens: Tensor | tuple | None = None
     max_seqlen: int | tuple | None = None
+    score_args: tuple = ()
 
     def split(self):
         """q, k and v: as they are, or as views of one tensor."""
@@ -64,7 +69,8 @@ class Call(NamedTuple):
 
     @property
     def tensors(self):
-        return self[:TENSORS]
+        """All tensors that the ops take: the fields up to seed, then score_tensors."""
+        return (*self[:TENSORS], *self.score_tensors)
 
     @property
     def for_op(self):
@@ -77,12 +83,12 @@ OP_ARGUMENTS = Call._fields.index("return_lse")
 
 
 class Feature(NamedTuple):
-    """One of the optional tensors of attention()."""
+    """One of the optional tensors of attention(), or score_mod."""
 
     name: str  # of the argument
-    check: Callable  # check(call, name, tensor): ValueError with one sentence if it breaks a rule
+    check: Callable  # check(call, name, value): ValueError with one sentence if it breaks a rule
     backends: tuple  # which compute with it, besides the reference: "triton", "hopper", "sdpa"
-    for_kernels: Callable = lambda call, x: x  # the tensor as the kernels take it
+    for_kernels: Callable = lambda call, x: x  # the value as the kernels take it
     learned: bool = False  # whether it has a gradient
 
 
@@ -185,6 +191,7 @@ FEATURES = (
     Feature("relative_bias", check_relative_bias, ("triton", "hopper"), as_tables, learned=True),
     Feature("alibi_slopes", check_alibi, ("triton", "hopper"), of_each_sequence),
     Feature("prefix_lengths", check_prefixes, ("triton",)),
+    Feature("score_mod", check_score_args, ("triton",)),
 )
 # The tensors of a call that may have gradients, in the order of the fields of Call.
 GRADIENTS = ("q", "k", "v", *(feature.name for feature in FEATURES if feature.learned))

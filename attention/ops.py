@@ -4,7 +4,7 @@ Triton is imported when an op first runs, never before: the package loads on mac
 """
 
 import math
-from functools import cache
+from functools import cache, partial
 from importlib import import_module
 from itertools import compress
 
@@ -32,7 +32,8 @@ def host(backend):
 # which takes more than a second, only when the function is first called.
 outside_graphs = torch._disable_dynamo
 KINDS = {Tensor: "Tensor", int | Tensor | None: "Tensor?", float | None: "float?", int | None: "int?"}
-KINDS |= {Tensor | None: "Tensor?", bool: "bool", int: "int", float: "float", str: "str"}
+KINDS |= {Tensor | None: "Tensor?", bool: "bool", int: "int", float: "float", str: "str", str | None: "str?"}
+KINDS |= {list[Tensor | None]: "Tensor?[]", list[float]: "Scalar[]"}
 CALL = ", ".join(f"{KINDS[Call.__annotations__[name]]} {name}" for name in Call._fields[:OP_ARGUMENTS])
 # torch.library.custom_op would do the same with three times the Python per call: it reads a long schema anew each time.
 LIBRARY = torch.library.Library("attention", "FRAGMENT")
@@ -89,11 +90,14 @@ def one_by_one(op):
     """Let torch.vmap call an op once per example."""
 
     def call_each(info, dims, *args):
-        def example(i):  # zeros if there is none, for the shapes of the outputs
-            return [
-                x if not isinstance(dim, int) else x.select(dim, i) if info.batch_size else x.sum(dim, dtype=x.dtype)
-                for x, dim in zip(args, dims, strict=True)
-            ]
+        def select(x, dim, i):
+            if not isinstance(dim, int):
+                return x
+            # zeros if there is no example, for the shapes of the outputs
+            return x.select(dim, i) if info.batch_size else x.sum(dim, dtype=x.dtype)
+
+        def example(i):
+            return tree_map(partial(select, i=i), args, dims)
 
         calls = [op(*example(i)) for i in range(max(info.batch_size, 1))]
         outputs = tree_map(lambda *x: torch.stack(x)[: info.batch_size], *calls)
@@ -171,7 +175,7 @@ class Attention(torch.autograd.Function):
         *_, call = inputs
         out, lse2, *max_logit = _keeping_outer_grad_mode(_run_forward, call)
         ctx.save_for_backward(out, lse2, *call.tensors)
-        ctx.numbers = call[TENSORS:]
+        ctx.numbers = call[TENSORS + 1 :]
         ctx.set_materialize_grads(False)
         ctx.mark_non_differentiable(*max_logit)
         return out, lse2, *max_logit
@@ -179,7 +183,7 @@ class Attention(torch.autograd.Function):
     @staticmethod
     def backward(ctx, dout, dlse2, *_):
         out, lse2, *tensors = unwrap_dead_wrappers(ctx.saved_tensors)  # of a transform that has ended
-        call = Call(*tensors, *ctx.numbers)
+        call = Call(*tensors[:TENSORS], tensors[TENSORS:], *ctx.numbers)
         if any(x is not None and torch._C._functorch.is_legacy_batchedtensor(x) for x in (dout, dlse2)):
             raise RuntimeError(
                 "attention() has no gradient with is_grads_batched=True or vectorize=True; use torch.vmap over "
@@ -197,7 +201,7 @@ class Backward(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, *inputs):
-        return tuple(_keeping_outer_grad_mode(_run_backward, *inputs[TENSORS:]))  # autograd does not look into a Call
+        return tuple(_keeping_outer_grad_mode(_run_backward, *inputs[-6:]))  # autograd does not look into a Call
 
     @staticmethod
     def backward(ctx, *gradients):

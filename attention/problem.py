@@ -5,6 +5,7 @@ from typing import NamedTuple
 import torch
 
 from .score import Rule, Terms, terms_of
+from .score_mod import function_of
 from .table import float32_precision, keys_per_program, launches_for
 from .tiles import Ragged, Tile, View, rows_view, view
 
@@ -72,7 +73,7 @@ def describe(q, k, v, call, *others):
     ]
     numbers = (  # Hopper's kernels are compiled for the scale's sign
         call.causal, call.window, call.softcap, call.dropout > 0, call.scale < 0, call.impl, call.kv_heads,
-        call.return_max_logit,
+        call.return_max_logit, call.score_mod, *map(specialization, call.score_numbers),
     )  # fmt: skip
     key = (q.device, float32_precision(q.dtype), *signatures, *numbers)
     problem = PROBLEMS.get(key)
@@ -83,9 +84,14 @@ def describe(q, k, v, call, *others):
     if problem.terms is None or problem.terms.scale != call.scale:
         ragged = Ragged(call.lengths, call.q_starts, call.k_starts, call.prefix_lengths)
         problem = problem._replace(ragged=ragged, terms=terms_of(call))
-        if all(x is None for x in call.tensors[3:]):  # the next call of this scale takes it as it is
+        if all(x is None for x in call.tensors[3:]) and not call.score_numbers:  # the next call takes it as it is
             PROBLEMS[key] = problem
     return problem
+
+
+def specialization(number):
+    """What Triton compiles a number for."""
+    return float if isinstance(number, float) else (number == 1, number % 16 == 0, -(2**31) <= number < 2**31)
 
 
 def analyse(q, k, v, call):
@@ -99,6 +105,9 @@ def analyse(q, k, v, call):
     window = call.window if call.window is not None and call.window < farthest else 0
     tensors = dict(sink=call.sink, prefix=call.prefix_lengths, alibi=call.alibi_slopes, decay=call.decay)
     given = {name: x is not None for name, x in tensors.items()}
+    given["hides"] = call.bias is not None or call.score_mod is not None
+    if call.score_mod is not None:
+        given |= dict(score_mod=function_of(call.score_mod), score_key=call.score_mod)
     rule = Rule(call.causal, window, call.softcap or 0.0, call.dropout > 0, **given)
     return Problem(
         cache={},

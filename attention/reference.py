@@ -9,16 +9,20 @@ import torch
 import torch.nn.functional as F
 
 from .checks import count_sequences
+from .score_mod import twin_of
 
 LOWEST_BIAS = math.log(2) * torch.finfo(torch.float32).min  # what is lower is -inf in float32 and base 2
 
 
 def reference_attention(
     q, k, v, *, causal=True, window=None, scale=None, softcap=None, dropout=0.0, seed=None, bias=None, decay=None,
-    alibi_slopes=None, sink=None, relative_bias=None, lengths=None, cu_seqlens=None, max_seqlen=None,
-    prefix_lengths=None, return_lse=False, return_max_logit=False,
+    alibi_slopes=None, sink=None, relative_bias=None, score_mod=None, score_args=(), lengths=None, cu_seqlens=None,
+    max_seqlen=None, prefix_lengths=None, return_lse=False, return_max_logit=False,
 ):  # fmt: skip
-    """Arguments and results as attention(); seed is a tensor of one int64. Computes in the dtype of q throughout."""
+    """Arguments and results as attention(); seed is a tensor of one int64, and score_mod a key (see score_mod.py).
+
+    Computes in the dtype of q throughout.
+    """
     batch, q_len, heads, dim = q.shape
     k_len = k.shape[1]
     group = heads // k.shape[2]
@@ -31,17 +35,30 @@ def reference_attention(
     if window is not None:
         visible = visible & (q_pos - k_pos < window) & (k_pos - q_pos < window)
     reach = visible
+    k, v = (x.repeat_interleave(group, dim=2) for x in (k, v))
+
+    def scores_of(q, k):
+        """[B, H, Tq, Tk], before terms and mask."""
+        scores = scale * torch.einsum("bqhd,bkhd->bhqk", q, k)
+        if softcap is not None:
+            scores = softcap * torch.tanh(scores / softcap)
+        if score_mod is not None:
+            head = torch.arange(heads, device=q.device).view(1, -1, 1, 1)
+            scores = twin_of(score_mod)(scores, q_pos, k_pos, head, sequence, *score_args).to(scores.dtype)
+        return scores
+
     if bias is not None:
         visible = visible & ~hides(bias)
+    if score_mod is not None:
+        with torch.no_grad():
+            visible = visible & ~hides(scores_of(q, k))
     # What no query of a head sees, and a query that sees no key, may be NaN, and 0 * NaN is NaN.
     alive = visible.any(-1, keepdim=True)  # [B, H or 1, Tq, 1]
     hidden = ~visible.any(-2).transpose(1, 2)[..., None]  # [B, Tk, H or 1, 1]
     q = q.masked_fill(~alive.transpose(1, 2), 0.0)
-    k, v = (x.repeat_interleave(group, dim=2).masked_fill(hidden, 0.0) for x in (k, v))
+    k, v = (x.masked_fill(hidden, 0.0) for x in (k, v))
 
-    scores = scale * torch.einsum("bqhd,bkhd->bhqk", q, k)
-    if softcap is not None:
-        scores = softcap * torch.tanh(scores / softcap)
+    scores = scores_of(q, k)
     if decay is not None and k_len > 0:  # the sum runs through all sequences of a row, which the difference cancels
         gate = decay if decay.device.type == "mps" else decay.double()  # MPS has no float64
         gate = gate.cumsum(1).transpose(1, 2)  # [B, H, Tk]

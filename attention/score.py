@@ -5,6 +5,8 @@ same formula serves [queries, keys] and [keys, queries]. Positions of queries ar
 at key i + Tk - Tq, which aligns causal masks and windows to the last key.
 """
 
+from collections import namedtuple
+from functools import lru_cache
 from typing import NamedTuple
 
 import torch
@@ -12,6 +14,7 @@ import triton
 import triton.language as tl
 
 from .reference import drop_probability
+from .score_mod import join_args
 from .tiles import FAR, PairView, View, pair_pointers, pair_view, row_lane, rows_view
 
 LOG2E = tl.constexpr(1.4426950408889634)
@@ -31,11 +34,15 @@ class Rule(NamedTuple):
     prefix: bool = False  # whether all queries see the first keys of a sequence
     alibi: bool = False  # whether scores fall with the distance
     decay: bool = False  # whether they have gates
+    hides: bool = False  # whether a bias or score_mod may hide keys, so that a row may see none of a tile
+    score_mod: object = None  # a user's Triton function
+    score_key: str = ""  # of score_mod and its source: Triton's caches look at how this record is printed
 
 
 class Terms(NamedTuple):
     """What a score depends on at run time: an argument of the kernels; None where a call does without.
 
+    With score_args these follow as further fields: see terms_type().
     The fields of its views stand in a row, because Triton 3.6 mixes up the constants of tuples inside a tuple.
     """
 
@@ -60,17 +67,28 @@ class Terms(NamedTuple):
     relative_ahead: int | None  # from one table to the other, if there are two
 
 
+TERMS = tl.constexpr(len(Terms._fields))
+
+
+@lru_cache(None)
+def terms_type(count):
+    """Terms with so many further fields, for score_args."""
+    return namedtuple("Terms", (*Terms._fields, *(f"arg{i}" for i in range(count)))) if count else Terms
+
+
 def terms_of(call):
     """Terms of a Call, as the ops take it."""
+    args = join_args(call)
     slopes, tables = call.alibi_slopes, call.relative_bias
     if tables is not None:
         tables, (sides, heads, size) = tables.contiguous(), tables.shape
-    return Terms(
+    return terms_type(len(args))(
         call.scale, drop_probability(call.dropout), call.seed,
         *(pair_view(call.bias) or [None] * 5),
         *(rows_view(call.decay) or [None] * 5),
         *([None] * 3 if slopes is None else [slopes, *slopes.stride()]),
         *([None] * 3 if tables is None else [tables, size, heads * size if sides == 2 else None]),
+        *args,
     )  # fmt: skip
 
 
@@ -184,6 +202,19 @@ def relative_bias(terms, head, distance):
 
 
 @triton.jit
+def modify(scores, q_pos, k_pos, head, seq, terms, RULE: tl.constexpr):
+    """The user's score_mod, in natural units: (new scores, derivative). Where a key gets hidden the derivative is 0.
+
+    The function may load from tensors at the positions, so those past an end are replaced by the last.
+    """
+    q_pos = tl.maximum(tl.minimum(q_pos, seq.k_len - 1), seq.k_len - seq.q_len)
+    k_pos = tl.minimum(k_pos, seq.k_len - 1)
+    scores, slope = RULE.score_mod(scores, q_pos, k_pos, head, seq.index, *terms[TERMS:])
+    scores = scores.to(tl.float32)
+    return scores, tl.where(scores * LOG2E == float("-inf"), 0.0, slope).to(tl.float32)
+
+
+@triton.jit
 def shape_scores(qk, q_pos, k_pos, head, seq, terms, RULE: tl.constexpr, MASKED: tl.constexpr):
     """Raw q.k -> (base-2 score, d score / d (scale * q.k) up to log2 e). MASKED=False promises that all is visible.
 
@@ -199,9 +230,14 @@ def shape_scores(qk, q_pos, k_pos, head, seq, terms, RULE: tl.constexpr, MASKED:
         # what is -inf in base 2, if only there, hides a key, which may hold NaN
         qk = tl.where(bias * LOG2E == float("-inf"), 0.0, qk)
     qk, factor = cap_scores(qk, terms.scale, RULE)
-    scores = qk * factor
     if RULE.softcap > 0:
         slope = 1 - qk * qk
+    if RULE.score_mod is None:
+        scores = qk * factor
+    else:
+        scores, derivative = modify(qk * (factor / LOG2E), q_pos, k_pos, head, seq, terms, RULE)
+        scores *= LOG2E
+        slope *= derivative
     if terms.gate is not None:
         # Differences of float64 sums, since a float32 sum over a long row has lost what neighbours differ by.
         gate = row_lane(gate_view(terms), seq.row, head, seq.k_start)
@@ -227,7 +263,7 @@ def shape_scores(qk, q_pos, k_pos, head, seq, terms, RULE: tl.constexpr, MASKED:
         if RULE.window > 0:
             visible = visible & (q_pos - k_pos < RULE.window)
         scores = tl.where(visible, scores, float("-inf"))
-        if RULE.softcap > 0:  # a hidden key may hold NaN
+        if RULE.softcap > 0 or RULE.score_mod is not None:  # a hidden key may hold NaN
             slope = tl.where(visible, slope, 0.0)
     return scores, slope
 

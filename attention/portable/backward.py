@@ -69,13 +69,13 @@ def query_lanes(q, dout, lse2, delta, head, seq):
 
 
 @triton.jit
-def load_lse(lanes, start, seq, terms, BLOCK: tl.constexpr, CLAMPED: tl.constexpr):
+def load_lse(lanes, start, seq, RULE: tl.constexpr, BLOCK: tl.constexpr, CLAMPED: tl.constexpr):
     """lse2 of queries [start, start + BLOCK). CLAMPED=False promises that all exist and see a key.
 
     +inf where there is none, so that 2^(score - lse2) is 0 for rows that see no key or do not exist.
     """
     lse2 = load_rows(lanes.lse2, start, seq.q_len, float("inf"), BLOCK, CLAMPED)
-    if CLAMPED or terms.bias is not None:
+    if CLAMPED or RULE.hides:
         lse2 = tl.where(lse2 == float("-inf"), float("inf"), lse2)
     return lse2
 
@@ -85,7 +85,7 @@ def load_queries(lanes, head, start, seq, terms, RULE: tl.constexpr, TILE: tl.co
     """Queries [start, start + block_q) of a sequence; DELTA=False: before their delta is there to be loaded."""
     tile = load_tile(lanes.q, start, 0, seq.q_len, TILE.block_q, TILE.dim, True)  # after dO, sm_100 would spill
     dout_tile = load_tile(lanes.dout, start, 0, seq.q_len, TILE.block_q, TILE.value_dim, True)
-    lse2 = load_lse(lanes, start, seq, terms, TILE.block_q, True)
+    lse2 = load_lse(lanes, start, seq, RULE, TILE.block_q, True)
     if DELTA:
         delta = load_rows(lanes.delta, start, seq.q_len, 0.0, TILE.block_q, True)
     else:
@@ -105,7 +105,7 @@ def load_queries(lanes, head, start, seq, terms, RULE: tl.constexpr, TILE: tl.co
 def score_gradient(weights, dweights, delta, q_pos, k_pos, key, seq, terms, RULE: tl.constexpr, MASKED: tl.constexpr):
     """dS; dweights is dO.v, the gradient of the weights after dropout."""
     dscores = weights * (drop(dweights, key, q_pos, k_pos, seq, terms, RULE) * dp_factor(seq.k_len, RULE) - delta)
-    if MASKED or terms.bias is not None:  # an invisible key may hold NaN, and so may delta of a row that sees no key
+    if MASKED or RULE.hides:  # an invisible key may hold NaN, and so may delta of a row that sees no key
         dscores = tl.where(weights > 0, dscores, 0.0)
     return dscores
 

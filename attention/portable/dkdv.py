@@ -48,7 +48,7 @@ def gather_dkdv(
         dout_tile = fetch_tile(lanes.dout, dout_tiles, start, 0, seq.q_len, BLOCK, TILE.value_dim, MASKED)
         qk = dot(k_tile, tl.trans(q_tile), None, TILE)
         scores, slope = shape_scores(qk, q_pos, k_pos, head, seq, terms, RULE, MASKED)
-        weights = tl.exp2(scores - load_lse(lanes, start, seq, terms, BLOCK, MASKED)[None, :])
+        weights = tl.exp2(scores - load_lse(lanes, start, seq, RULE, BLOCK, MASKED)[None, :])
         main, value, gate = sums.main, sums.value, sums.gate
         if OUTPUTS != "dk":
             kept = drop(weights, key, q_pos, k_pos, seq, terms, RULE)

@@ -95,7 +95,7 @@ def gather_dq(
         k_tile, _weights, dscores, slope = meet_keys(
             queries, k, v, k_tiles, v_tiles, start, low, span.hi, seq, terms, RULE, TILE, MASKED
         )
-        if terms.bias is not None:  # and 0 * NaN is NaN
+        if RULE.hides:  # and 0 * NaN is NaN
             k_tile = tl.where(tl.max(tl.abs(dscores), 0)[:, None] > 0, k_tile, 0.0).to(k_tile.dtype)
         gate = sums.gate
         if terms.gate is not None:

@@ -81,7 +81,7 @@ def attend(
         scores, _ = shape_scores(qk, queries.pos[:, None], k_pos[None, :], queries.head, seq, terms, RULE, MASKED)
 
         top = tl.maximum(state.top, tl.max(scores, 1))
-        if MASKED or terms.bias is not None:  # a row that has seen no key yet: a finite pivot keeps inf - inf away
+        if MASKED or RULE.hides:  # a row that has seen no key yet: a finite pivot keeps inf - inf away
             pivot = tl.where(top == float("-inf"), 0.0, top)
         else:
             pivot = top
@@ -91,7 +91,7 @@ def attend(
         # after the sum: dropout acts on normalised weights
         weights = drop(weights, queries.key, queries.pos[:, None], k_pos[None, :], seq, terms, RULE)
         v_tile = fetch_tile(v, v_tiles, start, queries.low, span.hi, BLOCK, TILE.value_dim, MASKED)
-        if terms.bias is not None:  # a value hidden by -inf may hold NaN, and 0 * NaN is NaN
+        if RULE.hides:  # a value hidden by -inf may hold NaN, and 0 * NaN is NaN
             v_tile = tl.where(tl.max(scores, 0)[:, None] == float("-inf"), 0.0, v_tile).to(v_tile.dtype)
         acc = dot(narrow(weights, v_tile), v_tile, state.acc * fade[:, None], TILE)
         state = Softmax(acc, top, total)
