@@ -10,8 +10,10 @@ from functools import partial
 
 import pytest
 import torch
+from score_mods import example
 
 from attention import attention, attention_qkv, explain
+from attention.features import GRADIENTS
 from attention.gpu import hopper_problem
 
 ON_GPU = torch.cuda.is_available()
@@ -97,19 +99,19 @@ CASES = {
         alibi=2, sink=True, packed=[0, 17, 17, 55], dim=24, value_dim=16,
     ),
 }  # fmt: skip
-FLOAT32 = ("decay", "sink", "relative_bias")  # whatever the dtype of q
-DIFFERENTIABLE = ("q", "k", "v", "bias", "decay", "sink", "relative_bias")
+FLOAT32 = GRADIENTS[4:]  # whatever the dtype of q: all but q, k, v and bias
 
 
 def make_problem(
     device, dtype, *, batch=2, q_len=70, k_len=None, heads=2, kv_heads=None, dim=16, value_dim=None, bias=None,
-    hide=False, decay=False, alibi=0, sink=False, relative=None, packed=None, longest=True, return_lse=True, **options,
+    hide=False, decay=False, alibi=0, sink=False, relative=None, score_mod=None, packed=None, longest=True,
+    return_lse=True, **options,
 ):  # fmt: skip
     """Random arguments of attention(), by name, and the gradients of its output and LSE (None if LSE is not returned).
 
     hide: set a third of the bias to -inf, and all of it for one query. alibi: 1 = a slope for each head, 2 = for
-    each head of each sequence. relative: shape of relative_bias without its heads. longest: give max_seqlen of packed
-    sequences.
+    each head of each sequence. relative: shape of relative_bias without its heads. score_mod: a name of SCORE_MODS.
+    longest: give max_seqlen of packed sequences.
     """
     k_len, kv_heads, value_dim = k_len or q_len, kv_heads or heads, value_dim or dim
     batch = 1 if packed else batch
@@ -137,6 +139,8 @@ def make_problem(
         arguments["sink"] = randn(heads)
     if relative:
         arguments["relative_bias"] = randn(*relative[:-1], heads, relative[-1])
+    if score_mod:
+        options |= example(score_mod, heads, device)
     if packed:
         pair = packed if isinstance(packed, tuple) else (packed, packed)
         if longest:
@@ -158,7 +162,7 @@ def results(function, problem, dtype):
     """Output, LSE if returned (0 in place of -inf) and gradients, computed in dtype."""
     arguments, dout, dlse = problem
     leaves = {}
-    for name in DIFFERENTIABLE:
+    for name in GRADIENTS:
         if name in arguments:
             x = arguments[name]
             x = x.double() if dtype == torch.float64 else x if name in FLOAT32 else x.to(dtype)

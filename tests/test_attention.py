@@ -6,7 +6,7 @@ from functools import partial
 import pytest
 import torch
 import torch.nn.functional as F
-from problems import CASES, DIFFERENTIABLE, ON_GPU, by_impl, check, make_problem, needs_gpu, results
+from problems import CASES, GRADIENTS, ON_GPU, by_impl, check, make_problem, needs_gpu, results
 
 from attention import attention, problem, table
 from attention.portable import launch as portable
@@ -265,7 +265,7 @@ def test_dropout_draws_a_seed_from_torch(device):
 def test_sdpa_agrees(options, device):
     device = "cpu" if "packed" in options else device
     arguments, dout, _ = make_problem(device, torch.float32, **options)
-    leaves = [arguments[name].requires_grad_() for name in DIFFERENTIABLE if name in arguments]
+    leaves = [arguments[name].requires_grad_() for name in GRADIENTS if name in arguments]
     gradients = []
     for impl in ("sdpa", "reference"):
         gradients.append(torch.autograd.grad(attention(**arguments, impl=impl), leaves, dout))
@@ -325,7 +325,7 @@ def test_reference_passes_gradcheck(case, dtype, device):
         "all_packed": dict(q_len=6, bias=(4, 1, 6), packed=[0, 2, 2, 5], dim=8, value_dim=8),
     }[case]
     arguments, _, _ = make_problem(device, dtype, **CASES[case] | small)
-    names = [name for name in DIFFERENTIABLE if name in arguments]
+    names = [name for name in GRADIENTS if name in arguments]
     tensors = [arguments.pop(name).to(dtype).requires_grad_() for name in names]
 
     def outputs(*tensors):

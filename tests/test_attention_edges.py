@@ -5,7 +5,7 @@ from functools import partial
 import pytest
 import torch
 import torch.nn.functional as F
-from problems import DIFFERENTIABLE, ON_GPU, floats, integers, make_problem, on_hopper, our_kernels, results
+from problems import GRADIENTS, ON_GPU, floats, integers, make_problem, on_hopper, our_kernels, results
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from attention import attention, explain
@@ -65,7 +65,7 @@ def test_loss_of_the_lse_alone(impl, device):
     arguments, _, dlse = make_problem(device, dtype, dim=dim, q_len=40, kv_heads=1, sink=True, **options)
     found = []
     for other, kind in ((impl, dtype), ("reference", torch.float64)):
-        leaves = {name: arguments[name].to(kind).requires_grad_() for name in DIFFERENTIABLE if name in arguments}
+        leaves = {name: arguments[name].to(kind).requires_grad_() for name in GRADIENTS if name in arguments}
         _, lse = attention(**arguments | leaves, return_lse=True, impl=other)
         gradients = torch.autograd.grad(lse, list(leaves.values()), dlse.to(lse.dtype), materialize_grads=True)
         found.append(dict(zip(leaves, gradients, strict=True)))

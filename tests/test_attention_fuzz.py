@@ -33,6 +33,7 @@ FOR_HOPPER = PARAMETERS | {  # what the Hopper kernels support
     "dim": [dim for dim in PARAMETERS["dim"] if dim >= 40],
     "value_dim": [None],
     "relative": [None],
+    "score_mod": [None],
     "dtype": [torch.float16, torch.bfloat16],
     "bias": [None],
     "dropout": [0.0],

@@ -10,6 +10,7 @@ import pytest
 import torch
 from allpairspy import AllPairs
 from problems import ON_GPU, check, kernels, make_problem, results
+from score_mods import SCORE_MODS
 
 from attention.portable import launch as portable
 
@@ -32,6 +33,7 @@ PARAMETERS = {
     "alibi": [0, 1, 2],
     "sink": [False, True],
     "relative": [None, (1,), (2, 12)],
+    "score_mod": [None, *SCORE_MODS],
     "seed": [None, 5],  # None: drawn from torch
     "hide": [False, True],  # part of the bias is -inf
     "longest": [True, False],  # whether max_seqlen is given
@@ -61,7 +63,7 @@ def arguments(case):
     arguments = dict(
         q_len=q_len, k_len=k_len, dim=dim, value_dim=case.value_dim, heads=heads, kv_heads=case.kv_heads, batch=batch,
         causal=case.causal, decay=case.decay, alibi=case.alibi, sink=case.sink, relative=case.relative,
-        window=case.window, softcap=case.softcap, dropout=case.dropout, seed=case.seed,
+        score_mod=case.score_mod, window=case.window, softcap=case.softcap, dropout=case.dropout, seed=case.seed,
         scale=None if case.scale is None else case.scale * dim**-0.5, hide=case.hide, longest=case.longest,
         return_lse=case.return_lse,
     )  # fmt: skip

@@ -1,0 +1,157 @@
+"""score_mod: a user's Triton function in the scores. Every pair with other arguments is in test_attention_pairs.py."""
+
+from functools import partial
+
+import pytest
+import torch
+import triton
+import triton.language as tl
+from problems import BACKEND, CASES, ON_GPU, check, floats, make_problem, results
+from score_mods import SCORE_MODS, alibi, dilated, example, gaussian, soft_cap
+
+from attention import attention, attention_qkv, check_score_mod, decode, explain
+from attention.score import Rule
+from attention.score_mod import key_of_function
+
+COMBINED = ("all", "all_packed", "packed_pair", "more_queries", "value_dim", "prefix_all")
+
+
+@pytest.mark.parametrize("name", SCORE_MODS)
+def test_output_and_gradients(name, device, poisoned):
+    check(partial(make_problem, device, torch.float32, score_mod=name, heads=4, kv_heads=2), torch.float32)
+
+
+@pytest.mark.parametrize("case, name", list(zip(COMBINED, 2 * list(SCORE_MODS), strict=False)))
+def test_with_other_arguments(case, name, device, poisoned):
+    check(partial(make_problem, device, torch.float32, **CASES[case], score_mod=name), torch.float32)
+
+
+@pytest.mark.parametrize("options", [{}, dict(packed=[0, 20, 53, 70]), dict(causal=False, q_len=40, k_len=60)], ids=str)
+def test_alibi_is_alibi_slopes(options, device):
+    arguments, dout, dlse = make_problem(device, torch.float32, **options)
+    slopes = torch.rand(2, device=device)
+    for impl in ("triton", "reference"):
+        kernels = partial(attention, impl=impl)
+        ours = results(kernels, (arguments | dict(score_mod=alibi, score_args=(slopes,)), dout, dlse), torch.float32)
+        truth = results(kernels, (arguments | dict(alibi_slopes=slopes), dout, dlse), torch.float32)
+        for name, x in truth.items():
+            torch.testing.assert_close(ours[name], x, rtol=1e-3, atol=1e-3 if ON_GPU else 1e-4)
+
+
+def test_hidden_keys_may_hold_nan(device):
+    """A key that a score of -inf hides from all queries; its gradients are 0."""
+
+    def call(impl):
+        q, k, v = (torch.ones(1, 64, 1, 16, device=device) for _ in range(3))
+        k[:, 1::2], v[:, 1::2] = float("nan"), float("nan")
+        leaves = [x.requires_grad_() for x in (q[:, ::2].contiguous(), k, v)]
+        out = attention(*leaves, causal=False, score_mod=even_keys, impl=impl)
+        return out, *torch.autograd.grad(out.sum(), leaves)
+
+    for ours, truth in zip(call("triton"), call("reference"), strict=True):
+        torch.testing.assert_close(ours, truth, rtol=1e-3, atol=1e-5)
+
+
+@triton.jit
+def even_keys(score, q_pos, k_pos, head, sequence):
+    return tl.where(k_pos % 2 == 0, score, float("-inf")), 1.0
+
+
+even_keys.eager = lambda score, q_pos, k_pos, head, sequence: score.masked_fill(k_pos % 2 != 0, float("-inf"))
+
+
+@pytest.mark.parametrize("impl", ["triton", "reference"])
+def test_compiles(impl, device):
+    """fullgraph, with another number and another function; attention_qkv() takes it too."""
+    qkv = torch.randn(1, 33, 96, device=device, requires_grad=True)
+
+    def call(function, number):
+        out = attention_qkv(qkv, 2, score_mod=function, score_args=(number,), impl=impl)
+        return out, torch.autograd.grad(out.square().sum(), qkv)[0]
+
+    def forward(function, number):
+        return attention_qkv(qkv, 2, score_mod=function, score_args=(number,), impl=impl)
+
+    compiled = torch.compile(forward, fullgraph=True, backend=BACKEND)
+    for function, number in ((gaussian, 3.0), (gaussian, 5.0), (dilated, 3), (dilated, 2), (soft_cap, 1.0)):
+        out = compiled(function, number)
+        found = out, torch.autograd.grad(out.square().sum(), qkv)[0]
+        for ours, truth in zip(found, call(function, number), strict=True):
+            torch.testing.assert_close(ours, truth)
+
+
+def test_kernels_depend_on_the_source(device):
+    """Of two functions of one name each is computed, by kernels whose key names the source."""
+    q = torch.randn(1, 20, 1, 16, device=device)
+    found = []
+    for function in (twice(), negated(), None):
+        found.append(attention(q, q, q, score_mod=function, impl="triton"))
+    assert not any(torch.equal(a, b) for a, b in ((found[0], found[1]), (found[0], found[2]), (found[1], found[2])))
+    keys = [key_of_function(function()) for function in (twice, negated)]
+    assert keys[0] != keys[1] and all(key in str(Rule(True, 0, 0.0, False, False, score_key=key)) for key in keys)
+
+
+def twice():
+    @triton.jit
+    def function(score, q_pos, k_pos, head, sequence):
+        return score * 2, 2.0
+
+    return function
+
+
+def negated():
+    @triton.jit
+    def function(score, q_pos, k_pos, head, sequence):
+        return -score, -1.0
+
+    return function
+
+
+@triton.jit
+def wrong_derivative(score, q_pos, k_pos, head, sequence):
+    return score * 0.9, 1.0
+
+
+@triton.jit
+def other_twin(score, q_pos, k_pos, head, sequence):
+    return tl.maximum(score, 0.0), tl.where(score > 0, 1.0, 0.0)  # its kink is no error
+
+
+def test_check_score_mod(device):
+    for name in SCORE_MODS:
+        arguments = example(name, 4, device)
+        check_score_mod(arguments["score_mod"], *arguments["score_args"])
+    check_score_mod(other_twin)
+    other_twin.eager = lambda score, *positions: score
+    with pytest.raises(ValueError, match=r"other_twin returns the score 0 at.*`eager` give -"):
+        check_score_mod(other_twin)
+    with pytest.raises(ValueError, match=r"wrong_derivative returns the derivative 1 at.*new scores give 0\.9"):
+        check_score_mod(wrong_derivative)
+
+
+BAD = [
+    (dict(score_mod=lambda *x: x), "no Triton function; decorate it"),
+    (dict(score_args=(1,)), "without score_mod"),
+    (dict(score_mod=gaussian, score_args=[1.0]), "must be a tuple"),
+    (dict(score_mod=gaussian, score_args=("a",)), r"score_args\[0\]='a' is str"),
+    (dict(score_mod=gaussian, score_args=(True,)), r"score_args\[0\]=True is bool"),
+    (dict(score_mod=alibi, score_args=(floats(4)[::2],)), r"score_args\[0\] has strides.*contiguous"),
+    (dict(score_mod=alibi, score_args=(floats(2).to("meta"),)), "on meta"),
+    (dict(score_mod=alibi, score_args=(floats(2).requires_grad_(),)), r"score_args\[0\] requires a gradient.*detach"),
+    (dict(score_mod=gaussian, score_args=(1.0,), impl="sdpa"), "SDPA cannot express score_mod"),
+    (dict(score_mod=wrong_derivative, impl="reference"), "wrong_derivative has no attribute `eager`"),
+]
+
+
+@pytest.mark.parametrize("options, message", BAD, ids=[message for _, message in BAD])
+def test_bad_input(options, message, device):
+    q = torch.randn(1, 10, 2, 16, device=device)
+    with pytest.raises(ValueError, match=message):
+        attention(q, q, q, **{"impl": "triton"} | options)
+
+
+def test_who_serves_it(device):
+    q = torch.randn(1, 10, 2, 64, device=device, dtype=torch.bfloat16)
+    assert "score_mod" in explain(q, q, q, score_mod=gaussian, score_args=(1.0,)) or not ON_GPU
+    with pytest.raises(ValueError, match=r"decode\(\) does not compute score_mod"):
+        decode(q[:, :1], q, q, torch.ones(1, dtype=torch.int32, device=device), score_mod=gaussian)
