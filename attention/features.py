@@ -8,6 +8,7 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from .checks import check_is_tensor, count_sequences
@@ -90,6 +91,9 @@ class Feature(NamedTuple):
     backends: tuple  # which compute with it, besides the reference: "triton", "hopper", "sdpa"
     for_kernels: Callable = lambda call, x: x  # the value as the kernels take it
     learned: bool = False  # whether it has a gradient
+    # The gradient of a term by distance: (sums of dS, tensor as the kernels take it) -> gradient. sums: of the keys at
+    # and before a query, and of those after, each [H, distances from 0 on].
+    by_distance: Callable | None = None
 
 
 def check_floating(call, name, x):
@@ -184,17 +188,27 @@ def as_tables(call, x):
     return x.reshape(-1, *x.shape[-2:])
 
 
-FEATURES = (
+def relative_bias_gradient(sums, tables):
+    found, size = [], tables.shape[2]
+    for x in sums:
+        near = F.pad(x, (0, max(size - x.shape[1], 0)))[:, :size].clone()
+        near[:, -1] += x[:, size:].sum(1)  # all that are as far or farther
+        found.append(near)
+    return (torch.stack(found) if len(tables) == 2 else sum(found)[None]).to(tables.dtype)
+
+
+FEATURES = (  # those that are learned come first, in the order of Call
     Feature("bias", check_bias, ("triton", "sdpa"), four_dims, learned=True),
     Feature("decay", check_decay, ("triton", "hopper"), cumulative, learned=True),
     Feature("sink", check_per_head, ("triton", "hopper"), learned=True),
-    Feature("relative_bias", check_relative_bias, ("triton", "hopper"), as_tables, learned=True),
+    Feature("relative_bias", check_relative_bias, ("triton", "hopper"), as_tables, True, relative_bias_gradient),
     Feature("alibi_slopes", check_alibi, ("triton", "hopper"), of_each_sequence),
     Feature("prefix_lengths", check_prefixes, ("triton",)),
     Feature("score_mod", check_score_args, ("triton",)),
 )
 # The tensors of a call that may have gradients, in the order of the fields of Call.
 GRADIENTS = ("q", "k", "v", *(feature.name for feature in FEATURES if feature.learned))
+assert Call._fields[: len(GRADIENTS)] == GRADIENTS, "the learned features of FEATURES must be Call's fields after v"
 
 
 def features_of(call):

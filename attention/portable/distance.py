@@ -1,9 +1,8 @@
-"""Backward kernel for relative_bias: dS summed along diagonals, so that memory is O(T) and no sum needs atomics.
+"""Backward kernel for features by distance, such as relative_bias: dS summed along diagonals, so that memory is O(T) and no sum needs atomics.
 
 Formulas and shared parts are in backward.py.
 """
 
-import torch
 import torch.nn.functional as F
 import triton
 import triton.language as tl
@@ -73,20 +72,10 @@ def distances_of(problem, block):
     return first, -(-behind // block) + 1 - first
 
 
-def by_distance(sums, first):
+def of_diagonals(sums, first):
     """sums [H, DIAGONALS, 3, block] -> two sums [H, distances from 0 on]: of keys at and before a query, and after."""
     block = sums.shape[-1]
     # three rows of the distances from (first - 1) * block on, each shifted by a block
     found = sum(F.pad(sums[:, :, i].flatten(1), (i * block, (2 - i) * block)) for i in range(3))
     zero = (1 - first) * block  # where the distance is 0
     return found[:, zero:], F.pad(found[:, :zero].flip(1), (1, 0))
-
-
-def relative_bias_gradient(sides, tables):
-    """Of tables [1 or 2, H, R], from by_distance()."""
-    found, size = [], tables.shape[2]
-    for sums in sides:
-        near = F.pad(sums, (0, max(size - sums.shape[1], 0)))[:, :size].clone()
-        near[:, -1] += sums[:, size:].sum(1)  # all that are as far or farther
-        found.append(near)
-    return (torch.stack(found) if len(tables) == 2 else sum(found)[None]).to(tables.dtype)

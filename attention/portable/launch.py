@@ -7,7 +7,7 @@ from functools import partial
 
 import torch
 
-from ..features import GRADIENTS
+from ..features import FEATURES, GRADIENTS
 from ..gpu import processors
 from ..launcher import Launcher, tiles_for
 from ..problem import describe, empty, gradients, output
@@ -15,7 +15,7 @@ from ..score import LOG2E
 from ..table import STREAMING, loops_over_group
 from ..tiles import aligned, pair_view, view
 from .dbias import Spread, dbias_kernel
-from .distance import by_distance, distance_kernel, distances_of, relative_bias_gradient
+from .distance import distance_kernel, distances_of, of_diagonals
 from .dkdv import dkdv_kernel, group_sum_kernel
 from .dq import dq_kernel
 from .forward import forward_kernel
@@ -87,8 +87,9 @@ def backward(call, out, lse2, dout, dlse, wanted):
             launch_dkdv(problem, inputs, dk, dv, k_gate)
         if bias is not None:
             found["bias"] = launch_dbias(problem, inputs, bias)
-        if wanted["relative_bias"]:
-            found["relative_bias"] = relative_bias_gradient(launch_distances(problem, inputs), call.relative_bias)
+        if by_distance := [feature for feature in FEATURES if feature.by_distance and wanted[feature.name]]:
+            sums = launch_distances(problem, inputs)
+            found |= {feature.name: feature.by_distance(sums, getattr(call, feature.name)) for feature in by_distance}
 
     if wanted["decay"]:
         found["decay"] = (q_gate + k_gate).to(gate.dtype)
@@ -210,13 +211,13 @@ def dbias_launcher(problem, rows, bias_heads, q_len, k_len):
 
 
 def launch_distances(problem, inputs):
-    """The gradients of all scores of a head, added up for each distance: see by_distance()."""
+    """The gradients of all scores of a head, added up for each distance: see of_diagonals()."""
     launcher = problem.cached(distance_launcher)
     tile, first, diagonals, parts = launcher.constants[1:]
     shape = parts, problem.tile.heads, diagonals, 3, tile.block_q
     sums = torch.empty(shape, dtype=torch.float32, device=problem.device)
     launcher.start(*inputs, sums, problem.q_len, problem.k_len, problem.sequences, problem.ragged, problem.terms)
-    return by_distance(sums.sum(0), first)
+    return of_diagonals(sums.sum(0), first)
 
 
 def distance_launcher(problem):
