@@ -27,8 +27,11 @@ import triton
 from triton.backends.compiler import GPUTarget
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
+import score_mods
+
 from attention.features import GRADIENTS, Call
 from attention.portable import launch as portable
+from attention.score_mod import key_of_function
 
 # name -> (dtype, torch.set_float32_matmul_precision)
 DTYPES = {
@@ -154,6 +157,9 @@ def launch_kernels(dtype, dim, causal, group, features=False, length=4096, ways=
             softcap=30.0,
             dropout=0.1,
             return_max_logit=True,
+            score_mod=key_of_function(score_mods.alibi),
+            score_tensors=[q.new_empty(2 * group, dtype=torch.float32)],
+            score_numbers=[0],
         )
     wanted = {name: x is not None for name, x in zip(GRADIENTS, call.learned, strict=True)}
     out, lse2, *_ = portable.forward(call)

@@ -70,8 +70,9 @@ def test_quotes_of_the_worked_example():
 
 
 def test_excerpts_of_the_simple_kernels():
-    """Each is in simple.py as it stands, except for its indentation."""
-    code = dedented((ROOT / "attention" / "simple.py").read_text())
+    """Each is in simple.py or score_mods.py as it stands, except for its indentation."""
+    files = ROOT / "attention" / "simple.py", ROOT / "tests" / "score_mods.py"
+    code = "".join(dedented(file.read_text()) for file in files)
     excerpts = blocks("python")
     assert excerpts and all(dedented(excerpt) in code for excerpt in excerpts)
 

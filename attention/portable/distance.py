@@ -1,4 +1,4 @@
-"""Backward kernel for features by distance, such as relative_bias: dS summed along diagonals, so that memory is O(T) and no sum needs atomics.
+"""Backward kernel for features by distance (relative_bias): dS summed along diagonals, in O(T) memory, without atomics.
 
 Formulas and shared parts are in backward.py.
 """
