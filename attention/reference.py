@@ -36,29 +36,21 @@ def reference_attention(
         visible = visible & (q_pos - k_pos < window) & (k_pos - q_pos < window)
     reach = visible
     k, v = (x.repeat_interleave(group, dim=2) for x in (k, v))
-
-    def scores_of(q, k):
-        """[B, H, Tq, Tk], before terms and mask."""
-        scores = scale * torch.einsum("bqhd,bkhd->bhqk", q, k)
-        if softcap is not None:
-            scores = softcap * torch.tanh(scores / softcap)
-        if score_mod is not None:
-            head = torch.arange(heads, device=q.device).view(1, -1, 1, 1)
-            scores = twin_of(score_mod)(scores, q_pos, k_pos, head, sequence, *score_args).to(scores.dtype)
-        return scores
-
+    places = q_pos, k_pos, torch.arange(heads, device=q.device).view(1, -1, 1, 1), sequence
     if bias is not None:
         visible = visible & ~hides(bias)
     if score_mod is not None:
         with torch.no_grad():
-            visible = visible & ~hides(scores_of(q, k))
+            visible = visible & ~hides(modified(raw_scores(q, k, scale, softcap), score_mod, places, score_args))
     # What no query of a head sees, and a query that sees no key, may be NaN, and 0 * NaN is NaN.
     alive = visible.any(-1, keepdim=True)  # [B, H or 1, Tq, 1]
     hidden = ~visible.any(-2).transpose(1, 2)[..., None]  # [B, Tk, H or 1, 1]
     q = q.masked_fill(~alive.transpose(1, 2), 0.0)
     k, v = (x.masked_fill(hidden, 0.0) for x in (k, v))
 
-    scores = scores_of(q, k)
+    scores = raw_scores(q, k, scale, softcap)
+    if score_mod is not None:
+        scores = modified(scores, score_mod, places, score_args)
     if decay is not None and k_len > 0:  # the sum runs through all sequences of a row, which the difference cancels
         gate = decay if decay.device.type == "mps" else decay.double()  # MPS has no float64
         gate = gate.cumsum(1).transpose(1, 2)  # [B, H, Tk]
@@ -96,6 +88,17 @@ def reference_attention(
         rows.append(F.pad(by_head, (0, 1), value=float("-inf")).amax(1))  # one more, since there may be no score at all
     rows = [x.float() if q.dtype != torch.float64 else x for x in rows]
     return (out, *rows) if rows else out
+
+
+def raw_scores(q, k, scale, softcap):
+    """[B, H, Tq, Tk], before score_mod, the other terms and the mask."""
+    scores = scale * torch.einsum("bqhd,bkhd->bhqk", q, k)
+    return scores if softcap is None else softcap * torch.tanh(scores / softcap)
+
+
+def modified(scores, score_mod, places, score_args):
+    """The new scores of a score_mod; places: q_pos, k_pos, head and sequence."""
+    return twin_of(score_mod)(scores, *places, *score_args).to(scores.dtype)
 
 
 def by_distance(tables, distance):
