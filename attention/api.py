@@ -165,10 +165,13 @@ def _attend(call, qkv=None):
 def for_kernels(call):
     """A Call as the ops take it."""
     changes = {feature.name: feature.for_kernels(call, getattr(call, feature.name)) for feature in features_of(call)}
-    bounds = dict(zip(("q_starts", "k_starts"), pair(call.cu_seqlens), strict=True))
-    bounds |= dict(lengths=call.lengths, prefix_lengths=call.prefix_lengths)
-    changes |= {name: x.contiguous() for name, x in bounds.items() if x is not None}
-    return call._replace(**changes, **split_args(call.score_args))
+    if call.lengths is not None:
+        changes["lengths"] = call.lengths.contiguous()
+    if call.cu_seqlens is not None:
+        changes["q_starts"], changes["k_starts"] = (x.contiguous() for x in pair(call.cu_seqlens))
+    if call.score_args:
+        changes |= split_args(call.score_args)
+    return call._replace(**changes) if changes else call
 
 
 def with_key(call):

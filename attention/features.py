@@ -71,7 +71,7 @@ class Call(NamedTuple):
     @property
     def tensors(self):
         """All tensors that the ops take: the fields up to seed, then score_tensors."""
-        return (*self[:TENSORS], *self.score_tensors)
+        return self[:TENSORS] + tuple(self.score_tensors)
 
     @property
     def for_op(self):
@@ -203,7 +203,7 @@ FEATURES = (  # those that are learned come first, in the order of Call
     Feature("sink", check_per_head, ("triton", "hopper"), learned=True),
     Feature("relative_bias", check_relative_bias, ("triton", "hopper"), as_tables, True, relative_bias_gradient),
     Feature("alibi_slopes", check_alibi, ("triton", "hopper"), of_each_sequence),
-    Feature("prefix_lengths", check_prefixes, ("triton",)),
+    Feature("prefix_lengths", check_prefixes, ("triton",), lambda call, x: x.contiguous()),
     Feature("score_mod", check_score_args, ("triton",)),
 )
 # The tensors of a call that may have gradients, in the order of the fields of Call.
