@@ -14,7 +14,6 @@ from .. import table
 from ..gpu import processors
 from ..launcher import Launcher, descriptor
 from ..portable import launch as portable
-from ..portable.distance import relative_bias_gradient
 from ..problem import describe, empty, gradients, output
 from ..table import Launch
 from ..tiles import aligned
@@ -227,8 +226,8 @@ def backward(call, out, lse2, dout, dlse, wanted, deterministic=None):
     # keys before every window are left out too (bounds() in ragged.py): only then is all filled with zeros
     new = partial(output, problem) if problem.rule.window else empty
     (dq, dk, dv), found = gradients(q, k, v, call.kv_heads > 0, empty, new)
-    tables = call.relative_bias if wanted["relative_bias"] else None
-    delta = None if call.sink is None and tables is None else output(problem, lse2)
+    by_distance = portable.by_distance(wanted)
+    delta = None if call.sink is None and not by_distance else output(problem, lse2)
     gate = call.decay
     dgate = None if gate is None else empty(gate, dtype=torch.float32).zero_()
     parts = [None, None]
@@ -255,10 +254,10 @@ def backward(call, out, lse2, dout, dlse, wanted, deterministic=None):
             problem.ragged, q_slots,
         )  # fmt: skip
         problem.cached(finish_launcher).start(dq_sum, view("dq", dq), *where, call.scale)
-        if tables is not None:
+        if by_distance:
             tensors = dict(q=q, k=k, v=v, dout=dout, lse2=lse2, delta=delta)
-            distances = portable.launch_distances(problem, [view(name, x) for name, x in tensors.items()])
-            found["relative_bias"] = relative_bias_gradient(distances, tables)
+            inputs = [view(name, x) for name, x in tensors.items()]
+            found |= portable.launch_distances(problem, inputs, call, wanted)
         if members < group:
             for part, total in zip(parts, (dk, dv), strict=True):
                 portable.launch_group_sum(problem, part[..., : total.shape[3]], total)

@@ -87,9 +87,8 @@ def backward(call, out, lse2, dout, dlse, wanted):
             launch_dkdv(problem, inputs, dk, dv, k_gate)
         if bias is not None:
             found["bias"] = launch_dbias(problem, inputs, bias)
-        if by_distance := [feature for feature in FEATURES if feature.by_distance and wanted[feature.name]]:
-            sums = launch_distances(problem, inputs)
-            found |= {feature.name: feature.by_distance(sums, getattr(call, feature.name)) for feature in by_distance}
+        if by_distance(wanted):
+            found |= launch_distances(problem, inputs, call, wanted)
 
     if wanted["decay"]:
         found["decay"] = (q_gate + k_gate).to(gate.dtype)
@@ -210,14 +209,20 @@ def dbias_launcher(problem, rows, bias_heads, q_len, k_len):
     return Launcher(dbias_kernel, programs * parts, launch, (problem.rule, tile, spread._replace(parts=parts)))
 
 
-def launch_distances(problem, inputs):
-    """The gradients of all scores of a head, added up for each distance: see of_diagonals()."""
+def by_distance(wanted):
+    """The features whose gradient is wanted, {name: bool}, and follows from sums of dS by distance."""
+    return [feature for feature in FEATURES if feature.by_distance and wanted[feature.name]]
+
+
+def launch_distances(problem, inputs, call, wanted):
+    """{name: gradient} of the features by_distance()."""
     launcher = problem.cached(distance_launcher)
     tile, first, diagonals, parts = launcher.constants[1:]
     shape = parts, problem.tile.heads, diagonals, 3, tile.block_q
     sums = torch.empty(shape, dtype=torch.float32, device=problem.device)
     launcher.start(*inputs, sums, problem.q_len, problem.k_len, problem.sequences, problem.ragged, problem.terms)
-    return of_diagonals(sums.sum(0), first)
+    sides = of_diagonals(sums.sum(0), first)
+    return {feature.name: feature.by_distance(sides, getattr(call, feature.name)) for feature in by_distance(wanted)}
 
 
 def distance_launcher(problem):
