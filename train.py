@@ -4,8 +4,8 @@
     python train.py --resume                                              resume the newest run
     torchrun --nproc_per_node=4 train.py configs/gpt2.py                  several GPUs of a host
 
-A run writes runs/NAME/: config.json, metrics.jsonl, checkpoint.pt, best.pt and loss.png. Ctrl-C, SIGTERM and a closed
-terminal save and stop; SIGUSR1 saves and goes on.
+A run writes runs/NAME/: config.json, kestrel.json (the tokenizer), metrics.jsonl, checkpoints, best.pt and loss.png.
+Ctrl-C, SIGTERM and a closed terminal save and stop; SIGUSR1 saves and goes on.
 """
 
 from errors import UNFINISHED, catch_ctrl_c, command
@@ -39,11 +39,12 @@ SAMPLE_PROMPT, SAMPLE_TOKENS = 16, 100  # of --sample_every
 def take_step(network, optimizer, micro_batches):
     """One update; returns the loss in nats per token and the norm of its gradient, [] on the device."""
     loss = 0
-    for inputs, targets, weight in micro_batches:  # the weights add up to 1 over all ranks
+    # The weights add up to 1 over all ranks. The iterator also seeds dropout, and tells DDP when to add up gradients.
+    for inputs, targets, weight in micro_batches:
         part = network(inputs, targets) * weight
         optimizer.backward(part)
         loss = loss + part.detach()
-    grad_norm = optimizer.step(loss)
+    grad_norm = optimizer.step(loss)  # makes loss that of all ranks
     optimizer.zero_grad()
     return loss, grad_norm
 
@@ -95,8 +96,8 @@ def train(config):
     validation = validation_batches(corpus.val, config.block_size, micro_batch, count or None)
 
     run = Run(config, corpus, ranks, saved)
-    del saved  # run.load() drops it: a mapped file that is deleted takes up disk space until then
-    start, best = run.load(model, optimizer)  # 0 and infinity for a new run
+    start, best = run.load(saved, model, optimizer)  # 0 and infinity for a new run
+    del saved  # a mapped file that is deleted takes up disk space until then
     loss, val_loss = None, best
     network = compile_and_wrap(model, config, ranks)
     run_step = as_graph(take_step, network, optimizer, config, ranks, micro_batch)
@@ -107,12 +108,12 @@ def train(config):
         compile_network(network, config, ranks, micro_batch)
     clock.end("compilation")
 
-    numbers = range(start, config.steps)
-    step_batches = training_batches(batches, numbers, network, optimizer, config, ranks, micro_batch)
+    steps = range(start, config.steps)
+    step_batches = training_batches(batches, steps, network, optimizer, config, ranks, micro_batch)
     with Signals(ranks) as signals, closing(step_batches):
         for step in range(start, config.steps + 1):
             asked, last = signals.agreed(), step == config.steps
-            if step != run.step and (last or step % config.eval_every == 0):
+            if step != run.last_step and (last or step % config.eval_every == 0):
                 optimizer.check_bad_steps(step, batches, run.folder)
                 with report.pause(), optimizer.averaged():
                     val_loss = evaluate(model, validation, config, ranks)
@@ -120,7 +121,7 @@ def train(config):
                     if is_best:
                         best = val_loss
                         run.save_best(step, best, model)
-                report.evaluation(step, val_loss, is_best)
+                    report.evaluation(step, val_loss, is_best)
             if last or asked or step % (config.save_every or config.eval_every) == 0:
                 optimizer.check_bad_steps(step, batches, run.folder)
                 with report.pause():

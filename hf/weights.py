@@ -142,7 +142,7 @@ def _require_tokenizer(found):
 
 
 def network_options(name):
-    """The options (network and tokenizer) that --init_from sets, unless a config file or flags do."""
+    """The options (network and tokenizer) that --init_from sets."""
     found = read(name, weights=False)
     tokenizer = _require_tokenizer(found).name
     options = {option: value for option, value in asdict(found.config).items() if option not in NOT_OF_WEIGHTS}

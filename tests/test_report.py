@@ -38,7 +38,7 @@ def test_metrics_of_a_run(folder, run, monkeypatch):
     assert all(record.keys() - {"mfu", "peak_memory"} == names for record in trained)
     assert min(record["tokens_per_second"] for record in trained[1:]) > 8 * 32 / 0.2
     flops = [record["tflops"] / record["tokens_per_second"] * 1e12 for record in trained]
-    model = GPT(Config(**FAST).network(make_tokenizer("bytes")))
+    model = GPT(Config(**FAST).gpt_config(make_tokenizer("bytes")))
     assert flops == pytest.approx([model.flops_per_token()] * 4)
 
 

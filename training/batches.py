@@ -90,7 +90,7 @@ def choose_micro_batch(model, config, ranks, saved):
 def fits(model, size, config, ranks):
     """Whether a forward and backward pass of `size` sequences fits beside the optimizer's state."""
     weights = sum(p.numel() * p.element_size() for p in model.parameters())
-    spare = 2 * weights + MEMORY_RESERVE * torch.cuda.mem_get_info(ranks.device)[1]
+    spare = (2 + (config.ema > 0)) * weights + MEMORY_RESERVE * torch.cuda.mem_get_info(ranks.device)[1]
     try:
         room = torch.empty(int(spare), dtype=torch.uint8, device=ranks.device)
         tokens = torch.zeros(size, config.block_size, dtype=torch.int64, device=ranks.device)

@@ -45,14 +45,14 @@ class Run:
     """
 
     def __init__(self, config, corpus, ranks, saved):
-        self.config, self.corpus, self.ranks, self.saved = config, corpus, ranks, saved
+        self.config, self.corpus, self.ranks = config, corpus, ranks
         self.folder = Path(config.resume) if config.resume else None
-        self.step = self.on_disk = saved.get("step")  # of checkpoint.pt; on_disk: once it is written
+        self.last_step = self.on_disk = saved.get("step")  # of the last call of save(), and of checkpoint.pt
         self.writing, self.error = {}, None
-        same = ranks.broadcast(self.step) == self.step
+        same = ranks.broadcast(self.last_step) == self.last_step
         require(same, f"the ranks found different checkpoints in {self.folder}; give all hosts the same runs/")
         if saved:
-            self._check_saved()
+            self._check(saved)
         if ranks.rank == 0:
             try:
                 self.folder = self.folder or make_folder(config.name)
@@ -67,8 +67,8 @@ class Run:
             self.pool = ThreadPoolExecutor(1)
         self.folder = ranks.broadcast(self.folder)
 
-    def _check_saved(self):
-        config, saved, corpus = self.config, self.saved, self.corpus
+    def _check(self, saved):
+        config, corpus = self.config, self.corpus
         step, tokens_sha256 = saved["step"], saved["tokens_sha256"]
         finished = f"{self.folder} is finished at step {step}; to train on, give more --steps and --allow_changes"
         require(step < config.steps, finished)
@@ -80,9 +80,8 @@ class Run:
             f"({tokens_sha256[:12]}); prepare the same text again, or add --allow_changes",
         )
 
-    def load(self, model, optimizer):
+    def load(self, saved, model, optimizer):
         """Load the checkpoint into both; returns (first step, loss of best.pt), (0, inf) for a new run."""
-        saved, self.saved = self.saved, None  # frees its memory
         if saved:
             load_weights(model, saved)
             optimizer.load(saved)
@@ -96,7 +95,7 @@ class Run:
         return saved.get("step", 0), self.ranks.broadcast(self._best_loss())
 
     def _best_loss(self):
-        """The loss of best.pt, which may be newer than the checkpoint; infinity if there is none to be kept."""
+        """The loss of best.pt, which may be newer than the checkpoint; infinity without a readable one."""
         with suppress(OSError, UserError):
             return load_checkpoint(self.folder / "best.pt", weights=False)["best"]
         return math.inf
@@ -114,9 +113,9 @@ class Run:
         Args:
             best: lowest validation loss so far. loss, val_loss: the latest ones of training and of validation.
         """
-        if step in (0, self.step):
+        if step in (0, self.last_step):
             return
-        self.step = step
+        self.last_step = step
         if problem := divergence(best, float(loss), val_loss, int(optimizer.bad_in_row), model.config.vocab_size):
             if self.ranks.rank == 0:
                 self._wait("checkpoint.pt")

@@ -131,7 +131,7 @@ class Config(GPTConfig):
     eval_batches: int = 50
     """Batches of batch_size per evaluation, spread evenly over the validation text; 0 takes all of it."""
     log_every: int = 10
-    """Steps between lines of metrics.jsonl."""
+    """Steps between lines of metrics.jsonl and of the terminal."""
     sample_every: int = 0
     """Steps between samples of about a hundred tokens, which are printed and logged to wandb; 0 = none."""
     wandb: Literal["off", "offline", "online"] = "off"
@@ -159,7 +159,7 @@ class Config(GPTConfig):
         one_folder = Path(self.name).name == self.name and not self.name.startswith(".")
         require(self.name and one_folder, f"name={self.name!r} must be one folder name, such as 'baseline'")
 
-    def network(self, tokenizer):
+    def gpt_config(self, tokenizer):
         """GPTConfig of the network, for a tokenizer."""
         count, end = tokenizer.n_vocab, end_of_text(tokenizer) if self.end_of_text is None else self.end_of_text
         enough = self.vocab_size == 0 or self.vocab_size >= count
@@ -237,7 +237,7 @@ def resumed_config(folder, flags):
     record |= {"resume": str(folder), "allow_changes": False}  # changes are allowed only once
     if record.get("tokenizer", "").startswith("run:") and any(folder.glob("*.pt")):
         record["tokenizer"] = f"run:{folder}"  # the same tokenizer; its own run may be gone
-    before, config = parse_flags(Config, [], record), parse_flags(Config, flags, record)
+    before, config = Config(**record), parse_flags(Config, flags, record)
     for name, value in asdict(config).items():
         require(
             value == getattr(before, name) or name in FREE_ON_RESUME or config.allow_changes,

@@ -174,11 +174,11 @@ def kernels_ahead(model_config, config, ranks, micro_batch):
         with autocast(config.dtype, ranks.device):
             return model(tokens, tokens)
 
-    def evaluate():
+    def compile_evaluation():
         with torch.no_grad(), torch.cuda.device_of(tokens):  # else a thread has the first GPU
             loss_of(empty_model(small, ranks.device).eval())
 
-    def train():
+    def compile_training():
         for guess in ["hopper", "triton"] if small.attention == "auto" else [small.attention]:
             with suppress(ValueError):  # the Hopper kernels do not serve it
                 model = empty_model(replace(small, attention=guess), ranks.device)
@@ -191,8 +191,8 @@ def kernels_ahead(model_config, config, ranks, micro_batch):
 
     # Errors are not reported here: the main thread will get the same ones.
     with ThreadPoolExecutor(2) as pool:
-        pool.submit(evaluate)
-        pool.submit(train)
+        pool.submit(compile_evaluation)
+        pool.submit(compile_training)
         yield
     torch.cuda.empty_cache()
 

@@ -35,7 +35,7 @@ def make_model(config, tokenizer, ranks):
         require(not config.fp8, "FSDP does not multiply in FP8; leave out --fp8, or give --parallel ddp")
         require(config.micro_batch != "auto", "micro_batch=auto cannot be tried with FSDP; give a number, such as 1")
         require(config.sample_every == 0, "sample_every needs a whole network, not FSDP; run sample.py meanwhile")
-    model_config = config.network(tokenizer)
+    model_config = config.gpt_config(tokenizer)
     check_attention(model_config, config.dtype, ranks.device)
     model = empty_model(model_config, ranks.device)
     model.initialise(config.seed)

@@ -100,8 +100,10 @@ class Optimizer:
         They begin after the first step, and are part of the optimizer's state, so that checkpoints have them. The decay
         is at most (1 + step) / (10 + step): with a larger one, early averages are mostly the first weights.
         """
+        if not self.config.ema:
+            return
         state = {p: state for p, state in self.inner.state.items() if state}  # empty if all steps so far were skipped
-        if not (self.config.ema and state):
+        if not state:
             return
         for p, own in state.items():
             if "average" not in own:
@@ -141,15 +143,15 @@ class Optimizer:
 
     def state(self):
         """What a checkpoint holds of it: tensors and plain values by name."""
-        counters = dict(skipped=self.skipped, bad_in_row=self.bad_in_row, scaler=self.scaler.state_dict())
+        counters = dict(skipped=self.skipped, scaler=self.scaler.state_dict())
         counters |= {"fp8_history": self.fp8_scales.history} if self.fp8_scales else {}
         return dict(optimizer=self.inner.state_dict(), counters=counters)
 
     def load(self, contents):
         """Take over the state() in a checkpoint; UserError if it is of another optimizer."""
         groups, state, counters = self.inner.param_groups, contents["optimizer"], contents["counters"]
-        same = len(state["param_groups"]) == len(groups)
-        require(same, "the run was trained with another --optimizer or --embed_scale; change it back")
+        sizes = [[len(group["params"]) for group in each] for each in (state["param_groups"], groups)]
+        require(sizes[0] == sizes[1], "the run was trained with another --optimizer or --embed_scale; change it back")
         options = [{name: value for name, value in group.items() if name != "params"} for group in groups]
         parameters = [p for group in groups for p in group["params"]]
         moments = {
@@ -168,8 +170,6 @@ class Optimizer:
         if self.fp8_scales and "fp8_history" in counters:  # a run without --fp8 has none
             self.fp8_scales.load(counters["fp8_history"])
         self.skipped.copy_(counters["skipped"])
-        bad = counters["bad_in_row"]
-        self.bad_in_row.copy_(bad * (bad < self.config.max_bad_steps))  # a resumed run gets another chance
 
 
 def make_inner(model, config, ranks):

@@ -38,6 +38,30 @@ LEGEND_WIDTH = 110  # characters
 Y_LABELS = {"loss": "loss (nats per token)", "bpb": "loss (bits per byte)"}
 
 
+class Pace:
+    """How fast steps are: seconds per step since the last report, without pauses."""
+
+    def __init__(self, step):
+        self.recent = deque(maxlen=5)  # of the latest reports, from which the time left follows
+        self.restart(step)
+
+    def restart(self, step):
+        self.since, self.step, self.paused = time.perf_counter(), step, 0.0
+
+    @contextmanager
+    def pause(self):
+        """Leave out the time of this block, spent on evaluation, saving or a sample."""
+        self.pause_began = time.perf_counter()
+        yield
+        self.paused += time.perf_counter() - self.pause_began
+
+    def lap(self, step):
+        seconds = max(time.perf_counter() - self.since - self.paused, 1e-9) / (step - self.step)
+        self.recent.append(seconds)
+        self.restart(step)
+        return seconds
+
+
 class Report:
     """Writes the reports of a run; ranks other than 0 write nothing.
 
@@ -53,11 +77,10 @@ class Report:
         self.flops_per_step = model.flops_per_token() * self.tokens_per_step
         peak = peak_flops(ranks.device)
         self.peak = peak and peak * ranks.world
-        self.began = self.last_time = self.plotted = time.perf_counter()
-        self.first_step = self.last_step = start
-        self.recent = deque(maxlen=5)  # seconds per step of the latest reports, from which the time left follows
-        self.pause_began, self.evaluation_seconds, self.val_loss = self.began, 0.0, None
-        self.paused, self.seconds_before, self.wandb = 0.0, 0.0, None
+        self.began = self.plotted = time.perf_counter()
+        self.first_step, self.pace = start, Pace(start)
+        self.pause, self.evaluation_seconds, self.val_loss = self.pace.pause, 0.0, None
+        self.seconds_before, self.wandb = 0.0, None
         if self.enabled:
             # Steps after `start` are repeated, and so is the evaluation of step 0 if that is the start.
             kept = [record for record in read_metrics(folder) if 0 < start >= record["step"]]
@@ -97,7 +120,7 @@ class Report:
         The first step does not count in tokens per second, because it may compile, unless it has a line of its own.
         """
         if (self.first_step + 1) % self.config.log_every:
-            self.last_time, self.last_step, self.paused = time.perf_counter(), self.first_step + 1, 0.0
+            self.pace.restart(self.first_step + 1)
         if self.enabled:
             each = ", ".join(f"{seconds:.1f} s {part}" for part, seconds in times.items())
             show_field("start", f"{sum(times.values()):.1f} s: {each}")
@@ -111,16 +134,13 @@ class Report:
         loss, grad_norm, skipped = torch.stack((loss, grad_norm, skipped)).tolist()
         if not self.enabled:
             return
-        now = time.perf_counter()
-        seconds = max(now - self.last_time - self.paused, 1e-9) / (step - self.last_step)
-        self.recent.append(seconds)
+        seconds = self.pace.lap(step)
         steps, every = self.config.steps, self.config.eval_every
         evaluations = -(-steps // every) - (step - 1) // every  # still to come, one after the last step
         # the lower median: one slow report, such as that of the first step, does not count
-        left = (steps - step) * median_low(self.recent) + evaluations * self.evaluation_seconds
-        self.last_time, self.last_step, self.paused = now, step, 0.0
+        left = (steps - step) * median_low(self.pace.recent) + evaluations * self.evaluation_seconds
         record = dict(
-            step=step, seconds=self.seconds_before + now - self.began, loss=loss, learning_rate=learning_rate,
+            step=step, seconds=self._seconds(), loss=loss, learning_rate=learning_rate,
             grad_norm=grad_norm, skipped_steps=int(skipped),
             tokens_per_second=self.tokens_per_step / seconds, tflops=self.flops_per_step / seconds / 1e12,
         )  # fmt: skip
@@ -145,9 +165,8 @@ class Report:
         if not self.enabled:
             return
         bits, now = loss * self.bits_per_nat, time.perf_counter()
-        self.val_loss, self.evaluation_seconds = loss, now - self.pause_began
-        seconds = self.seconds_before + now - self.began  # since training began, without pauses between processes
-        self._write({"step": step, "seconds": seconds, "val_loss": loss, "val_bpb": bits})
+        self.val_loss, self.evaluation_seconds = loss, now - self.pace.pause_began
+        self._write({"step": step, "seconds": self._seconds(), "val_loss": loss, "val_bpb": bits})
         mark = "  (best)" if is_best else ""
         show(f"step {step}/{self.config.steps}  val loss {loss:.4f} nats/token  {bits:.4f} bits/byte{mark}")
         if now - self.plotted > PLOT_SECONDS:
@@ -165,13 +184,6 @@ class Report:
                 import wandb
 
                 self._log({"sample": wandb.Html(f"<pre>{html.escape(text)}</pre>")}, step)
-
-    @contextmanager
-    def pause(self):
-        """Leave the time of this block, spent on evaluation and saving, out of the tokens per second."""
-        self.pause_began = since = time.perf_counter()
-        yield
-        self.paused += time.perf_counter() - since
 
     def close(self, step, write=None):
         """Print how the run ended, then draw loss.png; in this order, as torchrun kills a stopping rank after 30 s.
@@ -198,14 +210,17 @@ class Report:
             if last is not None and last > NOISE * found["val_loss"]:
                 worse = last - found["val_loss"]
                 show(f"the last is {worse:.4f} worse, a sign of overfitting: try fewer --steps or more text")
-        seconds = self.seconds_before + time.perf_counter() - self.began
-        show(f"trained for {duration(seconds)}; losses are drawn in {self.folder / 'loss.png'}")
-        show("sample from it: python sample.py")
+        show(f"trained for {duration(self._seconds())}; losses are drawn in {self.folder / 'loss.png'}")
+        show(f"sample from it: python sample.py {self.folder.name}")
         if write:
             with only_warn("writing a sample"):
                 width = get_terminal_size().columns - 3
                 lines = [part for line in printable(write()).splitlines() for part in textwrap.wrap(line, width)]
                 show("\n".join(f"  {line}" for line in lines[1:][:SAMPLE_LINES]))  # the first is mostly the prompt
+
+    def _seconds(self):
+        """Since training began, without the time between processes."""
+        return self.seconds_before + time.perf_counter() - self.began
 
     def _write(self, record):
         # JSON has no NaN and no infinity
@@ -242,7 +257,7 @@ def only_warn(action):
         yield
     except Exception as error:  # a full disk, or wandb, whose errors have no common base class
         reason = (str(error) or type(error).__name__).splitlines()[0]
-        show(f"warning: {action} failed ({reason}); training goes on", file=sys.stderr)
+        show(f"warning: {action} failed ({reason}), which does not touch the training", file=sys.stderr)
 
 
 def show(text, end="\n", file=None):
@@ -355,7 +370,8 @@ def draw_losses(path, runs, x="step", y="loss"):
             axis.scatter(best[x], best["val_loss"] * per_nat, 70, facecolors="none", edgecolors=color)
         if alone:
             title = f"{label}: best {in_words(best)}" if best else label
-        late += [loss for where, loss in train + val if where >= FALL * max(train + val)[0]]
+        end = max(record[x] for record in records)
+        late += [loss for where, loss in train + val if where >= FALL * end]
     if not alone:
         axis.set_ylim(top=max(late))  # the first fall, alike in all runs, would press the rest together
     axis.set(xlabel=X_LABELS[x], ylabel=Y_LABELS[y])
