@@ -205,7 +205,8 @@ def launch_hopper_kernels(dtype, dim, causal, group, features=(), length=4096, b
         for dropout in {call.dropout, 2 * call.dropout}:  # another probability compiles nothing
             call = call._replace(dropout=dropout)
             out, lse2, *_ = hopper.forward(call)
-            hopper.backward(call, out, lse2, out, None, dict.fromkeys(GRADIENTS, True))
+            wanted = {name: name in "qkv" or getattr(call, name) is not None for name in GRADIENTS}
+            hopper.backward(call, out, lse2, out, None, wanted)
 
 
 def launch_simple_kernels(dtype, dim, causal, group, features=False, length=4096):
