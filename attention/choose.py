@@ -18,7 +18,7 @@ from .sdpa import sdpa_problem
 
 MAX_HOPPER_LENGTH = 2**20  # products of lengths in its kernels are 32-bit
 
-SIMPLE = frozenset({bool, int, float, str, type(None)})
+PLAIN = frozenset({bool, int, float, str, type(None)})
 _DECIDED = {}
 
 
@@ -59,10 +59,14 @@ def key_of(call):
         call.impl,
     )  # fmt: skip
     types = tuple(map(type, (*options, call.seed)))  # the types too, since True == 1
-    if features_of(call) or not SIMPLE.issuperset(types) or torch.compiler.is_compiling():
+    if features_of(call) or has_score_args(call) or not PLAIN.issuperset(types) or torch.compiler.is_compiling():
         return None
     given = call.lengths is not None, type(call.cu_seqlens), call.max_seqlen is not None  # one tensor, or a pair
     return (*((x.shape, x.stride(), x.dtype, x.device) for x in (call.q, call.k, call.v)), options, types, given)
+
+
+def has_score_args(call):
+    return not isinstance(call.score_args, tuple) or len(call.score_args) > 0
 
 
 def check_call(call):
@@ -72,8 +76,8 @@ def check_call(call):
         call.q, call.causal, call.window, call.scale, call.softcap, call.dropout, call.impl, call.return_lse, call.seed
     )
     check_is("return_max_logit", call.return_max_logit, bool)
-    if call.score_mod is None and call.score_args != ():
-        raise ValueError(f"score_args={call.score_args!r} were given without score_mod; leave them out")
+    if call.score_mod is None and has_score_args(call):
+        raise ValueError("score_args were given without score_mod; leave them out")
     check_ragged(call.q, call.k, call.lengths, call.cu_seqlens, call.max_seqlen)
     for feature in features_of(call):
         feature.check(call, feature.name, getattr(call, feature.name))

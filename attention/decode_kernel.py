@@ -243,14 +243,7 @@ def launch_decode(q, k, v, lengths, options):
         )  # fmt: skip
         if splits > 1:
             merge_kernel[(batch, heads, q_len)](
-                view(parts),
-                rows_view(lse2),
-                view(out),
-                tile,
-                splits,
-                overlap,
-                num_warps=4,
-                launch_pdl=overlap,
-                enable_fp_fusion=True,
-            )
+                view(parts), rows_view(lse2), view(out), tile, splits, overlap,
+                num_warps=4, launch_pdl=overlap, enable_fp_fusion=True,
+            )  # fmt: skip
     return out

@@ -11,11 +11,9 @@ from itertools import compress
 import torch
 from torch import Tensor
 from torch._functorch.utils import enable_single_level_autograd_function, unwrap_dead_wrappers
-from torch._subclasses.fake_tensor import is_fake
 from torch.autograd import forward_ad
 from torch.autograd.function import _SingleLevelFunction
 from torch.utils._pytree import tree_map
-from torch.utils.flop_counter import register_flop_formula
 
 from .features import GRADIENTS, OP_ARGUMENTS, TENSORS, Call
 
@@ -125,7 +123,7 @@ def _can_skip_dispatcher(*tensors):
 
 def _run_forward(call):
     """The op below autograd; called directly where that is the same, since the dispatcher takes as long as a kernel."""
-    if _can_skip_dispatcher(call.q, call.k, call.v):
+    if _can_skip_dispatcher(*call.tensors):
         return host(call.impl).forward(call)
     with torch._C._AutoDispatchBelowAutograd():
         return forward(*call.for_op)
@@ -133,7 +131,7 @@ def _run_forward(call):
 
 def _run_backward(call, out, lse2, dout, dlse, wanted):
     """As _run_forward(); returns all gradients, anything for those that are not wanted."""
-    if _can_skip_dispatcher(call.q, call.k, call.v, dout):
+    if _can_skip_dispatcher(*call.tensors, dout):
         return launch_backward(call, out, lse2, dout, dlse, wanted)
     with torch._C._AutoDispatchBelowAutograd():
         return _call_backward(call, out, lse2, dout, dlse, wanted)
@@ -175,7 +173,7 @@ class Attention(torch.autograd.Function):
         *_, call = inputs
         out, lse2, *max_logit = _keeping_outer_grad_mode(_run_forward, call)
         ctx.save_for_backward(out, lse2, *call.tensors)
-        ctx.numbers = call[TENSORS + 1 :]
+        ctx.numbers = call[TENSORS + 1 : OP_ARGUMENTS]
         ctx.set_materialize_grads(False)
         ctx.mark_non_differentiable(*max_logit)
         return out, lse2, *max_logit
@@ -245,30 +243,3 @@ def _forward_with_gradient(*call):
 
 LIBRARY.impl("forward", outside_graphs(_forward_with_gradient), "Autograd")
 LIBRARY.impl("backward", outside_graphs(backward_with_error), "Autograd")
-
-
-def _pairs(call):
-    """Pairs of a query and a key, over all query heads, counted as PyTorch counts SDPA's: masked ones too.
-
-    Packed sequences count one by one, which waits for the device; if their lengths are not known, as one.
-    """
-    q, k, _ = call.split()
-    pairs = q.shape[0] * q.shape[1] * k.shape[1]
-    if call.q_starts is not None and not (is_fake(call.q_starts) or call.q_starts.is_meta):
-        pairs = int((call.q_starts.long().diff() * call.k_starts.diff()).sum())
-    return pairs * q.shape[2]
-
-
-@register_flop_formula(torch.ops.attention.forward, get_raw=True)
-def _(*call, out_val=None):
-    call = Call(*call)
-    q, _, v = call.split()
-    return 2 * _pairs(call) * (q.shape[-1] + v.shape[-1])
-
-
-@register_flop_formula(torch.ops.attention.backward, get_raw=True)
-def _(out, lse2, dout, dlse, wanted, *call, out_val=None):
-    """Scores, dq and dk, and dweights and dv: the work of any implementation, not that of these kernels."""
-    call = Call(*call)
-    q, _, v = call.split()
-    return 2 * _pairs(call) * (3 * q.shape[-1] + 2 * v.shape[-1])

@@ -74,7 +74,7 @@ def twin_of(key):
 def check_score_args(call, name, key):
     """score_args of a Call with a score_mod: tensors, which arrive as pointers, and numbers."""
     if not isinstance(call.score_args, tuple):
-        raise ValueError(f"score_args={call.score_args!r} must be a tuple of tensors and numbers")
+        raise ValueError(f"score_args is {type(call.score_args).__name__}; it must be a tuple of tensors and numbers")
     for i, x in enumerate(call.score_args):
         if isinstance(x, bool) or not isinstance(x, (int, float)):
             check_score_tensor(f"score_args[{i}]", x, call.q.device)
@@ -105,10 +105,11 @@ def join_args(call):
     return [number if tensor is None else tensor for tensor, number in pairs]
 
 
-def check_score_mod(score_mod, *score_args, length=64, heads=4, sequences=2):
+def check_score_mod(score_mod, *score_args, heads, length=64, sequences=2):
     """Compare the derivative that a score_mod returns with differences of its own new score; and with f.eager, if set.
 
-    Scores are random, up to about 12; positions run from 0 to length - 1. Runs where score_args are, else on a GPU.
+    Scores are random, up to about 12; positions run from 0 to length - 1. heads, sequences: how many the rule is asked
+    for; it must not read past its tensors. Runs where score_args are, else on a GPU.
 
     Raises:
         ValueError: names the worst score, what was returned and what was expected.
@@ -130,7 +131,7 @@ def check_score_mod(score_mod, *score_args, length=64, heads=4, sequences=2):
     sides = torch.stack(((new - below) / (scores - low), (above - new) / (high - scores)))
     error = torch.maximum(sides.amin(0) - slope, slope - sides.amax(0))
     allowed = 1e-2 * slope.abs().clamp(min=1) + 1e-6 * new.abs() / step
-    hidden = torch.stack((new, below, above)).isinf().any(0)
+    hidden = (torch.stack((new, below, above)) == -torch.inf).any(0)
     _raise_at_worst(
         f"{name} returns the derivative", "its new scores", scores, slope, sides.mean(0), error / allowed, hidden
     )

@@ -148,40 +148,6 @@ def test_bad_input(change, options, message, device):
             attention(*change(q, k, v), **{"impl": impl} | options)
 
 
-@pytest.mark.parametrize(
-    "options, message",
-    [
-        (dict(cu_seqlens=[0, 7, 5]), "never decrease"),
-        (dict(cu_seqlens=[1, 5]), "start at 0"),
-        (dict(cu_seqlens=[0, 11]), "end at 10"),
-        (dict(cu_seqlens=[0, 8], max_seqlen=4), "at least 8"),
-        (dict(cu_seqlens=([0, 10], [0, 11])), "cu_seqlens=\\[0, 11\\].*end at 10"),
-        (dict(cu_seqlens=([0, 5], [0, 8]), max_seqlen=(5, 7)), "max_seqlen=7.*at least 8"),
-        (dict(lengths=[11]), "from 0 to 10"),
-        (dict(lengths=[-1]), "lengths.*from -1"),
-    ],
-)
-def test_contents_are_checked_on_request(options, message, device, monkeypatch):
-    monkeypatch.setenv("ATTENTION_DEBUG", "1")
-    q = torch.randn(1, 10, 2, 16, device=device)
-
-    def tensors(x):
-        return integers(*x) if isinstance(x, list) else tuple(map(tensors, x)) if isinstance(x, tuple) else x
-
-    with pytest.raises(ValueError, match=message):
-        attention(q, q, q, impl="triton", **{name: tensors(x) for name, x in options.items()})
-
-
-@pytest.mark.parametrize(
-    "options", [dict(lengths=[0, 70]), dict(packed=[0, 0, 20, 70]), dict(packed=([0, 70], [0, 50]), k_len=50)], ids=str
-)
-def test_right_contents_pass(options, device, monkeypatch):
-    """The check of contents accepts the limits of its rules: 0, a whole row, the longest sequence."""
-    monkeypatch.setenv("ATTENTION_DEBUG", "1")
-    arguments, _, _ = make_problem(device, torch.float32, **options)
-    attention(**arguments, impl="reference")
-
-
 def test_two_starts_that_are_one_tensor(device):
     """There are more queries than keys; those after the last start belong to no sequence."""
     arguments, _, _ = make_problem(device, torch.float32, packed=[0, 5, 12], q_len=20, k_len=14)

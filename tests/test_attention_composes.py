@@ -62,8 +62,7 @@ def test_compiles_in_one_graph(impl, dynamic, device):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", named(WHOLE))
-def test_compiles_forward_and_backward(name, device, monkeypatch):
-    monkeypatch.setenv("ATTENTION_DEBUG", "1")  # has no effect on compiled calls
+def test_compiles_forward_and_backward(name, device):
     call, dtype, problem = whole(name, device)
     compiled = torch.compile(call, fullgraph=True, backend=BACKEND)
     eager = results(call, problem, dtype)

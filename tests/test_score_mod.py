@@ -117,16 +117,29 @@ def other_twin(score, q_pos, k_pos, head, sequence):
     return tl.maximum(score, 0.0), tl.where(score > 0, 1.0, 0.0)  # its kink is no error
 
 
+@triton.jit
+def number(score, q_pos, k_pos, head, sequence):
+    return 0.0, 0.0
+
+
+@triton.jit
+def endless(score, q_pos, k_pos, head, sequence):
+    return score + float("inf"), 1.0
+
+
 def test_check_score_mod(device):
     for name in SCORE_MODS:
         arguments = example(name, 4, device)
-        check_score_mod(arguments["score_mod"], *arguments["score_args"])
-    check_score_mod(other_twin)
+        check_score_mod(arguments["score_mod"], *arguments["score_args"], heads=4)
+    check_score_mod(number, heads=4)
+    check_score_mod(other_twin, heads=4)
     other_twin.eager = lambda score, *positions: score
     with pytest.raises(ValueError, match=r"other_twin returns the score 0 at.*`eager` give -"):
-        check_score_mod(other_twin)
+        check_score_mod(other_twin, heads=4)
     with pytest.raises(ValueError, match=r"wrong_derivative returns the derivative 1 at.*new scores give 0\.9"):
-        check_score_mod(wrong_derivative)
+        check_score_mod(wrong_derivative, heads=4)
+    with pytest.raises(ValueError, match=r"endless returns the derivative"):
+        check_score_mod(endless, heads=4)
 
 
 BAD = [
@@ -146,8 +159,16 @@ BAD = [
 @pytest.mark.parametrize("options, message", BAD, ids=[message for _, message in BAD])
 def test_bad_input(options, message, device):
     q = torch.randn(1, 10, 2, 16, device=device)
+    attention(q, q, q, impl="triton")  # is remembered
     with pytest.raises(ValueError, match=message):
         attention(q, q, q, **{"impl": "triton"} | options)
+
+
+def test_a_rule_that_returns_a_number(device):
+    """All keys weigh the same."""
+    q, k, v = (torch.randn(1, 10, 2, 16, device=device) for _ in range(3))
+    out = attention(q, k, v, causal=False, score_mod=number, impl="triton")
+    torch.testing.assert_close(out, v.mean(1, keepdim=True).expand_as(out))
 
 
 def test_who_serves_it(device):
