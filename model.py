@@ -59,6 +59,8 @@ class GPTConfig:
     """Share one weight between the token embedding and the output head."""
     logit_softcap: float | None = None
     """Replace logits by cap * tanh(logits / cap); None = off."""
+    embed_norm: bool = False
+    """Normalise the embedding of each token to unit RMS, as nanochat does."""
     embed_skip: bool = False
     """Give each block (1 + a) x + b (embedding of the token) in place of x; a and b are learned and begin at 0."""
     value_residual: bool = False
@@ -273,7 +275,7 @@ class GPT(nn.Module):
             x = x + self.embed_position.weight[positions].type_as(x)
         else:
             rotary = self.rotary_cos[positions], self.rotary_sin[positions]
-        x = embedded = self.drop(x)
+        x = embedded = self.drop(F.rms_norm(x, x.shape[-1:], eps=RMSNORM_EPSILON) if config.embed_norm else x)
         context = Context(rotary, documents, layers)
         for index, block in enumerate(self.blocks):
             if config.embed_skip:

@@ -107,8 +107,8 @@ class Generator:
         on_gpu = self.device.type == "cuda"
         self.graph, self.graphed = None, on_gpu if graph is None else graph
         has_kernels = self.graphed and HAS_TRITON and dtype in (torch.float16, torch.bfloat16)
-        paths = self.config.embed_skip or self.config.value_residual
-        self.fused = has_kernels and not paths  # generation.fused has no paths from the embeddings to the blocks
+        lacks = self.config.embed_norm or self.config.embed_skip or self.config.value_residual
+        self.fused = has_kernels and not lacks  # generation.fused does not have these
         check_memory(batch, Cache.size(model.config, dtype) + LOGITS * tokenizer.n_vocab, self.device)
         self.cache = Cache(model.config, batch, self.device, dtype)
 

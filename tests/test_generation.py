@@ -26,7 +26,8 @@ MODELS = {
     "grouped": dict(n_head=4, n_kv_head=2, bias=True, mlp="swiglu", tie_head=False),
     "odd_context": dict(block_size=7, position="rope"),
     "paths": dict(
-        position="rope", norm="rmsnorm", norm_weight=False, embed_skip=True, value_residual=True, window=5,
+        position="rope", norm="rmsnorm", norm_weight=False, embed_norm=True, embed_skip=True, value_residual=True,
+        window=5,
     ),
     "window": dict(norm_weight=False, n_layer=4, window=5),
 }  # fmt: skip

@@ -14,7 +14,9 @@ CONFIGS = {
     "gpt2": GPTConfig(**SMALL, bias=True),
     "modern": GPTConfig(**SMALL, **MODERN, logit_softcap=15.0),
     "swiglu": GPTConfig(**SMALL, norm="rmsnorm", position="rope", mlp="swiglu", n_kv_head=1),
-    "paths": GPTConfig(**SMALL, **MODERN, norm_weight=False, embed_skip=True, value_residual=True, window=7),
+    "paths": GPTConfig(
+        **SMALL, **MODERN, norm_weight=False, embed_norm=True, embed_skip=True, value_residual=True, window=7
+    ),
 }
 
 
