@@ -16,6 +16,7 @@ from data.hub import download_files
 from data.tokenizer import STORED, UNTRAINED
 from errors import UserError, require
 from generation.generate import to_bfloat16
+from hf.architectures import GELUS, LAYERNORM_EPSILON, exchange_halves, is_flipped, is_transposed, parameters_of
 from hf.tokenizer_json import vocabulary_of
 from model import GPTConfig
 from training.checkpoint import NOT_OF_WEIGHTS, checkpoints, copy_weights, empty_model, find_run, load_first
@@ -23,35 +24,6 @@ from training.device import resolve_device, resolve_dtype
 
 GPT2_SIZES = ("gpt2", "gpt2-medium", "gpt2-large", "gpt2-xl")
 GPT2_VOCABULARY = 50257
-# Hugging Face's name: ours. Of several names for one of ours, the last is written.
-GELUS = {"gelu": "gelu", "gelu_pytorch_tanh": "gelu_tanh", "gelu_new": "gelu_tanh"}
-LAYERNORM_EPSILON = 1e-5  # PyTorch's default, which model.py takes
-
-# Our modules and Hugging Face's. * is the number of a block. The rows of our qkv are those of q, k and v.
-GPT2_NAMES = {
-    "embed": "transformer.wte",
-    "embed_position": "transformer.wpe",
-    "blocks.*.norm_1": "transformer.h.*.ln_1",
-    "blocks.*.attention.qkv": "transformer.h.*.attn.c_attn",
-    "blocks.*.attention.project": "transformer.h.*.attn.c_proj",
-    "blocks.*.norm_2": "transformer.h.*.ln_2",
-    "blocks.*.mlp.expand": "transformer.h.*.mlp.c_fc",
-    "blocks.*.mlp.project": "transformer.h.*.mlp.c_proj",
-    "norm": "transformer.ln_f",
-    "head": "lm_head",
-}
-LLAMA_NAMES = {
-    "embed": "model.embed_tokens",
-    "blocks.*.norm_1": "model.layers.*.input_layernorm",
-    "blocks.*.attention.qkv": "model.layers.*.self_attn.[qkv]_proj",
-    "blocks.*.attention.project": "model.layers.*.self_attn.o_proj",
-    "blocks.*.norm_2": "model.layers.*.post_attention_layernorm",
-    "blocks.*.mlp.gate": "model.layers.*.mlp.gate_proj",
-    "blocks.*.mlp.expand": "model.layers.*.mlp.up_proj",
-    "blocks.*.mlp.project": "model.layers.*.mlp.down_proj",
-    "norm": "model.norm",
-    "head": "lm_head",
-}
 
 
 class Pretrained(NamedTuple):
@@ -126,7 +98,7 @@ def load(run="", device="auto", dtype="auto"):
     """
     device = resolve_device(device)
     found = read(str(find_run(run)))  # a run in runs/ comes before a size of GPT-2
-    _require_tokenizer(found)
+    require_tokenizer(found)
     model = empty_model(replace(found.config, attention="auto"))  # this machine may have other kernels
     model.load_state_dict(found.weights)
     if resolve_dtype(dtype, device) == torch.bfloat16:
@@ -134,7 +106,7 @@ def load(run="", device="auto", dtype="auto"):
     return model.to(device).eval(), found.tokenizer, found.contents
 
 
-def _require_tokenizer(found):
+def require_tokenizer(found):
     """The tokenizer of a Pretrained; UserError if it is unknown."""
     rule = "only GPT-2's tokenizer, and those in folders of hf.export, can be read; take another model"
     require(found.tokenizer, f"{found.path.parent} has an unknown tokenizer: {rule}")
@@ -144,7 +116,7 @@ def _require_tokenizer(found):
 def network_options(name):
     """The options (network and tokenizer) that --init_from sets."""
     found = read(name, weights=False)
-    tokenizer = _require_tokenizer(found).name
+    tokenizer = require_tokenizer(found).name
     options = {option: value for option, value in asdict(found.config).items() if option not in NOT_OF_WEIGHTS}
     return options | {"tokenizer": tokenizer if tokenizer in UNTRAINED else f"run:{find_run(name)}"}
 
@@ -160,7 +132,7 @@ def load_pretrained(model, name, tokenizer):
         asked = getattr(model.config, option)
         fits = asked == value or option in NOT_OF_WEIGHTS or (option == "block_size" and asked < value)
         require(fits, f"{option}={asked} does not fit the weights of {name}, which have {value}; leave {option} out")
-    same = to_state(_require_tokenizer(found)) == to_state(tokenizer)
+    same = to_state(require_tokenizer(found)) == to_state(tokenizer)
     require(same, f"the corpus has another tokenizer ({tokenizer.name}) than {name}; give --tokenizer run:{name}")
     weights = dict(found.weights)
     if model.config.position == "learned":
@@ -217,16 +189,6 @@ def _config_of_gpt2(theirs, folder):
     return GPTConfig(**sizes, bias=True, mlp=mlp, tie_head=tied)
 
 
-def parameters_of(config):
-    """Yield (our name, shape, their name) of all parameters of a network; a tied head is left out."""
-    names = GPT2_NAMES if config.position == "learned" else LLAMA_NAMES
-    for name, parameter in empty_model(config, "meta").named_parameters():
-        module, _, kind = name.rpartition(".")
-        number = module.split(".")[1] if module.startswith("blocks.") else ""
-        theirs = names[module.replace(number, "*", 1) if number else module]
-        yield name, parameter.shape, f"{theirs.replace('*', number)}.{kind}"
-
-
 def _read_weights(file, config):
     """The state_dict of a GPT from a .safetensors file, in float32."""
     safetensors = optional("safetensors.torch", "reading model.safetensors")
@@ -246,6 +208,8 @@ def _read_weights(file, config):
     for name, shape, key in parameters_of(config):
         try:
             parts = [theirs[key.replace("[qkv]", part)] for part in ("qkv" if "[qkv]" in key else "q")]
+            if "[qkv]" in key and is_flipped(config):
+                parts[:2] = (exchange_halves(part, config.head_dim) for part in parts[:2])
         except KeyError:
             raise UserError(f"{file} lacks {key}, which config.json asks for") from None
         value = torch.cat(parts).float()
@@ -263,8 +227,3 @@ def _parts_of(file):
     parts = read_json(index).get("weight_map")
     require(isinstance(parts, dict), f"{index} has no weight_map; get it again")
     return sorted({file.with_name(str(name)) for name in parts.values()})
-
-
-def is_transposed(key):
-    """GPT-2 keeps the matrices of its blocks as [inputs, outputs]."""
-    return key.endswith(".weight") and ".c_" in key

@@ -3,8 +3,9 @@
 import json
 import os
 import sys
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from dataclasses import asdict
+from itertools import product
 
 import pytest
 import torch
@@ -16,8 +17,10 @@ from data import end_of_text, make_tokenizer, to_state, tokenizer
 from data.tokenizer import GPT2_PATTERN, CharTokenizer, _encoding
 from errors import UserError
 from hf import weights
+from hf.architectures import config_json
 from hf.export import export
 from hf.tokenizer_json import vocabulary_of
+from kernels.activation import ACTIVATIONS
 from model import GPT, GPTConfig
 from sample import generate, load
 from training.checkpoint import FORMAT, save_checkpoint
@@ -30,15 +33,16 @@ TEXT = (
 )
 SMALL = dict(block_size=32, n_layer=2, n_head=4, n_embd=64)
 MODERN = dict(position="rope", norm="rmsnorm", mlp="swiglu")
+NANOCHAT = MODERN | dict(mlp="relu2", qk_norm=True, norm_weight=False, embed_norm=True)
 NETWORKS = {  # options of GPTConfig, and the architecture
     "classic": ({}, "GPT2LMHeadModel"),
     "with biases": (dict(bias=True, mlp="gelu_tanh", tie_head=False), "GPT2LMHeadModel"),
     "llama": (MODERN | dict(n_kv_head=2, tie_head=False), "LlamaForCausalLM"),
     "qwen": (MODERN | dict(qk_norm=True), "Qwen3ForCausalLM"),
-    "relu2": (MODERN | dict(mlp="relu2"), "LlamaForCausalLM"),
-    "no norm weights": (MODERN | dict(norm_weight=False, qk_norm=True), "Qwen3ForCausalLM"),
-    "window": (MODERN | dict(qk_norm=True, window=5, n_layer=5), "Qwen3ForCausalLM"),
-    "shakespeare": (MODERN | dict(mlp="relu2", qk_norm=True, n_kv_head=1), "Qwen3ForCausalLM"),
+    "no norm weights": (MODERN | dict(norm_weight=False, qk_norm=True, n_kv_head=1), "Qwen3ForCausalLM"),
+    "arcee": (MODERN | dict(mlp="relu2", n_kv_head=2, tie_head=False), "ArceeForCausalLM"),
+    "nanochat": (NANOCHAT | dict(logit_softcap=1.5, n_kv_head=1), "NanoChatForCausalLM"),
+    "no softcap": (NANOCHAT | dict(tie_head=False), "NanoChatForCausalLM"),
 }
 
 
@@ -93,15 +97,11 @@ def test_logits_of_gpt2(tmp_path, form):
 
 
 @pytest.mark.parametrize("network", NETWORKS)
-def test_transformers_computes_the_same_logits_and_text(folder, capsys, network):
-    """A note warns of networks that llama.cpp and others misread: squared ReLU, or a window."""
+def test_transformers_computes_the_same_logits_and_text(folder, network):
     options, architecture = NETWORKS[network]
     tokenizer = make_tokenizer("bpe:300", [TEXT * 9], many_documents=True)
     model = make_run(folder / "runs/x", tokenizer, **options)
     export("runs/x", "out")
-    misread = options.get("mlp") == "relu2" or "window" in options
-    for text in (capsys.readouterr().err, (folder / "out/README.md").read_text()):
-        assert ("llama.cpp" in text) == misread
     theirs = transformers.AutoModelForCausalLM.from_pretrained("out").eval()
     assert type(theirs).__name__ == architecture
     tokens, count = torch.randint(tokenizer.n_vocab, (2, 32)), tokenizer.n_vocab
@@ -136,26 +136,58 @@ def test_transformers_makes_the_same_tokens(folder, spec):
     assert end is None or theirs.encode("o<|endoftext|>o") == [*theirs.encode("o"), end, *theirs.encode("o")]
 
 
-@pytest.mark.parametrize(
-    "options",
-    [
-        dict(logit_softcap=15.0),
-        dict(window=8),
-        dict(n_kv_head=2),
-        dict(mlp="relu2"),
-        dict(mask_documents=True),
-        MODERN | dict(embed_skip=True),
-        MODERN | dict(value_residual=True),
-        MODERN | dict(bias=True),
-    ],
-    ids=str,
-)
-def test_a_network_that_transformers_lacks_is_named_and_nothing_is_written(folder, options):
-    make_run(folder / "runs/x", make_tokenizer("bytes"), **options)
-    name, value = list(options.items())[-1]
-    with pytest.raises(ValueError, match=f"{name}={value} cannot be exported"):
+def test_float16_has_half_the_size(folder):
+    model = make_run(folder / "runs/x", make_tokenizer("bytes"), **MODERN)
+    export("runs/x", "out", "float16")
+    assert transformers.AutoModelForCausalLM.from_pretrained("out").dtype == torch.float16
+    found = weights.read("out").weights
+    for name, value in model.state_dict().items():
+        assert torch.equal(found[name], value[: len(found[name])].half().float())
+
+
+REFUSED = [  # options that are allowed, and one that is not
+    ({}, dict(logit_softcap=15.0)),
+    ({}, dict(window=8)),
+    ({}, dict(n_kv_head=2)),
+    ({}, dict(mlp="relu2")),
+    ({}, dict(mask_documents=True)),
+    ({}, dict(embed_norm=True)),
+    (MODERN, dict(embed_skip=True)),
+    (MODERN, dict(value_residual=True)),
+    (MODERN, dict(bias=True)),
+    (MODERN, dict(mlp="gelu")),
+    (MODERN | dict(qk_norm=True), dict(window=8)),
+    (MODERN | dict(mlp="relu2"), dict(logit_softcap=15.0)),
+    (NANOCHAT, dict(norm_weight=True)),
+    (NANOCHAT, dict(embed_norm=False)),
+]
+
+
+@pytest.mark.parametrize("allowed, wrong", REFUSED, ids=str)
+def test_a_network_that_transformers_lacks_is_named_and_nothing_is_written(folder, allowed, wrong):
+    make_run(folder / "runs/x", make_tokenizer("bytes"), **allowed | wrong)
+    [(name, value)] = wrong.items()
+    with pytest.raises(UserError, match=f"^{name}={value} cannot be exported: .*; train one with --{name} [^ ]*$"):
         export("runs/x", "out")
+    with pytest.raises(UserError, match=r"cannot be (exported|written as GGUF): .*; train"):
+        export("runs/x", "out.gguf")
     assert not list(folder.glob("*out*"))
+
+
+def test_only_silu_is_called_llama_or_qwen3():
+    """llama.cpp and MLX have SiLU built into both."""
+    written = set()
+    choices = dict(
+        position=["learned", "rope"], norm=["layernorm", "rmsnorm"], mlp=[*ACTIVATIONS, "swiglu"],
+        qk_norm=[False, True], norm_weight=[False, True], embed_norm=[False, True], logit_softcap=[None, 15.0],
+    )  # fmt: skip
+    for values in product(*choices.values()):
+        config = GPTConfig(**SMALL, vocab_size=50, **dict(zip(choices, values, strict=True)))
+        with suppress(UserError):
+            theirs = config_json(config, None, "float32")
+            written.add((theirs["model_type"], theirs.get("hidden_act", config.mlp)))
+    relu2, gelu = {("arcee", "relu2"), ("nanochat", "relu2")}, {("gpt2", "gelu"), ("gpt2", "gelu_tanh")}
+    assert written == {("llama", "silu"), ("qwen3", "silu")} | relu2 | gelu
 
 
 def test_training_from_weights(folder, run, capsys):

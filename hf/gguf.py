@@ -1,0 +1,97 @@
+"""Writes a GGUF file, which llama.cpp and Ollama run, with the package gguf.
+
+llama.cpp has GPT-2, Llama, Qwen3 and Arcee. For all our tokenizers it has byte-level BPE. It rounds GELU to 11 bits;
+that it only has the tanh approximation makes less of a difference.
+"""
+
+from data import end_of_text
+from data.files import optional
+from data.tokenizer import GPT2_PATTERN, GPT4_PATTERN, LINE_PATTERN, CharTokenizer
+from errors import require
+from hf.architectures import LAYERNORM_EPSILON, is_transposed, kind_of, require_writable, their_weights
+from hf.tokenizer_json import letters_of, merged_pairs, vocabulary_of
+from model import RMSNORM_EPSILON
+
+# llama.cpp's names of our patterns. Bytes and characters are never merged, so that any pattern does.
+PATTERNS = {GPT4_PATTERN: "llama-bpe", GPT2_PATTERN: "gpt-2", LINE_PATTERN: "gpt-2"}
+NO_MERGE = "aa aa"  # llama.cpp requires a merge; nothing makes "aa", so this one never happens
+
+
+def write_gguf(found, config, path, dtype):
+    """Write a Pretrained to a file.
+
+    Args:
+        config: its GPTConfig, with a vocab_size without padding. dtype: of the matrices; norms and biases are float32.
+
+    Raises:
+        UserError: llama.cpp has no such network or tokenizer.
+    """
+    gguf = optional("gguf", "writing GGUF")
+    kind = kind_of(config)
+    rule = "llama.cpp has no NanoChat; train one with --qk_norm False --embed_norm False, or with --mlp swiglu"
+    require(kind != "nanochat", f"mlp=relu2 with qk_norm=True cannot be written as GGUF: {rule}")
+    require_writable(config)
+    writer = gguf.GGUFWriter(path, kind)
+    _write_tokenizer(writer, gguf.TokenType, found.tokenizer)
+    half = str(dtype) == "torch.float16"
+    writer.add_file_type(gguf.LlamaFileType.MOSTLY_F16 if half else gguf.LlamaFileType.ALL_F32)
+    writer.add_vocab_size(config.vocab_size)
+    writer.add_context_length(config.block_size)
+    writer.add_embedding_length(config.n_embd)
+    writer.add_block_count(config.n_layer)
+    writer.add_feed_forward_length(config.mlp_width)
+    writer.add_head_count(config.n_head)
+    if kind == "gpt2":
+        writer.add_layer_norm_eps(LAYERNORM_EPSILON)
+    else:
+        writer.add_head_count_kv(config.kv_heads)
+        writer.add_key_length(config.head_dim)
+        writer.add_value_length(config.head_dim)
+        writer.add_rope_dimension_count(config.head_dim)
+        writer.add_rope_freq_base(10000.0)
+        writer.add_layer_norm_rms_eps(RMSNORM_EPSILON)
+    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH[kind.upper()], config.n_layer)
+    for key, value in their_weights(found.weights, config).items():
+        if kind in ("llama", "arcee") and key.endswith(("q_proj.weight", "k_proj.weight")):
+            value = _interleave(value, config.head_dim)
+        value = value.T if is_transposed(key) else value
+        matrix = value.dim() == 2 and "wpe" not in key  # llama.cpp adds positions, norms and biases in float32
+        value = value.to(dtype) if matrix else value.float()
+        writer.add_tensor(names.get_name(key, (".weight", ".bias")), value.contiguous().numpy())
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+
+def _interleave(weight, head_dim):
+    """The rows of a query or key matrix for llama.cpp, which rotates (x_2i, x_2i+1) where we rotate (x_i, x_i+D/2)."""
+    return weight.unflatten(0, (-1, 2, head_dim // 2)).transpose(1, 2).flatten(0, 2)
+
+
+def _write_tokenizer(writer, types, tokenizer):
+    """Write vocabulary and merges. types: gguf.TokenType."""
+    vocabulary, end, special = vocabulary_of(tokenizer), end_of_text(tokenizer), tokenizer._special_tokens
+    if isinstance(tokenizer, CharTokenizer):
+        rule = "llama.cpp ends texts at a token, and characters leave none free; train with --tokenizer char+eot"
+        require(end is not None, f"tokenizer {tokenizer.name} cannot be written as GGUF: {rule}")
+        characters = {text: letters_of(text.encode()) for text in vocabulary if text not in special}
+        vocabulary = {characters.get(text, text): index for text, index in vocabulary.items()}
+        pairs = [(letters[:cut], letters[cut]) for letters in characters.values() for cut in range(1, len(letters))]
+        pattern = GPT2_PATTERN
+    else:
+        pairs = [map(letters_of, pair) for pair in merged_pairs(tokenizer._mergeable_ranks)]
+        pattern = tokenizer._pat_str
+        if end is None:  # llama.cpp would take token 11. This byte is in no text
+            end = vocabulary[letters_of(b"\xff")]
+    rule = "llama.cpp knows only the patterns of GPT-2 and GPT-4; train with --tokenizer bpe:N"
+    require(pattern in PATTERNS, f"the pattern of tokenizer {tokenizer.name} cannot be written as GGUF: {rule}")
+    texts = sorted(vocabulary, key=vocabulary.get)
+    writer.add_tokenizer_model("gpt2")
+    writer.add_tokenizer_pre(PATTERNS[pattern])
+    writer.add_token_list(texts)
+    writer.add_token_types([types.CONTROL if text in special else types.NORMAL for text in texts])
+    writer.add_token_merges([" ".join(pair) for pair in pairs] or [NO_MERGE])
+    writer.add_bos_token_id(end)
+    writer.add_eos_token_id(end)
+    writer.add_add_bos_token(False)
