@@ -1,7 +1,6 @@
 """The network: GPTConfig, Block and GPT.
 
-The default is nanoGPT's GPT-2: LayerNorm, GELU, learned positions, tied head. Options turn it into a modern network:
-RMSNorm, rotary positions, QK-norm, ReLU^2 or SwiGLU, grouped queries, an untied head, a logit softcap and so on.
+The default is nanoGPT's GPT-2. Options turn it into a modern network: RMSNorm, rotary positions, ReLU^2 and so on.
 
 Letters: B batch, T sequence, C embedding, H query heads, G key/value heads, D head dim, V vocabulary.
 """
@@ -23,7 +22,7 @@ from kernels.dropout import Dropout
 from kernels.loss import head_logits, head_loss
 from kernels.mlp import mlp
 
-RMSNORM_EPSILON = torch.finfo(torch.float32).eps
+LAYERNORM_EPSILON, RMSNORM_EPSILON = 1e-5, torch.finfo(torch.float32).eps
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,8 +46,12 @@ class GPTConfig:
     """Normalisation before each attention and MLP, and before the head."""
     norm_weight: bool = True
     """Learned weights in the norms."""
+    norm_eps: float = 0.0
+    """Added to the variance or mean square in all norms; 0 means PyTorch's, 1e-5 in LayerNorm and 1.2e-7 in RMSNorm."""
     position: Literal["learned", "rope"] = "learned"
     """Learned position embeddings, or rotary ones (RoPE)."""
+    rope_theta: float = 10000.0
+    """Base of RoPE's wavelengths."""
     mlp: Literal[*ACTIVATIONS, "swiglu"] = "gelu"
     """Activation of the MLP: gelu_tanh is GPT-2's approximation of GELU, relu2 is ReLU squared."""
     qk_norm: bool = False
@@ -82,8 +85,9 @@ class GPTConfig:
             kind = " or ".join(choices) if one_of else getattr(field.type, "__name__", field.type)
             right = value in choices if one_of else isinstance(value, field.type | int)
             require(right, f"{field.name}={value!r} must be {kind}")
-        for name, least in dict(vocab_size=0, n_layer=1, n_head=1, n_embd=1, block_size=1).items():
+        for name, least in dict(vocab_size=0, norm_eps=0, n_layer=1, n_head=1, n_embd=1, block_size=1).items():
             require(getattr(self, name) >= least, f"{name}={getattr(self, name)} must be at least {least}")
+        require(self.rope_theta > 0, f"rope_theta={self.rope_theta} must be positive, such as 10000")
         rule = f"n_embd={self.n_embd} / n_head={self.n_head} is the head dim, which must be a multiple of 8 up to 256"
         require(self.n_embd % self.n_head == 0 and self.head_dim % 8 == 0 and self.head_dim <= 256, rule)
         rule = f"n_head={self.n_head} must be a multiple of n_kv_head={self.n_kv_head}; 1 gives multi-query attention"
@@ -116,14 +120,14 @@ class RMSNorm(nn.RMSNorm):
 
 def make_norm(config):
     if config.norm == "rmsnorm":
-        return RMSNorm(config.n_embd, RMSNORM_EPSILON, config.norm_weight)
-    return nn.LayerNorm(config.n_embd, elementwise_affine=config.norm_weight, bias=config.bias)
+        return RMSNorm(config.n_embd, config.norm_eps or RMSNORM_EPSILON, config.norm_weight)
+    return nn.LayerNorm(config.n_embd, config.norm_eps or LAYERNORM_EPSILON, config.norm_weight, config.bias)
 
 
 def rotary_angles(config):
-    """cos and sin [block_size, 1, D / 2] of position * 10000^(-2i / D), in float32 (Su et al. 2021, RoFormer)."""
+    """cos and sin [block_size, 1, D / 2] of position * theta^(-2i / D), in float32 (Su et al. 2021, RoFormer)."""
     half = config.head_dim // 2
-    frequency = 10000.0 ** (-torch.arange(half, device="cpu") / half)  # on "meta" this would import Dynamo
+    frequency = config.rope_theta ** (-torch.arange(half, device="cpu") / half)  # on "meta" this would import Dynamo
     angle = torch.outer(torch.arange(config.block_size, device="cpu"), frequency)[:, None, :]
     return angle.cos(), angle.sin()
 
@@ -172,7 +176,7 @@ class Attention(nn.Module):
         elif config.value_residual:
             v = v.lerp(context.first_v, (0.5 + self.value_mix).type_as(v))
         if config.qk_norm:
-            q, k = (F.rms_norm(z, (config.head_dim,)) for z in (q, k))
+            q, k = (F.rms_norm(z, (config.head_dim,), eps=config.norm_eps or None) for z in (q, k))
         if context.rotary:
             q, k = (rotate(z, *context.rotary) for z in (q, k))
         if context.layers:
@@ -258,24 +262,20 @@ class GPT(nn.Module):
         return head_loss(hidden.flatten(0, 1), self.head, targets.flatten(), self.config.logit_softcap)
 
     def hidden(self, tokens, cache=None):
-        """Hidden states [B, T, C] of tokens [B, T], which the head turns into logits.
-
-        cache: for generation, a View of generation.cache.Cache. The tokens then continue the rows in it.
-        """
+        """Hidden states [B, T, C] of tokens [B, T]. cache: a View of generation's Cache, whose rows they continue."""
         T, config, documents = tokens.shape[1], self.config, None
         require(T <= config.block_size, f"{T} tokens do not fit in block_size={config.block_size}; crop the context")
         positions, layers = cache or (slice(T), None)  # positions: [B, T] or a slice
         if config.mask_documents and cache is None:
             documents, positions = find_documents(tokens, config.end_of_text)
-        x, rotary = self.embed(tokens), None
-        kind = x.device.type
+        x, rotary, kind = self.embed(tokens), None, tokens.device.type
         if torch.is_autocast_enabled(kind) and torch.get_autocast_dtype(kind) == torch.bfloat16:
             x = x.bfloat16()  # halves the memory traffic of the residual stream; float16 could overflow
         if config.position == "learned":
             x = x + self.embed_position.weight[positions].type_as(x)
         else:
             rotary = self.rotary_cos[positions], self.rotary_sin[positions]
-        x = embedded = self.drop(F.rms_norm(x, x.shape[-1:], eps=RMSNORM_EPSILON) if config.embed_norm else x)
+        x = embedded = self.drop(F.rms_norm(x, x.shape[-1:], eps=config.norm_eps or None) if config.embed_norm else x)
         context = Context(rotary, documents, layers)
         for index, block in enumerate(self.blocks):
             if config.embed_skip:

@@ -1,7 +1,8 @@
 """Text <-> token ids.
 
-A tokenizer is a tiktoken.Encoding, or a CharTokenizer with the part of its interface that this repository uses. In a
-text, the name of a special token, such as "<|endoftext|>", is plain text; `end_of_text` gives the id.
+A tokenizer is a tiktoken.Encoding, or a CharTokenizer or HubTokenizer with the part of its interface that this
+repository uses. In a text, the name of a special token, such as "<|endoftext|>", is plain text; `end_of_text` gives the
+id.
 """
 
 import base64
@@ -17,6 +18,7 @@ from tiktoken.load import load_tiktoken_bpe
 from tqdm import tqdm
 
 from data.files import data_folder, read_json
+from data.hub_tokenizer import END_OF_TEXT, HubTokenizer, read_tokenizer_json
 from errors import UserError, require
 
 # GPT-4's pattern: words with one leading character, up to three digits, punctuation.
@@ -30,7 +32,6 @@ LINE_PATTERN = r"[^\n]+|\n+"  # any pattern would do for bytes, which are never 
 GPT2_URL = "https://openaipublic.blob.core.windows.net/encodings/r50k_base.tiktoken"
 GPT2_SHA256 = "306cd27f03c1a714eca7108e03d66b7dc042abe8c258b44c199a7ed9838dd930"
 
-END_OF_TEXT = "<|endoftext|>"
 STORED = "kestrel.json"  # file of a run or exported folder whose field "tokenizer" is to_state()
 UNTRAINED = ("gpt2", "bytes", "bytes+eot")  # the same for any text
 CHUNK = 1 << 19  # characters that are encoded at once
@@ -93,14 +94,16 @@ def make_tokenizer(spec, texts=(), many_documents=False):
 
     Args:
         spec: bytes or char (+eot adds an end-of-text token), bpe:N (N tokens, of which 256 are bytes), gpt2 or
-            gpt2:RANK_FILE, run:PATH (the tokenizer of a run, or of a folder of hf.export).
+            gpt2:RANK_FILE, run:PATH (the tokenizer of a run, or of a Hugging Face folder).
         texts: iterable of str; `char` takes its characters from them and `bpe` is trained on them.
         many_documents: whether the last of the N tokens of `bpe` is end-of-text. A single document needs none.
     """
     if spec.startswith("run:"):
         path = Path(spec.removeprefix("run:"))
-        file = (path if path.is_dir() else path.parent) / STORED
-        require(file.is_file(), f"{file} does not exist; run:PATH must be a run or a folder of hf.export")
+        file = (folder := path if path.is_dir() else path.parent) / STORED
+        if not file.is_file() and (folder / "tokenizer.json").is_file():
+            return read_tokenizer_json(folder)
+        require(file.is_file(), f"{file} does not exist; run:PATH must be a run or a Hugging Face folder")
         return from_state(read_json(file)["tokenizer"])
     name = tokenizer_name(spec)
     kind, _, ends = name.partition("+")
@@ -160,6 +163,8 @@ def to_state(tokenizer):
     if isinstance(tokenizer, CharTokenizer):
         ends = end_of_text(tokenizer) is not None
         return {"kind": "char", "name": tokenizer.name, "characters": tokenizer.characters, "end_of_text": ends}
+    if isinstance(tokenizer, HubTokenizer):
+        return {"kind": "hub", "json": tokenizer.text, "end": tokenizer.end}
     ranks, special = tokenizer._mergeable_ranks, dict(tokenizer._special_tokens)
     tokens = [base64.b64encode(token).decode() for token in sorted(ranks, key=ranks.get)]
     names = {"kind": "bpe", "name": tokenizer.name, "pattern": tokenizer._pat_str}
@@ -170,6 +175,8 @@ def from_state(state):
     """The tokenizer that `to_state` turned into `state`."""
     if state["kind"] == "char":
         return CharTokenizer(state["characters"], state.get("end_of_text", False))
+    if state["kind"] == "hub":
+        return HubTokenizer(state["json"], state["end"])
     tokens = [base64.b64decode(token) for token in state["tokens"]]
     return _encoding(state["name"], state["pattern"], tokens, state["special"])
 

@@ -108,6 +108,7 @@ class Generator:
         self.graph, self.graphed = None, on_gpu if graph is None else graph
         has_kernels = self.graphed and HAS_TRITON and dtype in (torch.float16, torch.bfloat16)
         lacks = self.config.embed_norm or self.config.embed_skip or self.config.value_residual
+        lacks |= self.config.qk_norm and self.config.norm_eps > 0
         self.fused = has_kernels and not lacks  # generation.fused does not have these
         check_memory(batch, Cache.size(model.config, dtype) + LOGITS * tokenizer.n_vocab, self.device)
         self.cache = Cache(model.config, batch, self.device, dtype)

@@ -1,4 +1,4 @@
-"""The architectures of Transformers as which networks are written: their options, names and config.json.
+"""The architectures of Transformers that networks are written as and read from: options, names and config.json.
 
 A network is written only with options that every reader of its architecture computes. Others are refused: llama.cpp and
 MLX take SiLU in Llama and Qwen3 whatever config.json says, and neither has windows there.
@@ -9,12 +9,12 @@ from dataclasses import replace
 import torch
 
 from errors import require
-from model import RMSNORM_EPSILON
+from model import LAYERNORM_EPSILON, RMSNORM_EPSILON, GPTConfig
 from training.checkpoint import empty_model
 
 # Hugging Face's name: ours. Of several names for one of ours, the last is written.
 GELUS = {"gelu": "gelu", "gelu_pytorch_tanh": "gelu_tanh", "gelu_new": "gelu_tanh"}
-LAYERNORM_EPSILON = 1e-5  # PyTorch's default, which model.py takes
+GPT2_VOCABULARY = 50257
 
 # Options that a network must have, with the values that are allowed; the first one is advised.
 NOWHERE = dict(window=[None], mask_documents=[False], embed_skip=[False], value_residual=[False])
@@ -27,6 +27,7 @@ WRITABLE = {
     "arcee": LLAMA | dict(mlp=["relu2"]),
     "nanochat": NOWHERE | dict(norm=["rmsnorm"], norm_weight=[False], bias=[False], embed_norm=[True]),
 }
+READABLE = ("gpt2", "llama", "arcee", "nanochat")
 CLASSES = dict(gpt2="GPT2", llama="Llama", qwen3="Qwen3", arcee="Arcee", nanochat="NanoChat")
 
 # Our modules and Hugging Face's. * is the number of a block. The rows of our qkv are those of q, k and v.
@@ -146,8 +147,8 @@ def config_json(config, end, dtype):
         common["architectures"] = ["GPT2LMHeadModel"]
         return common | dict(
             n_positions=config.block_size, n_embd=config.n_embd, n_layer=config.n_layer, n_head=config.n_head,
-            activation_function=gelu, layer_norm_epsilon=LAYERNORM_EPSILON, attn_pdrop=0.0, embd_pdrop=0.0,
-            resid_pdrop=0.0,
+            activation_function=gelu, layer_norm_epsilon=config.norm_eps or LAYERNORM_EPSILON,
+            attn_pdrop=0.0, embd_pdrop=0.0, resid_pdrop=0.0,
         )  # fmt: skip
     if kind == "nanochat":
         common |= dict(final_logit_softcapping=config.logit_softcap, pad_token_id=None)
@@ -155,6 +156,83 @@ def config_json(config, end, dtype):
         hidden_size=config.n_embd, intermediate_size=config.mlp_width, num_hidden_layers=config.n_layer,
         num_attention_heads=config.n_head, num_key_value_heads=config.kv_heads, head_dim=config.head_dim,
         max_position_embeddings=config.block_size, hidden_act="relu2" if config.mlp == "relu2" else "silu",
-        rms_norm_eps=RMSNORM_EPSILON, rope_theta=10000.0, attention_bias=False, attention_dropout=0.0, mlp_bias=False,
-        rope_parameters={"rope_type": "default", "rope_theta": 10000.0},
+        rms_norm_eps=config.norm_eps or RMSNORM_EPSILON, attention_bias=False, mlp_bias=False, attention_dropout=0.0,
+        rope_theta=config.rope_theta, rope_parameters={"rope_type": "default", "rope_theta": config.rope_theta},
     )  # fmt: skip
+
+
+def read_config(theirs, folder):
+    """GPTConfig for the dict of a config.json; UserError if the network has what ours lacks."""
+    kind = theirs.get("model_type", "unknown")
+    rule = f"only {', '.join(READABLE)} and folders of hf.export can be read"
+    learned = "its norms of queries and keys have learned weights, which ours (qk_norm) lack"
+    require(kind != "qwen3", f"{folder} holds a qwen3 model: {learned}; {rule}")
+    require(kind in READABLE, f"{folder} holds a {kind} model; {rule}")
+    return (_read_gpt2 if kind == "gpt2" else _read_llama)(theirs, kind, folder)
+
+
+def _read_gpt2(theirs, kind, folder):
+    defaults = dict(vocab_size=GPT2_VOCABULARY, n_positions=1024, n_layer=12, n_head=12, n_embd=768, n_inner=None,
+                    activation_function="gelu_new", layer_norm_epsilon=LAYERNORM_EPSILON, scale_attn_weights=True,
+                    scale_attn_by_inverse_layer_idx=False, tie_word_embeddings=True)  # fmt: skip
+    theirs = {name: theirs.get(name, value) for name, value in defaults.items()}
+    sizes = _sizes(theirs, folder, vocab_size="vocab_size", n_layer="n_layer", n_head="n_head", n_embd="n_embd",
+                   block_size="n_positions")  # fmt: skip
+    _require_only(theirs, folder, dict(
+        scale_attn_weights=[True], scale_attn_by_inverse_layer_idx=[False], activation_function=list(GELUS),
+        n_inner=[None, 4 * sizes["n_embd"]], tie_word_embeddings=[True, False],
+    ))  # fmt: skip
+    eps = _epsilon(theirs, "layer_norm_epsilon", LAYERNORM_EPSILON, folder)
+    mlp, tied = GELUS[theirs["activation_function"]], theirs["tie_word_embeddings"]
+    return GPTConfig(**sizes, bias=True, mlp=mlp, tie_head=tied, norm_eps=eps)
+
+
+def _read_llama(theirs, kind, folder):
+    """Of Llama, Arcee and NanoChat."""
+    rope = theirs.get("rope_parameters") or {"rope_theta": theirs.get("rope_theta", 10000.0)}  # the latter: before 5
+    scaling = theirs.get("rope_scaling") or rope  # its older versions call the type "type"
+    defaults = dict(tie_word_embeddings=False, num_key_value_heads=None, head_dim=None, attention_bias=False,
+                    mlp_bias=False, hidden_act="silu" if kind == "llama" else "relu2",
+                    rope_interleaved=False, final_logit_softcapping=15.0)  # fmt: skip
+    theirs = defaults | theirs | {"rope_type": scaling.get("rope_type", scaling.get("type", "default"))}
+    if theirs["num_key_value_heads"] is None:
+        theirs["num_key_value_heads"] = theirs.get("num_attention_heads")
+    sizes = _sizes(theirs, folder, vocab_size="vocab_size", n_layer="num_hidden_layers", n_head="num_attention_heads",
+                   n_embd="hidden_size", block_size="max_position_embeddings",
+                   n_kv_head="num_key_value_heads")  # fmt: skip
+    nanochat = kind == "nanochat"
+    network = GPTConfig(
+        **sizes, norm="rmsnorm", position="rope", mlp="swiglu" if kind == "llama" else "relu2",
+        tie_head=bool(theirs["tie_word_embeddings"]), rope_theta=rope.get("rope_theta", 10000.0),
+        norm_eps=_epsilon(theirs, "rms_norm_eps", RMSNORM_EPSILON, folder), norm_weight=not nanochat, qk_norm=nanochat,
+        embed_norm=nanochat, logit_softcap=theirs["final_logit_softcapping"] if nanochat else None,
+    )  # fmt: skip
+    _require_only(theirs, folder, dict(
+        hidden_act=[defaults["hidden_act"]], intermediate_size=[network.mlp_width], attention_bias=[False],
+        mlp_bias=[False], head_dim=[None, network.head_dim], rope_type=["default"],
+        rope_interleaved=[False],
+    ))  # fmt: skip
+    return network
+
+
+def _sizes(theirs, folder, **names):
+    """{our name: number} for our names and theirs."""
+    for name in names.values():
+        value = theirs.get(name)
+        require(type(value) is int and value > 0, f"{folder}: {name}={value!r} must be a positive int; get it again")
+    return {ours: theirs[name] for ours, name in names.items()}
+
+
+def _epsilon(theirs, name, default, folder):
+    """norm_eps of GPTConfig, where 0 means the default."""
+    value = theirs.get(name)
+    right = isinstance(value, float) and 0 < value < 1
+    require(right, f"{folder}: {name}={value!r} must be a positive number below 1; get it again")
+    return 0.0 if value == default else value
+
+
+def _require_only(theirs, folder, supported):
+    for name, values in supported.items():
+        only = " or ".join(map(str, values))
+        rule = f"is not supported, only {only}; take another model"
+        require(theirs.get(name) in values, f"{folder}: {name}={theirs.get(name)} {rule}")

@@ -6,11 +6,12 @@ that it only has the tanh approximation makes less of a difference.
 
 from data import end_of_text
 from data.files import optional
+from data.hub_tokenizer import HubTokenizer
 from data.tokenizer import GPT2_PATTERN, GPT4_PATTERN, LINE_PATTERN, CharTokenizer
 from errors import require
-from hf.architectures import LAYERNORM_EPSILON, is_transposed, kind_of, require_writable, their_weights
+from hf.architectures import is_transposed, kind_of, require_writable, their_weights
 from hf.tokenizer_json import letters_of, merged_pairs, vocabulary_of
-from model import RMSNORM_EPSILON
+from model import LAYERNORM_EPSILON, RMSNORM_EPSILON
 
 # llama.cpp's names of our patterns. Bytes and characters are never merged, so that any pattern does.
 PATTERNS = {GPT4_PATTERN: "llama-bpe", GPT2_PATTERN: "gpt-2", LINE_PATTERN: "gpt-2"}
@@ -42,14 +43,14 @@ def write_gguf(found, config, path, dtype):
     writer.add_feed_forward_length(config.mlp_width)
     writer.add_head_count(config.n_head)
     if kind == "gpt2":
-        writer.add_layer_norm_eps(LAYERNORM_EPSILON)
+        writer.add_layer_norm_eps(config.norm_eps or LAYERNORM_EPSILON)
     else:
         writer.add_head_count_kv(config.kv_heads)
         writer.add_key_length(config.head_dim)
         writer.add_value_length(config.head_dim)
         writer.add_rope_dimension_count(config.head_dim)
-        writer.add_rope_freq_base(10000.0)
-        writer.add_layer_norm_rms_eps(RMSNORM_EPSILON)
+        writer.add_rope_freq_base(config.rope_theta)
+        writer.add_layer_norm_rms_eps(config.norm_eps or RMSNORM_EPSILON)
     names = gguf.get_tensor_name_map(gguf.MODEL_ARCH[kind.upper()], config.n_layer)
     for key, value in their_weights(found.weights, config).items():
         if kind in ("llama", "arcee") and key.endswith(("q_proj.weight", "k_proj.weight")):
@@ -71,6 +72,8 @@ def _interleave(weight, head_dim):
 
 def _write_tokenizer(writer, types, tokenizer):
     """Write vocabulary and merges. types: gguf.TokenType."""
+    rule = "of another's tokenizer.json llama.cpp's own converter must write it, convert_hf_to_gguf.py"
+    require(not isinstance(tokenizer, HubTokenizer), f"tokenizer {tokenizer.name} cannot be written as GGUF: {rule}")
     vocabulary, end, special = vocabulary_of(tokenizer), end_of_text(tokenizer), tokenizer._special_tokens
     if isinstance(tokenizer, CharTokenizer):
         rule = "llama.cpp ends texts at a token, and characters leave none free; train with --tokenizer char+eot"

@@ -1,14 +1,17 @@
 """A tokenizer in the file format of Hugging Face's tokenizers package, tokenizer.json."""
 
-from functools import cache
+import json
 
+from data.hub_tokenizer import HubTokenizer, byte_letters
 from data.tokenizer import END_OF_TEXT, CharTokenizer, end_of_text
 
 EACH_CHARACTER = r"[\s\S]"
 
 
 def tokenizer_json(tokenizer):
-    """The contents of tokenizer.json, dicts and lists, for a tiktoken.Encoding or a CharTokenizer."""
+    """The contents of tokenizer.json, dicts and lists, for any tokenizer."""
+    if isinstance(tokenizer, HubTokenizer):
+        return json.loads(tokenizer.text)
     vocabulary = vocabulary_of(tokenizer)
     if isinstance(tokenizer, CharTokenizer):
         model = {"type": "WordLevel", "vocab": vocabulary, "unk_token": ""}  # no unknown token: other text is an error
@@ -39,6 +42,8 @@ def merged_pairs(ranks):
 
 def vocabulary_of(tokenizer):
     """{text: id} of all tokens; letters_of() writes the bytes of a tiktoken.Encoding."""
+    if isinstance(tokenizer, HubTokenizer):
+        return tokenizer.vocabulary
     if isinstance(tokenizer, CharTokenizer):
         return {text: index for index, text in enumerate(tokenizer._texts)}
     return {letters_of(token): rank for token, rank in tokenizer._mergeable_ranks.items()} | tokenizer._special_tokens
@@ -47,11 +52,3 @@ def vocabulary_of(tokenizer):
 def letters_of(token):
     """Bytes as text, as in GPT-2's vocabulary."""
     return "".join(byte_letters()[byte] for byte in token)
-
-
-@cache
-def byte_letters():
-    """The visible character that stands for each byte in GPT-2's vocabulary: itself, or one from U+0100 on."""
-    visible = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
-    others = iter(range(0x100, 0x200))
-    return [chr(byte if byte in visible else next(others)) for byte in range(256)]

@@ -1,4 +1,4 @@
-"""Reads trained models: of runs, of GPT-2, and of the folders that hf/export.py writes.
+"""Reads trained models: of runs, of the folders that hf/export.py writes, and of others, such as GPT-2 and Llama.
 
 A Hugging Face folder has config.json, model.safetensors and the tokenizer's files. Those of export.py also have
 kestrel.json, with the network and the tokenizer in this repository's own terms.
@@ -16,14 +16,13 @@ from data.hub import download_files
 from data.tokenizer import STORED, UNTRAINED
 from errors import UserError, require
 from generation.generate import to_bfloat16
-from hf.architectures import GELUS, LAYERNORM_EPSILON, exchange_halves, is_flipped, is_transposed, parameters_of
+from hf.architectures import GPT2_VOCABULARY, exchange_halves, is_flipped, is_transposed, parameters_of, read_config
 from hf.tokenizer_json import vocabulary_of
 from model import GPTConfig
 from training.checkpoint import NOT_OF_WEIGHTS, checkpoints, copy_weights, empty_model, find_run, load_first
 from training.device import resolve_device, resolve_dtype
 
 GPT2_SIZES = ("gpt2", "gpt2-medium", "gpt2-large", "gpt2-xl")
-GPT2_VOCABULARY = 50257
 
 
 class Pretrained(NamedTuple):
@@ -108,7 +107,7 @@ def load(run="", device="auto", dtype="auto"):
 
 def require_tokenizer(found):
     """The tokenizer of a Pretrained; UserError if it is unknown."""
-    rule = "only GPT-2's tokenizer, and those in folders of hf.export, can be read; take another model"
+    rule = "it has no tokenizer.json and is not GPT-2; get that file"
     require(found.tokenizer, f"{found.path.parent} has an unknown tokenizer: {rule}")
     return found.tokenizer
 
@@ -146,47 +145,33 @@ def _read_hugging_face(path, weights):
         ours = read_json(our_file)
         config, tokenizer = _restore(our_file, ours.get("network"), ours.get("tokenizer"))
     else:
-        config = _config_of_gpt2(read_json(folder / "config.json"), folder)
-        tokenizer = _tokenizer_of_gpt2(folder, config.vocab_size)
+        config = read_config(read_json(folder / "config.json"), folder)
+        tokenizer = _tokenizer_of(folder, config)
     return Pretrained(file, config, _read_weights(file, config) if weights else {}, tokenizer, {"path": file})
 
 
-def _tokenizer_of_gpt2(folder, count):
-    """GPT-2's tokenizer; None if the folder's vocabulary differs from it or, without one, if the count does."""
-    if count < GPT2_VOCABULARY:
+def _tokenizer_of(folder, config):
+    """The tokenizer of another's folder: GPT-2's, if the vocabulary is the same, or else that of its tokenizer.json.
+
+    None if there is neither.
+    """
+    stored = folder / "tokenizer.json"
+    if config.position == "learned" and config.vocab_size >= GPT2_VOCABULARY:
+        if (path := folder / "vocab.json").exists():
+            vocabulary = read_json(path)
+        elif stored.exists():
+            model = read_json(stored).get("model")
+            vocabulary = isinstance(model, dict) and model.get("vocab")
+        else:
+            return make_tokenizer("gpt2") if config.vocab_size == GPT2_VOCABULARY else None
+        if vocabulary == vocabulary_of(tokenizer := make_tokenizer("gpt2")):
+            return tokenizer
+    if not stored.exists():
         return None
-    if (path := folder / "vocab.json").exists():
-        vocabulary = read_json(path)
-    elif (path := folder / "tokenizer.json").exists():
-        stored = read_json(path).get("model")
-        vocabulary = isinstance(stored, dict) and stored.get("vocab")
-    else:
-        return make_tokenizer("gpt2") if count == GPT2_VOCABULARY else None
-    tokenizer = make_tokenizer("gpt2")
-    return tokenizer if vocabulary == vocabulary_of(tokenizer) else None
-
-
-def _config_of_gpt2(theirs, folder):
-    """GPTConfig for GPT-2's config.json; UserError if the network differs from GPT-2."""
-    kind = theirs.get("model_type", "unknown")
-    require(kind == "gpt2", f"{folder} holds a {kind} model; only gpt2 and folders of hf.export can be read")
-    defaults = dict(vocab_size=GPT2_VOCABULARY, n_positions=1024, n_layer=12, n_head=12, n_embd=768, n_inner=None,
-                    activation_function="gelu_new", layer_norm_epsilon=LAYERNORM_EPSILON, scale_attn_weights=True,
-                    scale_attn_by_inverse_layer_idx=False, tie_word_embeddings=True)  # fmt: skip
-    theirs = {name: theirs.get(name, value) for name, value in defaults.items()}
-    sizes = {name: theirs[name] for name in ("vocab_size", "n_layer", "n_head", "n_embd", "n_positions")}
-    for name, value in sizes.items():
-        require(type(value) is int and value > 0, f"{folder}: {name}={value!r} must be a positive int; get it again")
-    supported = dict(
-        layer_norm_epsilon=[LAYERNORM_EPSILON], scale_attn_weights=[True], scale_attn_by_inverse_layer_idx=[False],
-        activation_function=list(GELUS), n_inner=[None, 4 * theirs["n_embd"]], tie_word_embeddings=[True, False],
-    )  # fmt: skip
-    for name, values in supported.items():
-        only = " or ".join(map(str, values))
-        require(theirs[name] in values, f"{folder}: {name}={theirs[name]} is not supported, only {only}")
-    mlp, tied = GELUS[theirs["activation_function"]], theirs["tie_word_embeddings"]
-    sizes["block_size"] = sizes.pop("n_positions")
-    return GPTConfig(**sizes, bias=True, mlp=mlp, tie_head=tied)
+    tokenizer = make_tokenizer(f"run:{folder}")
+    rule = f"which is more than vocab_size={config.vocab_size} of config.json; get both from one model"
+    require(tokenizer.n_vocab <= config.vocab_size, f"{stored} has {tokenizer.n_vocab} tokens, {rule}")
+    return tokenizer
 
 
 def _read_weights(file, config):

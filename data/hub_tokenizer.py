@@ -1,0 +1,72 @@
+"""The tokenizer of another's Hugging Face folder, by the package tokenizers."""
+
+from functools import cache, cached_property
+
+import numpy as np
+
+from data.files import optional, read_json
+from errors import UserError, require
+
+END_OF_TEXT = "<|endoftext|>"
+
+
+class HubTokenizer:
+    """A byte-level BPE. text: of its tokenizer.json. end: the name of the token that ends a document, or None."""
+
+    name = "hub"
+
+    def __init__(self, text, end):
+        self.text, self.end = text, end
+        self._tokenizer = optional("tokenizers", "tokenizer.json").Tokenizer.from_str(text)
+        self._tokenizer.encode_special_tokens = True  # as any text
+        self._tokenizer.no_truncation()
+        self._special_tokens = {END_OF_TEXT: self.vocabulary[end]} if end in self.vocabulary else {}
+        self.n_vocab = 1 + max(self.vocabulary.values())
+
+    @cached_property
+    def vocabulary(self):
+        """{text: id}, where byte_letters() stand for bytes except in added tokens."""
+        return self._tokenizer.get_vocab()
+
+    @cached_property
+    def _bytes(self):
+        values = {letter: bytes([byte]) for byte, letter in enumerate(byte_letters())}
+        added = {index: token.content.encode() for index, token in self._tokenizer.get_added_tokens_decoder().items()}
+        texts = {index: text for text, index in self.vocabulary.items() if index not in added}
+        return {index: b"".join(map(values.__getitem__, text)) for index, text in texts.items()} | added
+
+    def encode_ordinary(self, text):
+        return self._tokenizer.encode(text, add_special_tokens=False).ids
+
+    def encode_to_numpy(self, text, disallowed_special=()):
+        return np.array(self.encode_ordinary(text), np.uint32)
+
+    def decode_bytes(self, ids):
+        return b"".join(self._bytes.get(index, b"") for index in ids)
+
+    def decode(self, ids):
+        return self.decode_bytes(ids).decode("utf-8", "replace")
+
+
+def read_tokenizer_json(folder):
+    """The HubTokenizer of a folder; UserError if its tokens do not stand for bytes."""
+    path, config = folder / "tokenizer.json", folder / "tokenizer_config.json"
+    decoder = read_json(path).get("decoder")
+    kind = decoder.get("type") if isinstance(decoder, dict) else None
+    require(kind == "ByteLevel", f"{path} has the decoder {kind}, but only ByteLevel can be read; take another model")
+    end = read_json(config).get("eos_token") if config.is_file() else None
+    end = end.get("content") if isinstance(end, dict) else end  # of older versions
+    try:
+        return HubTokenizer(path.read_text(encoding="utf-8"), end)
+    except UserError:
+        raise
+    except Exception as error:  # the package's own exception
+        raise UserError(f"{path} cannot be read ({error}); get it again") from None
+
+
+@cache
+def byte_letters():
+    """The visible character that stands for each byte in GPT-2's vocabulary: itself, or one from U+0100 on."""
+    visible = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
+    others = iter(range(0x100, 0x200))
+    return [chr(byte if byte in visible else next(others)) for byte in range(256)]

@@ -1,0 +1,161 @@
+"""hf/architectures.py and data/hub_tokenizer.py: models of others, made by the package transformers, read and used."""
+
+import json
+
+import pytest
+import torch
+from helpers import in_process, losses
+from test_weights import TEXT, assert_close, loud
+
+from errors import UserError
+from hf.architectures import parameters_of, read_config
+from hf.export import export
+from hf.weights import load, read
+from sample import generate
+
+transformers = pytest.importorskip("transformers")
+tokenizers = pytest.importorskip("tokenizers")
+
+SIZES = dict(
+    vocab_size=300, hidden_size=64, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
+    max_position_embeddings=32, bos_token_id=0, eos_token_id=0, pad_token_id=None,
+)  # fmt: skip
+OTHERS = {
+    "llama": dict(intermediate_size=192, rms_norm_eps=1e-2, rope_parameters=dict(rope_type="default", rope_theta=50.0)),
+    "arcee": dict(intermediate_size=256, tie_word_embeddings=True),
+    "nanochat": dict(intermediate_size=256, rms_norm_eps=1e-2, final_logit_softcapping=2.0),
+}
+SMOLLM2 = dict(  # config.json of SmolLM2-135M
+    model_type="llama", architectures=["LlamaForCausalLM"], attention_bias=False, attention_dropout=0.0, bos_token_id=0,
+    eos_token_id=0, hidden_act="silu", hidden_size=576, intermediate_size=1536, max_position_embeddings=8192,
+    mlp_bias=False, num_attention_heads=9, num_hidden_layers=30, num_key_value_heads=3, pretraining_tp=1,
+    rms_norm_eps=1e-05, rope_interleaved=False, rope_scaling=None, rope_theta=100000, tie_word_embeddings=True,
+    torch_dtype="bfloat16", vocab_size=49152,
+)  # fmt: skip
+
+
+def save_tokenizer(folder):
+    """A byte-level BPE like SmolLM2's: digits apart, and the end of text has the first id."""
+    tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE())
+    steps = [tokenizers.pre_tokenizers.Digits(True), tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)]
+    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.Sequence(steps)
+    tokenizer.decoder = tokenizers.decoders.ByteLevel()
+    trainer = tokenizers.trainers.BpeTrainer(
+        vocab_size=290,
+        special_tokens=["<|endoftext|>"],
+        initial_alphabet=tokenizers.pre_tokenizers.ByteLevel.alphabet(),
+    )
+    tokenizer.train_from_iterator([TEXT * 9], trainer)
+    theirs = transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<|endoftext|>")
+    theirs.save_pretrained(folder)
+    return theirs
+
+
+def save_model(folder, kind, **changes):
+    config = transformers.AutoConfig.for_model(kind, **SIZES | OTHERS[kind] | changes)
+    model = loud(transformers.AutoModelForCausalLM.from_config(config))
+    model.save_pretrained(folder)
+    return model
+
+
+@pytest.mark.parametrize("kind", OTHERS)
+def test_logits_and_text_of_others(folder, kind):
+    theirs, their_tokenizer = save_model(folder / "theirs", kind), save_tokenizer(folder / "theirs")
+    ours, tokenizer, _ = load("theirs", "cpu")
+    tokens = torch.randint(tokenizer.n_vocab, (2, 32))
+    assert_close(ours(tokens), theirs(tokens).logits)
+    for text in (TEXT, TEXT[::-1], "<|endoftext|> is text"):
+        ids = tokenizer.encode_ordinary(text)
+        assert tokenizer.decode(ids) == text and 0 not in ids
+        assert text is not TEXT or ids == their_tokenizer.encode(text, add_special_tokens=False)
+    prompt = "It's naïve"
+    inputs = their_tokenizer(prompt, return_tensors="pt", return_token_type_ids=False)
+    theirs.generation_config.suppress_tokens = list(range(tokenizer.n_vocab, SIZES["vocab_size"]))  # the padding
+    text = theirs.generate(**inputs, max_new_tokens=15, do_sample=False)
+    expected = their_tokenizer.decode(text[0], skip_special_tokens=True)
+    assert prompt + "".join(generate(ours, tokenizer, prompt, max_tokens=15, temperature=0)) == expected
+
+
+@pytest.mark.parametrize("rope", ["rope_theta", "rope_parameters"])
+def test_shapes_of_smollm2(rope):
+    theirs = dict(SMOLLM2)
+    if rope == "rope_parameters":  # as Transformers 5 writes them
+        theirs[rope] = dict(rope_type="default", rope_theta=theirs.pop("rope_theta"))
+    config = read_config(theirs, "smollm2")
+    assert config.rope_theta == 100000 and config.norm_eps == 1e-5
+    with torch.device("meta"):
+        model = transformers.AutoModelForCausalLM.from_config(transformers.LlamaConfig(**SMOLLM2))
+    expected = {name: value.shape for name, value in model.named_parameters()}
+    found = {}
+    for _, shape, key in parameters_of(config):
+        if "[qkv]" in key:
+            rows = config.n_head * config.head_dim
+            found |= {key.replace("[qkv]", "q"): torch.Size((rows, config.n_embd))}
+            rows = config.kv_heads * config.head_dim
+            found |= {key.replace("[qkv]", part): torch.Size((rows, config.n_embd)) for part in "kv"}
+        else:
+            found[key] = shape
+    assert found == expected
+
+
+def test_training_from_others_and_exporting(folder, capsys):
+    """What is exported reads the same in Transformers."""
+    save_model(folder / "theirs", "llama", tie_word_embeddings=True)
+    their_tokenizer = save_tokenizer(folder / "theirs")
+    options = dict(data="text", input="corpus.txt", device="cpu", steps=2, eval_every=1, batch_size=4, log_every=1)
+    (folder / "corpus.txt").write_text("what has taken the sea. " * 300)
+    result = in_process(capsys, **options, init_from="theirs", name="tuned")
+    assert result.returncode == 0, result.stderr
+    assert len(losses(folder, "tuned")) == 2
+    export("runs/tuned", "out")
+    ours, tokenizer, _ = load("out", "cpu")
+    assert read("runs/tuned").config.rope_theta == 50 and ours.config.norm_eps == 1e-2
+    theirs = transformers.AutoModelForCausalLM.from_pretrained("out").eval()
+    tokens = torch.randint(tokenizer.n_vocab, (2, 32))
+    assert_close(theirs(tokens).logits, ours(tokens)[..., : tokenizer.n_vocab])
+    text = "It's 1,234\n"
+    again = transformers.AutoTokenizer.from_pretrained("out")
+    assert again.encode(text) == tokenizer.encode_ordinary(text) == their_tokenizer.encode(text)
+    with pytest.raises(UserError, match="tokenizer hub cannot be written as GGUF"):
+        export("runs/tuned", "out.gguf")
+
+
+@pytest.mark.parametrize(
+    "change, words",
+    [
+        (dict(model_type="qwen3"), "qwen3 model: its norms of queries and keys have learned weights"),
+        (dict(rope_scaling=dict(type="linear", factor=2.0)), "rope_type=linear is not supported, only default"),
+        (dict(rope_parameters=dict(rope_type="llama3", rope_theta=5e5)), "rope_type=llama3 is not supported"),
+        (dict(head_dim=128), "head_dim=128 is not supported, only None or 64"),
+        (dict(intermediate_size=2048), "intermediate_size=2048 is not supported, only 1536"),
+        (dict(attention_bias=True), "attention_bias=True is not supported"),
+        (dict(hidden_act="relu"), "hidden_act=relu is not supported, only silu"),
+        (dict(hidden_size=570), "n_embd=570 / n_head=9 is the head dim"),
+        (dict(rms_norm_eps=None), "rms_norm_eps=None must be a positive number"),
+        (dict(num_attention_heads="9"), "num_attention_heads='9' must be a positive int"),
+    ],
+    ids=str,
+)
+def test_what_the_network_lacks_is_named(change, words):
+    with pytest.raises(UserError, match=words):
+        read_config(SMOLLM2 | change, "smollm2")
+
+
+@pytest.mark.parametrize(
+    "change, words",
+    [
+        (dict(decoder=None), "tokenizer.json has the decoder None, but only ByteLevel can be read"),
+        (dict(model=dict(type="new")), "tokenizer.json cannot be read"),
+        (None, "unknown tokenizer"),
+    ],
+)
+def test_tokenizers_that_cannot_be_read(folder, change, words):
+    save_model(folder / "theirs", "llama")
+    save_tokenizer(folder / "theirs")
+    file = folder / "theirs/tokenizer.json"
+    if change:
+        file.write_text(json.dumps(json.loads(file.read_text()) | change))
+    else:
+        file.unlink()
+    with pytest.raises(UserError, match=words):
+        load("theirs", "cpu")
