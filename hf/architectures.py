@@ -168,10 +168,10 @@ def read_config(theirs, folder):
     learned = "its norms of queries and keys have learned weights, which ours (qk_norm) lack"
     require(kind != "qwen3", f"{folder} holds a qwen3 model: {learned}; {rule}")
     require(kind in READABLE, f"{folder} holds a {kind} model; {rule}")
-    return (_read_gpt2 if kind == "gpt2" else _read_llama)(theirs, kind, folder)
+    return _read_gpt2(theirs, folder) if kind == "gpt2" else _read_llama(theirs, kind, folder)
 
 
-def _read_gpt2(theirs, kind, folder):
+def _read_gpt2(theirs, folder):
     defaults = dict(vocab_size=GPT2_VOCABULARY, n_positions=1024, n_layer=12, n_head=12, n_embd=768, n_inner=None,
                     activation_function="gelu_new", layer_norm_epsilon=LAYERNORM_EPSILON, scale_attn_weights=True,
                     scale_attn_by_inverse_layer_idx=False, tie_word_embeddings=True)  # fmt: skip
@@ -189,12 +189,12 @@ def _read_gpt2(theirs, kind, folder):
 
 def _read_llama(theirs, kind, folder):
     """Of Llama, Arcee and NanoChat."""
-    rope = theirs.get("rope_parameters") or {"rope_theta": theirs.get("rope_theta", 10000.0)}  # the latter: before 5
-    scaling = theirs.get("rope_scaling") or rope  # its older versions call the type "type"
+    rope = theirs.get("rope_parameters") or theirs.get("rope_scaling") or {}  # the latter: before Transformers 5
     defaults = dict(tie_word_embeddings=False, num_key_value_heads=None, head_dim=None, attention_bias=False,
                     mlp_bias=False, hidden_act="silu" if kind == "llama" else "relu2",
-                    rope_interleaved=False, final_logit_softcapping=15.0)  # fmt: skip
-    theirs = defaults | theirs | {"rope_type": scaling.get("rope_type", scaling.get("type", "default"))}
+                    rope_theta=10000.0, rope_type=rope.get("type", "default"), rope_interleaved=False,
+                    partial_rotary_factor=1.0, final_logit_softcapping=15.0)  # fmt: skip
+    theirs = defaults | theirs | rope
     if theirs["num_key_value_heads"] is None:
         theirs["num_key_value_heads"] = theirs.get("num_attention_heads")
     sizes = _sizes(theirs, folder, vocab_size="vocab_size", n_layer="num_hidden_layers", n_head="num_attention_heads",
@@ -203,14 +203,14 @@ def _read_llama(theirs, kind, folder):
     nanochat = kind == "nanochat"
     network = GPTConfig(
         **sizes, norm="rmsnorm", position="rope", mlp="swiglu" if kind == "llama" else "relu2",
-        tie_head=bool(theirs["tie_word_embeddings"]), rope_theta=rope.get("rope_theta", 10000.0),
+        tie_head=bool(theirs["tie_word_embeddings"]), rope_theta=theirs["rope_theta"],
         norm_eps=_epsilon(theirs, "rms_norm_eps", RMSNORM_EPSILON, folder), norm_weight=not nanochat, qk_norm=nanochat,
         embed_norm=nanochat, logit_softcap=theirs["final_logit_softcapping"] if nanochat else None,
     )  # fmt: skip
     _require_only(theirs, folder, dict(
         hidden_act=[defaults["hidden_act"]], intermediate_size=[network.mlp_width], attention_bias=[False],
         mlp_bias=[False], head_dim=[None, network.head_dim], rope_type=["default"],
-        rope_interleaved=[False],
+        rope_interleaved=[False], partial_rotary_factor=[1.0],
     ))  # fmt: skip
     return network
 

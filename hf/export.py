@@ -27,7 +27,7 @@ from data.files import optional, writing
 from data.tokenizer import END_OF_TEXT, STORED
 from generation import Sampling
 from hf.architectures import config_json, their_weights
-from hf.gguf import write_gguf
+from hf.gguf import make_writer, write_gguf
 from hf.tokenizer_json import tokenizer_json
 from hf.weights import read, require_tokenizer
 from training.checkpoint import empty_model
@@ -74,8 +74,9 @@ def export(name, path, dtype="float32"):
     found = read(name)
     config = replace(found.config, vocab_size=require_tokenizer(found).n_vocab)
     if path.suffix == ".gguf":
+        writer = make_writer(found, config, getattr(torch, dtype))
         with _temporary(path) as temporary:
-            write_gguf(found, config, temporary / "model", getattr(torch, dtype))
+            write_gguf(writer, temporary / "model")
             (temporary / "model").rename(path)
     else:
         require("step" in found.contents, f"{found.path} is a Hugging Face model already; only .gguf can be written")
@@ -122,5 +123,6 @@ if __name__ == "__main__":
         options = tyro.cli(Command)
         export(options.run, options.path, options.dtype)
         use = f"load it with AutoModelForCausalLM.from_pretrained({str(options.path)!r})"
-        use = f"chat with it by llama-cli -m {options.path}" if options.path.suffix == ".gguf" else use
+        if options.path.suffix == ".gguf":
+            use = f"continue a text: llama-completion -m {options.path} -p TEXT"
         print(f"wrote {options.path}; {use}")

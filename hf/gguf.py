@@ -18,8 +18,8 @@ PATTERNS = {GPT4_PATTERN: "llama-bpe", GPT2_PATTERN: "gpt-2", LINE_PATTERN: "gpt
 NO_MERGE = "aa aa"  # llama.cpp requires a merge; nothing makes "aa", so this one never happens
 
 
-def write_gguf(found, config, path, dtype):
-    """Write a Pretrained to a file.
+def make_writer(found, config, dtype):
+    """A gguf.GGUFWriter that holds a Pretrained, for write_gguf().
 
     Args:
         config: its GPTConfig, with a vocab_size without padding. dtype: of the matrices; norms and biases are float32.
@@ -32,7 +32,7 @@ def write_gguf(found, config, path, dtype):
     rule = "llama.cpp has no NanoChat; train one with --qk_norm False --embed_norm False, or with --mlp swiglu"
     require(kind != "nanochat", f"mlp=relu2 with qk_norm=True cannot be written as GGUF: {rule}")
     require_writable(config)
-    writer = gguf.GGUFWriter(path, kind)
+    writer = gguf.GGUFWriter(None, kind)
     _write_tokenizer(writer, gguf.TokenType, found.tokenizer)
     half = str(dtype) == "torch.float16"
     writer.add_file_type(gguf.LlamaFileType.MOSTLY_F16 if half else gguf.LlamaFileType.ALL_F32)
@@ -59,7 +59,11 @@ def write_gguf(found, config, path, dtype):
         matrix = value.dim() == 2 and "wpe" not in key  # llama.cpp adds positions, norms and biases in float32
         value = value.to(dtype) if matrix else value.float()
         writer.add_tensor(names.get_name(key, (".weight", ".bias")), value.contiguous().numpy())
-    writer.write_header_to_file()
+    return writer
+
+
+def write_gguf(writer, path):
+    writer.write_header_to_file(path)
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
@@ -72,7 +76,7 @@ def _interleave(weight, head_dim):
 
 def _write_tokenizer(writer, types, tokenizer):
     """Write vocabulary and merges. types: gguf.TokenType."""
-    rule = "of another's tokenizer.json llama.cpp's own converter must write it, convert_hf_to_gguf.py"
+    rule = "it is another model's; export a folder and convert that with llama.cpp's convert_hf_to_gguf.py"
     require(not isinstance(tokenizer, HubTokenizer), f"tokenizer {tokenizer.name} cannot be written as GGUF: {rule}")
     vocabulary, end, special = vocabulary_of(tokenizer), end_of_text(tokenizer), tokenizer._special_tokens
     if isinstance(tokenizer, CharTokenizer):

@@ -107,8 +107,17 @@ def test_llama_cpp_computes_the_same_logits_and_text(folder, network):
         ids = [*ids, best]
 
 
+def test_of_a_hugging_face_folder(folder):
+    """Such as GPT-2's, the same file as of a run."""
+    make(folder, "gpt2")
+    export("runs/x", "out")
+    for source, name in (("runs/x", "one.gguf"), ("out", "two.gguf")):
+        export(source, name)
+    assert (folder / "one.gguf").read_bytes() == (folder / "two.gguf").read_bytes()
+
+
 def test_mistakes(folder):
-    """Nothing is written, and a half-written file is removed."""
+    """Nothing is written."""
     odd = _encoding("odd", r"\w+|\W+", [bytes([value]) for value in range(256)])
     for options, tokenizer, words in (
         (NANOCHAT, make_tokenizer("bytes"), "llama.cpp has no NanoChat; train one with"),
@@ -117,8 +126,8 @@ def test_mistakes(folder):
     ):
         make_run(folder / f"runs/{tokenizer.name}", tokenizer, **options)
         with pytest.raises(UserError, match=words):
-            export(f"runs/{tokenizer.name}", "model.gguf")
-        assert not list(folder.glob("*model*"))
+            export(f"runs/{tokenizer.name}", "new/model.gguf")
+        assert not (folder / "new").exists()
     (folder / "model.gguf").touch()
     with pytest.raises(UserError, match=r"model.gguf exists; name a new file"):
         export("runs/bytes", "model.gguf")

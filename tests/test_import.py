@@ -126,6 +126,7 @@ def test_training_from_others_and_exporting(folder, capsys):
         (dict(model_type="qwen3"), "qwen3 model: its norms of queries and keys have learned weights"),
         (dict(rope_scaling=dict(type="linear", factor=2.0)), "rope_type=linear is not supported, only default"),
         (dict(rope_parameters=dict(rope_type="llama3", rope_theta=5e5)), "rope_type=llama3 is not supported"),
+        (dict(rope_parameters=dict(rope_theta=5e5, partial_rotary_factor=0.5)), "partial_rotary_factor=0.5 is not"),
         (dict(head_dim=128), "head_dim=128 is not supported, only None or 64"),
         (dict(intermediate_size=2048), "intermediate_size=2048 is not supported, only 1536"),
         (dict(attention_bias=True), "attention_bias=True is not supported"),
