@@ -124,5 +124,5 @@ if __name__ == "__main__":
         export(options.run, options.path, options.dtype)
         use = f"load it with AutoModelForCausalLM.from_pretrained({str(options.path)!r})"
         if options.path.suffix == ".gguf":
-            use = f"continue a text: llama-completion -m {options.path} -p TEXT"
+            use = f"continue a text: llama-completion -m {options.path} -p TEXT -n 100"
         print(f"wrote {options.path}; {use}")
