@@ -255,7 +255,7 @@ class GPT(nn.Module):
                 parameter.normal_(std=0.02 / math.sqrt(branches), generator=generator)
 
     def forward(self, tokens, targets=None):
-        """Logits [B, T, V] of tokens [B, T]; with targets [B, T], the mean cross-entropy in nats instead."""
+        """Logits [B, T, V] of tokens [B, T]; with targets [B, T], the mean cross-entropy of those not -100."""
         hidden = self.hidden(tokens)
         if targets is None:
             return self.logits(hidden)

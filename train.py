@@ -57,10 +57,12 @@ def evaluate(model, batches, config, ranks):
     silent = None if ranks.rank == 0 else True  # None shows a bar on a terminal only
     for first in tqdm(range(0, len(batches), ranks.world), "evaluation", delay=1, leave=False, disable=silent):
         index = min(first + ranks.rank, len(batches) - 1)  # a rank without a batch takes part: FSDP needs all ranks
-        inputs, targets = (x.to(ranks.device) for x in batches[index]())
+        inputs, targets = batches[index]()
+        count = int((targets >= 0).sum()) * (index == first + ranks.rank)
+        inputs, targets = inputs.to(ranks.device), targets.to(ranks.device)
         # compiling the evaluation takes longer than it saves
         with eagerly(), autocast(config.dtype, ranks.device):
-            losses.append((model(inputs, targets), targets.numel() * (index == first + ranks.rank)))
+            losses.append((model(inputs, targets), count))
     model.train()
     if ranks.sharded:
         model.reshard()  # the next step must not find gathered weights: those of an average may have been evaluated

@@ -20,6 +20,7 @@ from dataclasses import dataclass
 import numpy as np
 from tqdm import tqdm
 
+from data.chat import ASSISTANT, encode_turns, with_turns
 from data.documents import read_blocks
 from data.files import atomic_file, read_json
 from data.loader import map_ahead
@@ -44,7 +45,8 @@ class Options:
     val_share: float | None = None
     """Share of the documents for validation; None takes 0.005, or 0.1 if there are fewer than 1,000."""
     text_field: str = "text"
-    """Field of JSON lines, or column of Parquet files, that holds the text."""
+    """Field of JSON lines, or column of Parquet files, that holds the text; for conversations `text` means messages or
+    conversations."""
     separator: str = ""
     """A line that separates the documents of a text file, such as '<|endoftext|>'."""
     skip_bad: bool = False
@@ -87,7 +89,7 @@ def build(folder, source, request, tokenizer_spec, options, threads):
         path.unlink()
     cores = len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count()
     _write_all(folder, source, options, manifest, threads or cores)
-    remedy = "give more text, in documents that differ, or more --tokens"
+    remedy = "give more text, in documents that differ, more --tokens, or another --val_share"
     for split in SPLITS:
         require(manifest[split]["tokens"], f"{source.title} has no text for the split {split}; {remedy}")
 
@@ -106,12 +108,12 @@ def _write_all(folder, source, options, manifest, threads):
                 return
             last = max(first + 1, bisect(offsets, offsets[first] + GROUP_BYTES) - 1)
             blocks = _blocks(source, options, range(first, last))
-            for block, (ids, documents, text_bytes) in map_ahead(pool, encoder, blocks, 2 * threads):
+            for block, (ids, counts) in map_ahead(pool, encoder, blocks, 2 * threads):
                 if sum(manifest[split]["tokens"] for split in SPLITS) >= limit:
                     last = len(source.names)
                     break
                 for split, writer in writers.items():
-                    writer.write(ids[split], documents[split], text_bytes[split])
+                    writer.write(ids[split], counts[split])
                 manifest["bad"] += block.bad
                 bar.update(block.read - bar.n)
             for writer in writers.values():
@@ -124,22 +126,30 @@ class Encoder:
 
     def __init__(self, manifest):
         self.tokenizer, self.dtype = from_state(manifest["tokenizer"]), manifest["dtype"]
-        self.cut, self.threshold = manifest["cut"], manifest["threshold"]
+        self.cut, self.threshold, self.chat = manifest["cut"], manifest["threshold"], manifest.get("chat")
         several, end = self.cut is None, end_of_text(self.tokenizer)
         self.end = np.array([end] if several and end is not None else [], self.dtype)
         self.between = BETWEEN if several and end is None else ""
 
     def __call__(self, block):
-        """(ids, documents, bytes of text) of a block, each by split."""
-        ids, documents, text_bytes = {split: [self.end[:0]] for split in SPLITS}, Counter(), Counter()
+        """(ids, counts for ShardWriter.write()) of a block, each by split."""
+        ids, counts = {split: [self.end[:0]] for split in SPLITS}, {split: Counter() for split in SPLITS}
         for split, text in split_texts(block, self.cut, self.threshold):
-            text += self.between * block.last
-            ids[split].append(encode(self.tokenizer, text).astype(self.dtype))
+            if self.chat:
+                turns = json.loads(text)
+                pieces = encode_turns(self.tokenizer, turns)
+                answers = [index for index, (role, _) in enumerate(turns) if role == ASSISTANT]
+                counts[split]["answers"] += sum(len(pieces[index]) - 1 for index in answers)
+                text = "".join(turns[index][1] for index in answers)
+            else:
+                text += self.between * block.last
+                pieces = [encode(self.tokenizer, text)]
+            ids[split] += [piece.astype(self.dtype) for piece in pieces]
             if block.last:
                 ids[split].append(self.end)
-            documents[split] += block.last
-            text_bytes[split] += len(text.encode())
-        return {split: np.concatenate(arrays) for split, arrays in ids.items()}, documents, text_bytes
+            counts[split]["documents"] += block.last
+            counts[split]["text_bytes"] += len(text.encode())
+        return {split: np.concatenate(arrays) for split, arrays in ids.items()}, counts
 
 
 def split_texts(block, cut, threshold):
@@ -161,7 +171,8 @@ def hash_of(block, text):
 def _blocks(source, options, indices):
     """Yield the Blocks of some files; Block.read counts all files."""
     for index in indices:
-        for block in read_blocks(source.path(index), options.text_field, options.separator, options.skip_bad):
+        how = options.text_field, options.separator, options.skip_bad, source.chat
+        for block in read_blocks(source.path(index), *how):
             yield block._replace(read=source.offsets[index] + block.read)
 
 
@@ -181,15 +192,20 @@ def _new_manifest(source, tokenizer_spec, options):
     require(hashes or not few, f"{source.title} has no text; --input must be a text file, or a folder with some")
     share = options.val_share or (FEW_SHARE if few else SHARE)
     threshold, cut = int(share * 2**64), None
-    if len(hashes) == 1:
+    if len(hashes) == 1 and not source.chat:
         cut = int((1 - share) * characters)
     elif few:  # at least one document for each split
         threshold = min(max(threshold, min(hashes) + 1), max(hashes))
-    texts = _learned_texts(_blocks(source, options, every_file), cut, threshold, tokenizer_spec.startswith("char"))
+    from_all = tokenizer_spec.startswith("char") and not source.chat
+    texts = _learned_texts(_blocks(source, options, every_file), cut, threshold, from_all)
+    if source.chat:
+        texts = ("\n".join(said for _, said in json.loads(text)) for text in texts)
     tokenizer = make_tokenizer(tokenizer_spec, texts, many_documents=cut is None)
+    tokenizer = with_turns(tokenizer) if source.chat else tokenizer
     dtype = "<u2" if tokenizer.n_vocab <= 1 << 16 else "<u4"
-    manifest = dict(finished=0, bad=0, cut=cut, threshold=threshold, dtype=dtype, tokenizer=to_state(tokenizer))
-    return manifest | {split: dict(shards=[], tokens=0, documents=0, text_bytes=0) for split in SPLITS}
+    manifest = dict(finished=0, bad=0, cut=cut, threshold=threshold, chat=source.chat, dtype=dtype)
+    manifest["tokenizer"] = to_state(tokenizer)
+    return manifest | {split: dict(shards=[], tokens=0, documents=0, text_bytes=0, answers=0) for split in SPLITS}
 
 
 def _learned_texts(blocks, cut, threshold, from_all):

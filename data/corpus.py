@@ -11,12 +11,13 @@ from pathlib import Path
 import tiktoken
 
 from data.build import VERSION, Options, build, read_manifest, write_manifest
+from data.chat import ASSISTANT, END, with_turns
 from data.external import index_tokens
 from data.files import data_folder, lock_file
-from data.hub import DATASETS
+from data.hub import DATASETS, HUB
 from data.shards import HEADER_BYTES, SPLITS, Tokens, file_sha256, map_shard
 from data.sources import find_source
-from data.tokenizer import CharTokenizer, from_state, make_tokenizer, to_state, tokenizer_name
+from data.tokenizer import CharTokenizer, end_of_text, from_state, make_tokenizer, to_state, tokenizer_name
 from errors import UserError, require
 
 
@@ -34,7 +35,7 @@ class Corpus:
     @property
     def bytes_per_token(self):
         """Bytes of validation text per token: bits per byte = nats per token / ln 2 / bytes_per_token."""
-        return self.val.text_bytes / len(self.val)
+        return self.val.text_bytes / self.val.counted
 
     @property
     def sha256(self):
@@ -67,10 +68,11 @@ def open_corpus(name, tokenizer_spec, input=None, *, sha256=None, quiet=False, v
             reason = "its files have changed"
         except UserError as error:
             reason = str(error)
-    if name in DATASETS:
+    if name in DATASETS or str(input).startswith(HUB):
+        words, size = (name, f"about {DATASETS[name][2]}; ") if name in DATASETS else (f"{name} --input {input}", "")
         raise UserError(
-            f"{name} cannot be used: {reason}; type python -m data.prepare {name} --tokenizer {tokenizer_spec} "
-            f"(about {DATASETS[name][2]}; --tokens 1B prepares a part)"
+            f"{name} cannot be used: {reason}; type python -m data.prepare {words} --tokenizer {tokenizer_spec} "
+            f"({size}--tokens 1B prepares a part)"
         )
     require(not input or Path(input).exists(), f"{input} does not exist; check --input")
     if not quiet:
@@ -85,9 +87,9 @@ def prepare(name, tokenizer_spec, input=None, options=None, threads=None):
     An interrupted preparation goes on after the last finished input file. A complete one is only verified.
 
     Args:
-        name: shakespeare, text, fineweb-edu, openwebtext, or tokens (see data.external).
+        name: shakespeare, text, chat (see data.chat), fineweb-edu, openwebtext, or tokens (see data.external).
         tokenizer_spec: see data.tokenizer.make_tokenizer.
-        input: file or folder of text or tokens.
+        input: file or folder of text, conversations or tokens, or hub:OWNER/NAME[/FOLDER].
         options: Options, None takes their defaults.
         threads: that tokenize; None takes one for each core.
     """
@@ -131,10 +133,12 @@ def corpus_folder(name, tokenizer_spec, input):
     """Path of the prepared corpus, whether it exists or not."""
     words = [name, tokenizer_name(tokenizer_spec).replace(":", "-")]
     if input and name != "shakespeare":  # so that two files with the same name have two folders
-        words.append(hashlib.sha256(os.fsencode(Path(input).resolve())).hexdigest()[:8])
+        place = str(input) if str(input).startswith(HUB) else Path(input).resolve()
+        words.append(hashlib.sha256(os.fsencode(place)).hexdigest()[:8])
     folder = data_folder("prepared") / "-".join(words)
     if tokenizer_spec.startswith("run:"):  # whose tokenizer may have been trained on another text
-        state = to_state(make_tokenizer(tokenizer_spec))
+        tokenizer = make_tokenizer(tokenizer_spec)
+        state = to_state(with_turns(tokenizer) if name == "chat" else tokenizer)
         if (read_manifest(folder) or {}).get("tokenizer") != state:
             folder = folder.with_name(f"{folder.name}-{hashlib.sha256(repr(state).encode()).hexdigest()[:8]}")
     return folder
@@ -142,16 +146,18 @@ def corpus_folder(name, tokenizer_spec, input):
 
 def load_corpus(folder, manifest, verify=False):
     """The Corpus that a manifest describes; UserError if a shard is missing or has another size or, verify, sha256."""
-    splits = []
+    splits, tokenizer, turns = [], from_state(manifest["tokenizer"]), None
+    if manifest.get("chat"):
+        turns = *(tokenizer._special_tokens[name] for name in (ASSISTANT, END)), end_of_text(tokenizer)
     for entry in (manifest[split] for split in SPLITS):
         arrays = []
         for shard in entry["shards"]:
             path = folder / shard["file"]
             arrays.append(map_shard(path, manifest["dtype"], shard["tokens"], shard.get("offset", HEADER_BYTES)))
             require(not verify or file_sha256(path) == shard["sha256"], f"{path} is damaged: its sha256 is another")
-        splits.append(Tokens(tuple(arrays), _shards_sha256(entry), entry["documents"], entry["text_bytes"]))
-    tokenizer, title = from_state(manifest["tokenizer"]), manifest["request"]["source"]
-    return Corpus(*splits, tokenizer, folder, title, manifest.get("bad", 0))
+        counts = entry["documents"], entry["text_bytes"], turns, entry.get("answers", 0)
+        splits.append(Tokens(tuple(arrays), _shards_sha256(entry), *counts))
+    return Corpus(*splits, tokenizer, folder, manifest["request"]["source"], manifest.get("bad", 0))
 
 
 def _shards_sha256(entry):

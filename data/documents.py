@@ -4,6 +4,8 @@
 .jsonl .ndjson    a line is a document: a JSON object with its text in one field
 .parquet          a row is a document: its text is in one column
 
+Of conversations (see data.chat) the last two have messages in place of a text; the document is then the turns in JSON.
+
 All but .parquet may be compressed and end in .gz or .zst.
 """
 
@@ -18,6 +20,7 @@ from functools import partial
 from itertools import chain
 from typing import NamedTuple
 
+from data.chat import conversation_of
 from data.files import optional
 from data.tokenizer import CHUNK, chunks
 from errors import UserError, require
@@ -25,6 +28,7 @@ from errors import UserError, require
 BLOCK_BYTES = 1 << 20
 TEXT_TYPE = re.compile("(dictionary<values=)?(large_)?(string|binary)|null")  # of a parquet column
 ROWS = 64  # of a parquet file that are read at once: a row may be a whole book
+MESSAGES = ("messages", "conversations")  # fields of conversations
 SUFFIXES = (".txt", ".md", ".jsonl", ".ndjson", ".parquet")  # of files that are read in a folder
 
 
@@ -45,7 +49,7 @@ def suffix_of(path):
     return f".{name.rpartition('.')[2]}"
 
 
-def read_blocks(path, text_field="text", separator="", skip_bad=False):
+def read_blocks(path, text_field="text", separator="", skip_bad=False, chat=False):
     """Yield the Blocks of a file, without blank documents. They depend only on its contents.
 
     Args:
@@ -53,13 +57,18 @@ def read_blocks(path, text_field="text", separator="", skip_bad=False):
         text_field: field of JSON lines, or column of a parquet file, that holds the text.
         separator: a line that separates the documents of a text file; "" makes the file one document.
         skip_bad: leave out lines and rows without a text in UTF-8.
+        chat: whether the field holds messages; "text" then stands for MESSAGES.
     """
     suffix = suffix_of(path)
+    fields = MESSAGES if chat and text_field == "text" else (text_field,)
     if suffix == ".parquet":
-        yield from _parsed(path, "row", text_field, _rows(path, text_field), bytes.decode, skip_bad)
+        text_of = partial(conversation_of, fields=fields) if chat else bytes.decode
+        yield from _parsed(path, "row", fields[0], _rows(path, fields, chat), text_of, skip_bad)
     elif suffix in (".jsonl", ".ndjson", ".json"):
-        yield from _parsed(path, "line", text_field, _lines(path), lambda x: json.loads(x)[text_field], skip_bad)
+        text_of = partial(conversation_of, fields=fields) if chat else lambda line: json.loads(line)[text_field]
+        yield from _parsed(path, "line", fields[0], _lines(path), text_of, skip_bad)
     else:
+        require(not chat, f"{path} is no file of conversations; its name must end in .jsonl or .parquet")
         yield from _separated(path, separator) if separator else _whole(path)
 
 
@@ -143,7 +152,8 @@ def _parsed(path, kind, field, items, text_of, skip_bad):
                 if text.strip():
                     texts.append(text)
             except (ValueError, LookupError, TypeError, AttributeError) as error:
-                reason = f"{path}, {kind} {number} has no UTF-8 text in {field!r} ({type(error).__name__}: {error})"
+                what = f"has no UTF-8 text in {field!r} ({type(error).__name__}: {error})"
+                reason = f"{path}, {kind} {number} {error if isinstance(error, UserError) else what}"
                 require(skip_bad, f"{reason}; name another --text_field, or leave such {kind}s out with --skip_bad")
                 bad += 1
         yield Block(texts, read, bad)
@@ -155,18 +165,24 @@ def _lines(path):
             yield lines, raw.tell()
 
 
-def _rows(path, column):
+def _rows(path, names, chat):
+    """([bytes or None], bytes read) of blocks of rows, of the first of these columns that a file has."""
     pyarrow, parquet = optional("pyarrow", path), optional("pyarrow.parquet", path)
     options = dict(pre_buffer=False, buffer_size=BLOCK_BYTES, page_checksum_verification=True)
     try:
         with parquet.ParquetFile(path, **options) as file:
-            columns = [field.name for field in file.schema_arrow if TEXT_TYPE.match(str(field.type))]
+            columns = [field.name for field in file.schema_arrow if chat or TEXT_TYPE.match(str(field.type))]
             others = f"name a --text_field: {', '.join(columns)}" if columns else "other columns have none either"
-            require(column in columns, f"{path} has no text in column {column!r}; {others}")
+            column = next((name for name in names if name in columns), None)
+            kind = "messages" if chat else "text"
+            require(column, f"{path} has no {kind} in column {names[0]!r}; {others}")
             size, count, rows, length, done = path.stat().st_size, file.metadata.num_rows, [], 0, 0
             for batch in file.iter_batches(ROWS, columns=[column]):
                 length += batch.nbytes
-                rows += batch.column(0).cast(pyarrow.large_binary()).to_pylist()  # text may be another than UTF-8
+                if chat:
+                    rows += [json.dumps({column: messages}).encode() for messages in batch.column(0).to_pylist()]
+                else:  # text may be another than UTF-8
+                    rows += batch.column(0).cast(pyarrow.large_binary()).to_pylist()
                 done += len(batch)
                 if length >= BLOCK_BYTES or done == count:
                     yield rows, size * done // count

@@ -7,6 +7,7 @@ from data.files import optional
 from data.shards import file_sha256
 from errors import UserError, require
 
+HUB = "hub:"  # OWNER/NAME or OWNER/NAME/FOLDER follows, in --input
 # name: (repository, folder in it, downloads and disk space)
 DATASETS = {
     "fineweb-edu": ("HuggingFaceFW/fineweb-edu", "sample/{}", "28 GB of downloads, 20 GB of disk for 10B tokens"),
@@ -14,18 +15,18 @@ DATASETS = {
 }
 
 
-def list_dataset(name, sample):
-    """(repository, commit, {path of a parquet file: (bytes, sha256)} in the order of the paths) of a data set."""
-    repository, folder, _ = DATASETS[name]
-    folder, tree = folder.format(sample), []
-    with _one_sentence(f"list {folder} of {repository}") as hub:
+def list_dataset(repository, folder):
+    """(commit, {path of a parquet file: (bytes, sha256)} in the order of the paths) of a folder of a data set."""
+    tree, where = [], f"{folder} of {repository}" if folder else repository
+    with _one_sentence(f"list {where}") as hub:
         api = hub.HfApi()
         commit = api.dataset_info(repository, timeout=30).sha
         with suppress(hub.errors.EntryNotFoundError):  # no such folder
-            tree += api.list_repo_tree(repository, folder, repo_type="dataset", revision=commit, recursive=True)
+            tree += api.list_repo_tree(repository, folder or None, repo_type="dataset", revision=commit, recursive=True)
     files = {entry.path: (entry.size, entry.lfs.sha256) for entry in tree if entry.path.endswith(".parquet")}
-    require(files, f"{folder} of {repository} has no parquet files; name another --sample, such as 10BT")
-    return repository, commit, dict(sorted(files.items()))
+    remedy = "name another --sample, such as 10BT, or a folder that has some, hub:OWNER/NAME/FOLDER"
+    require(files, f"{where} has no parquet files; {remedy}")
+    return commit, dict(sorted(files.items()))
 
 
 def download_file(repository, commit, files, folder, name):

@@ -8,6 +8,7 @@ from data.files import optional, read_json
 from errors import UserError, require
 
 END_OF_TEXT = "<|endoftext|>"
+TURNS = ("<|system|>", "<|user|>", "<|assistant|>", "<|end|>")  # see data.chat
 
 
 class HubTokenizer:
@@ -20,7 +21,8 @@ class HubTokenizer:
         self._tokenizer = optional("tokenizers", "tokenizer.json").Tokenizer.from_str(text)
         self._tokenizer.encode_special_tokens = True  # as any text
         self._tokenizer.no_truncation()
-        self._special_tokens = {END_OF_TEXT: self.vocabulary[end]} if end in self.vocabulary else {}
+        names = {END_OF_TEXT: end} | {name: name for name in TURNS}
+        self._special_tokens = {name: self.vocabulary[x] for name, x in names.items() if x in self.vocabulary}
         self.n_vocab = 1 + max(self.vocabulary.values())
 
     @cached_property
@@ -34,6 +36,12 @@ class HubTokenizer:
         added = {index: token.content.encode() for index, token in self._tokenizer.get_added_tokens_decoder().items()}
         texts = {index: text for text, index in self.vocabulary.items() if index not in added}
         return {index: b"".join(map(values.__getitem__, text)) for index, text in texts.items()} | added
+
+    def with_tokens(self, names):
+        """This tokenizer with special tokens after its others."""
+        tokenizer = HubTokenizer(self.text, self.end)._tokenizer
+        tokenizer.add_special_tokens(names)
+        return HubTokenizer(tokenizer.to_str(), self.end or END_OF_TEXT)
 
     def encode_ordinary(self, text):
         return self._tokenizer.encode(text, add_special_tokens=False).ids

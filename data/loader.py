@@ -9,6 +9,8 @@ from functools import lru_cache, partial
 import numpy as np
 import torch
 
+from data.chat import is_answer
+from data.packing import Windows
 from errors import require
 
 GROUP = 1 << 16  # windows shuffled together; their order takes half a megabyte
@@ -21,14 +23,13 @@ class Batches:
     the number of groups form a group, so that each group is spread over the whole text. The windows of a group are
     shuffled. Groups follow each other, and so do epochs. The phase is drawn from (seed, e), the order from (seed, e,
     group). Batch `step` starts at window step * batch_size, so it may contain the end of one epoch and the start of the
-    next.
+    next. The windows of conversations are those of data.packing, and their only phase is 0.
     """
 
     def __init__(self, tokens, block_size, batch_size, seed):
-        _check_block_size(tokens, block_size)
-        self.tokens = tokens
+        tokens = self.tokens = _windowed(tokens, block_size)
         self.block_size, self.batch_size, self.seed = block_size, batch_size, seed
-        self.windows_per_epoch = max(1, (len(tokens) - block_size) // block_size)
+        self.windows_per_epoch = tokens.count if tokens.turns else max(1, (len(tokens) - block_size) // block_size)
         # Every phase leaves room for all windows; a phase of block_size would be phase 0 again.
         self.phases = min(block_size, len(tokens) - self.windows_per_epoch * block_size)
         # Every step asks again; a batch that crosses into the next group needs two.
@@ -38,11 +39,16 @@ class Batches:
         """Batch number `step`, or the sequences of one rank, a slice of range(batch_size).
 
         Returns:
-            (inputs, targets), each [sequences, block_size] int64 on the CPU; targets[:, t] follows inputs[:, t].
+            (inputs, targets), each [sequences, block_size] int64 on the CPU; targets[:, t] follows inputs[:, t], or is
+            -100 if it belongs to no answer in a conversation.
         """
         numbers = range(step * self.batch_size, (step + 1) * self.batch_size)
         starts = [self._start(number) for number in numbers[sequences]]
         return _load(self.tokens, np.array(starts), self.block_size)
+
+    def counted(self, step):
+        """Number of targets of a whole batch that are not -100."""
+        return int((self.batch(step)[1] >= 0).sum()) if self.tokens.turns else self.batch_size * self.block_size
 
     def describe(self, step):
         """Which batch `step` is, in words."""
@@ -76,9 +82,9 @@ def validation_batches(tokens, block_size, batch_size, max_batches=None):
 
     Returns:
         list of functions; each returns (inputs, targets), [sequences, block_size] int64 on the CPU. The last batch may
-        have fewer sequences than batch_size, so weight the mean loss of a batch by targets.numel().
+        have fewer sequences than batch_size, so weight the mean loss of a batch by the targets that are not -100.
     """
-    _check_block_size(tokens, block_size)
+    tokens = _windowed(tokens, block_size)
     available = (len(tokens) - 1) // block_size  # windows
     count = available if max_batches is None else min(available, max_batches * batch_size)
     starts = np.arange(count) * available // count * block_size
@@ -88,7 +94,10 @@ def validation_batches(tokens, block_size, batch_size, max_batches=None):
 def _load(tokens, starts, block_size):
     """(inputs, targets), each [len(starts), block_size] int64, of the windows at `starts`."""
     windows = tokens.windows(starts, block_size + 1)
-    return torch.from_numpy(windows[:, :-1].astype(np.int64)), torch.from_numpy(windows[:, 1:].astype(np.int64))
+    inputs, targets = windows[:, :-1].astype(np.int64), windows[:, 1:].astype(np.int64)
+    if tokens.turns:
+        targets[~is_answer(windows, *tokens.turns[:2])] = -100
+    return torch.from_numpy(inputs), torch.from_numpy(targets)
 
 
 def map_ahead(pool, function, items, count):
@@ -103,6 +112,10 @@ def map_ahead(pool, function, items, count):
         yield item, future.result()
 
 
-def _check_block_size(tokens, block_size):
+def _windowed(tokens, block_size):
+    """Tokens that can be cut into windows of block_size + 1."""
+    if tokens.turns:
+        return Windows(tokens, block_size)
     rule = f"block_size={block_size} must be below {len(tokens)}, the tokens of a split"
     require(block_size < len(tokens), f"{rule}; give more text, or a smaller --block_size")
+    return tokens

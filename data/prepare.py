@@ -1,14 +1,19 @@
-"""Prepare a corpus by hand: python -m data.prepare fineweb-edu --tokens 1B --tokenizer gpt2"""
+"""Prepare a corpus by hand: python -m data.prepare fineweb-edu --tokens 1B --tokenizer gpt2
+
+python -m data.prepare chat --input FILE.jsonl --tokenizer gpt2         conversations: see data/chat.py
+python -m data.prepare hub:OWNER/NAME --tokenizer gpt2                  parquet files of the hub, of texts or messages
+"""
 
 import time
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Literal
 
 import tyro
 
 from data.build import Options
 from data.corpus import prepare
+from data.documents import MESSAGES
+from data.hub import HUB
 from errors import command
 
 
@@ -16,12 +21,14 @@ from errors import command
 class Command(Options):
     """Tokenize a corpus for train.py, and print its sizes. An interrupted preparation goes on where it was."""
 
-    name: tyro.conf.Positional[Literal["shakespeare", "text", "fineweb-edu", "openwebtext", "tokens"]]
-    """The corpus: tiny Shakespeare, a text of yours, a data set of the Hugging Face hub, or tokens of nanoGPT, llm.c or
-    modded-nanogpt, which are used as they are."""
+    name: tyro.conf.Positional[str]
+    """The corpus: shakespeare; text, or chat for conversations, with --input; fineweb-edu, openwebtext, or any data set
+    of the Hugging Face hub as hub:OWNER/NAME or hub:OWNER/NAME/FOLDER, which means text, or chat with --text_field
+    messages; or tokens of nanoGPT, llm.c or modded-nanogpt, which are used as they are."""
     input: Path | None = None
-    """File or folder: .txt, .md, .jsonl, .ndjson, all of them also with .gz or .zst, .parquet. For shakespeare, a local
-    copy. For tokens, the folder with train.bin and val.bin, or with *_train_*.bin and *_val_*.bin."""
+    """File or folder: .txt, .md, .jsonl, .ndjson, all of them also with .gz or .zst, .parquet; for chat, .jsonl or
+    .parquet. For shakespeare, a local copy. For tokens, the folder with train.bin and val.bin, or with *_train_*.bin
+    and *_val_*.bin."""
     tokenizer: str = "bpe:512"
     """bytes, char, bpe:N, gpt2, gpt2:RANK_FILE or run:PATH (the tokenizer of a run). bytes+eot and char+eot have an
     end-of-text token."""
@@ -32,12 +39,16 @@ class Command(Options):
 def main(command):
     began = time.perf_counter()
     options = Options(**{field.name: getattr(command, field.name) for field in fields(Options)})
-    corpus = prepare(command.name, command.tokenizer, command.input, options, command.threads)
+    name, place = command.name, command.input
+    if name.startswith(HUB):
+        name, place = "chat" if options.text_field in MESSAGES else "text", name
+    corpus = prepare(name, command.tokenizer, place, options, command.threads)
     print(f"text       {corpus.source}, {corpus.train.text_bytes + corpus.val.text_bytes:,} bytes")
     print(f"tokenizer  {corpus.tokenizer.name}, vocabulary of {corpus.tokenizer.n_vocab:,}")
     for label, split in (("train", corpus.train), ("val", corpus.val)):
-        per_token = f"{split.text_bytes / len(split):.2f} bytes per token"
-        print(f"{label:10} {len(split):,} tokens, {split.documents:,} documents, {per_token}")
+        per_token = f"{split.text_bytes / split.counted:.2f} bytes per token"
+        counted = f", of which {split.answers:,} in answers" if split.turns else ""
+        print(f"{label:10} {len(split):,} tokens{counted}, {split.documents:,} documents, {per_token}")
     if corpus.bad_lines:
         print(f"skipped    {corpus.bad_lines:,} bad lines")
     print(f"folder     {corpus.folder}, {time.perf_counter() - began:.1f} s")

@@ -26,7 +26,9 @@ class Tokens:
     shards: tuple[np.ndarray, ...]  # [count] uint16 or uint32 each, memory-mapped
     sha256: str  # of the shards' digests
     documents: int
-    text_bytes: int  # of the documents, in UTF-8
+    text_bytes: int  # of the documents, in UTF-8; of conversations, only of the answers
+    turns: tuple | None = None  # of conversations: the tokens <|assistant|>, <|end|> and end-of-text
+    answers: int = 0  # tokens of the answers
 
     @cached_property
     def ends(self):
@@ -35,6 +37,17 @@ class Tokens:
 
     def __len__(self):
         return int(self.ends[-1])
+
+    @property
+    def counted(self):
+        """Number of tokens that a loss counts."""
+        return self.answers if self.turns else len(self)
+
+    def find(self, token):
+        """Positions of a token."""
+        first = self.ends - list(map(len, self.shards))
+        found = [at + np.flatnonzero(shard == token) for at, shard in zip(first, self.shards, strict=True)]
+        return np.concatenate(found)
 
     def windows(self, starts, length):
         """[len(starts), length] array of the ids from each of these positions on; a window may span several shards."""
@@ -82,10 +95,9 @@ class ShardWriter:
         self.folder, self.split, self.dtype, self.shard_tokens = folder, split, dtype, shard_tokens
         self.entry, self.file = entry, None
 
-    def write(self, ids, documents, text_bytes):
-        """Append ids [count] of a number of documents."""
-        self.entry["documents"] += documents
-        self.entry["text_bytes"] += text_bytes
+    def write(self, ids, counts):
+        """Append ids [count]. counts: what to add to numbers of the entry, such as documents."""
+        self.entry.update({name: self.entry[name] + count for name, count in counts.items()})
         self.entry["tokens"] += len(ids)
         with writing(self.folder):
             while len(ids):

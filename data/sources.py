@@ -1,10 +1,11 @@
 """The corpora by name: their files, and how to get them."""
 
 import hashlib
+import re
 import sys
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from itertools import accumulate
 from pathlib import Path
@@ -12,7 +13,7 @@ from pathlib import Path
 from data.documents import SUFFIXES, suffix_of
 from data.external import token_files
 from data.files import atomic_file, data_folder, download
-from data.hub import DATASETS, download_file, list_dataset
+from data.hub import DATASETS, HUB, download_file, list_dataset
 from data.shards import SPLITS, file_sha256
 from errors import UserError, require
 
@@ -37,6 +38,7 @@ class Source:
     sha256: str  # of names and sizes, and of the contents if they are small or on the hub
     others: str = ""  # number and kinds of files in the folder that are left out
     fetch: Callable | None = None  # downloads the file with a name to the folder
+    chat: bool = False  # whether the files hold conversations
 
     @cached_property
     def offsets(self):
@@ -56,22 +58,25 @@ class Source:
 
 
 def find_source(name, input=None, sample="10BT"):
-    """The Source of a corpus: shakespeare, text, tokens, or a key of DATASETS.
+    """The Source of a corpus: shakespeare, text, chat, tokens, or a key of DATASETS.
 
-    input: file or folder for text, folder for tokens, a local copy for shakespeare. sample: of fineweb-edu.
+    input: for text and chat, file, folder or hub:OWNER/NAME[/FOLDER]; folder for tokens; a local copy for shakespeare.
+    sample: of fineweb-edu.
     """
     if name == "shakespeare":
         title, path = _find_shakespeare(input)
         return _source_of(title, path.parent, [path])
+    chat, place = name == "chat", str(input or "")
+    if name in ("text", "chat") and place.startswith(HUB):
+        found = re.fullmatch(r"hub:([^/]+/[^/]+)/?(.*?)/?", place)
+        require(found, f"input={place!r} must be hub:OWNER/NAME or hub:OWNER/NAME/FOLDER, as the hub writes them")
+        return _hub_source(place.removeprefix(HUB), *found.groups(), chat)
     if name in DATASETS and not input:
-        repository, commit, files = list_dataset(name, sample)
-        about = [f"{repository}@{commit}/{path}, sha256 {sha256}" for path, (_, sha256) in files.items()]
-        digest, folder = hashlib.sha256(repr(about).encode()).hexdigest(), data_folder("downloads")
-        fetch = partial(download_file, repository, commit, files, folder)
+        repository, folder, _ = DATASETS[name]
         title = f"{name} {sample}" if name == "fineweb-edu" else name
-        return Source(title, folder, list(files), [size for size, _ in files.values()], digest, fetch=fetch)
-    rule = f"must be shakespeare; {' or '.join(DATASETS)}, without --input; or text or tokens, with --input"
-    require(name in ("text", "tokens") and input, f"corpus {name!r} {rule}")
+        return _hub_source(title, repository, folder.format(sample))
+    rule = f"must be shakespeare; {' or '.join(DATASETS)}, without --input; or text, chat or tokens, with --input"
+    require(name in ("text", "chat", "tokens") and input, f"corpus {name!r} {rule}")
     path, others = Path(input), ""
     folder, title = path if path.is_dir() else path.parent, path.resolve().name
     if name == "tokens":
@@ -81,7 +86,17 @@ def find_source(name, input=None, sample="10BT"):
         files, others = _files_below(path)
     else:
         files = [path]
-    return _source_of(title, folder, files, others)
+    return replace(_source_of(title, folder, files, others), chat=chat)
+
+
+def _hub_source(title, repository, folder, chat=False):
+    """The Source of the parquet files in a folder of a data set on the hub."""
+    commit, files = list_dataset(repository, folder)
+    about = [f"{repository}@{commit}/{path}, sha256 {sha256}" for path, (_, sha256) in files.items()]
+    digest, downloads = hashlib.sha256(repr(about).encode()).hexdigest(), data_folder(f"downloads/{repository}")
+    fetch = partial(download_file, repository, commit, files, downloads)
+    sizes = [size for size, _ in files.values()]
+    return Source(title, downloads, list(files), sizes, digest, fetch=fetch, chat=chat)
 
 
 def _source_of(title, folder, files, others=""):

@@ -32,7 +32,7 @@ def linear_cross_entropy(x, weight, targets, softcap=None, layer=None):
         layer: the nn.Linear with this weight, or None. A Float8Linear in training mode computes the logits in FP8.
 
     Returns:
-        float32 scalar; NaN with gradients of 0 if no row counts, as torch.nn.functional.cross_entropy.
+        float32 scalar; 0 with gradients of 0 if no row counts.
 
     Raises:
         ValueError: shapes or softcap break a rule above. RuntimeError: a second derivative is asked for.
@@ -50,8 +50,7 @@ def linear_cross_entropy(x, weight, targets, softcap=None, layer=None):
     operands = layer.operands(x, MULTIPLE) if fp8 else (None,) * 4
     run = _chunked_cross_entropy if torch.compiler.is_compiling() else LossAndGradients.apply
     total, _, _ = run(x, weight, targets, softcap or 0.0, needs_gradients, *operands)
-    count = (targets >= 0).sum()
-    return total / count.clamp(min=1) + 0 / count  # 0 / 0: the loss of no rows is NaN, its gradients are 0
+    return total / (targets >= 0).sum().clamp(min=1)
 
 
 @triton.jit

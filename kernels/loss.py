@@ -13,9 +13,13 @@ def head_logits(hidden, head, softcap):
 
 
 def head_loss(hidden, head, targets, softcap):
-    """Mean cross-entropy in nats of hidden states [N, C] for targets [N]; head: nn.Linear from C to V."""
+    """Mean cross-entropy in nats of hidden states [N, C] for those of targets [N] that are not -100; 0 without any.
+
+    head: nn.Linear from C to V.
+    """
     if hidden.is_cuda and HAS_TRITON:
         from kernels.cross_entropy import linear_cross_entropy  # imports Triton, which not every machine has
 
         return linear_cross_entropy(hidden, head.weight, targets, softcap, head)
-    return F.cross_entropy(head_logits(hidden, head, softcap), targets)
+    total = F.cross_entropy(head_logits(hidden, head, softcap), targets, reduction="sum")
+    return total / (targets >= 0).sum().clamp(min=1)

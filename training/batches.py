@@ -27,7 +27,7 @@ def training_batches(batches, steps, network, optimizer, config, ranks, micro_ba
 
     def load(step):
         inputs, targets = batches.batch(step, rows)
-        weights = torch.full((count // micro_batch,), micro_batch / config.batch_size)
+        weights = (targets >= 0).view(count // micro_batch, -1).sum(1) / max(1, batches.counted(step))
         loaded = inputs, targets, weights
         return [x.pin_memory() for x in loaded] if ranks.on_gpu else loaded  # their copies overlap with the step before
 
@@ -40,7 +40,7 @@ def training_batches(batches, steps, network, optimizer, config, ranks, micro_ba
 def micro_batches(step, inputs, targets, weights, network, optimizer, config, ranks, micro_batch):
     """Yield (inputs, targets [micro_batch, T], weight []) of each micro-batch, and prepare the forward pass of each.
 
-    The weight is the micro-batch's part of the targets of the step: those of all ranks add up to 1.
+    The weight is the micro-batch's part of the targets of the step that count: those of all ranks add up to 1.
     """
     optimizer.begin()
     # DDP sums the gradients once. FSDP sums those of each micro-batch, because no rank has room for all of them.
