@@ -82,10 +82,11 @@ def train(config):
     config = ranks.broadcast(config)  # with --resume alone, ranks may have found different runs
     set_precision(config.deterministic, ranks.on_gpu)
     saved = load_first(checkpoints(config.resume)) if config.resume else {}
-    if saved and ranks.rank == 0:
-        note_new_rate(saved, config)
     corpus = open_on_all_ranks(config, ranks, saved.get("tokens_sha256"))
     batches = Batches(corpus.train, config.block_size, config.batch_size, config.seed)
+    config = config.with_steps(batches.windows_per_epoch)
+    if saved and ranks.rank == 0:
+        note_new_rate(saved, config)
     clock.end("data")
 
     model = make_model(config, corpus.tokenizer, ranks)
@@ -105,7 +106,7 @@ def train(config):
     run_step = as_graph(take_step, network, optimizer, config, ranks, micro_batch)
     report = Report(run.folder, config, model, corpus, ranks, start)
     with kernels_ahead(model.config, config, ranks, micro_batch):
-        report.describe(model, corpus, ranks, micro_batch)
+        report.describe(model, corpus, batches, ranks, micro_batch)
         clock.end("model")
         compile_network(network, config, ranks, micro_batch)
     clock.end("compilation")

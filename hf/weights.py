@@ -11,6 +11,7 @@ from typing import NamedTuple
 import torch
 
 from data import from_state, make_tokenizer, to_state
+from data.chat import has_turns, with_turns
 from data.files import optional, read_json
 from data.hub import download_files
 from data.tokenizer import STORED, UNTRAINED
@@ -123,19 +124,26 @@ def network_options(name):
 def load_pretrained(model, name, tokenizer):
     """Copy the weights that --init_from names into a GPT, whose context may be shorter than theirs.
 
+    If only `tokenizer` has the tokens of turns, their rows begin as the mean of the others, and the tables may grow.
+
     Raises:
         UserError: the network or the tokenizer differs; and as for read().
     """
-    found = read(name)
+    found, chat = read(name), has_turns(tokenizer)
     for option, value in asdict(found.config).items():
         asked = getattr(model.config, option)
         fits = asked == value or option in NOT_OF_WEIGHTS or (option == "block_size" and asked < value)
+        fits |= option == "vocab_size" and chat and asked > value
         require(fits, f"{option}={asked} does not fit the weights of {name}, which have {value}; leave {option} out")
-    same = to_state(require_tokenizer(found)) == to_state(tokenizer)
+    theirs = require_tokenizer(found)
+    same = to_state(with_turns(theirs) if chat else theirs) == to_state(tokenizer)
     require(same, f"the corpus has another tokenizer ({tokenizer.name}) than {name}; give --tokenizer run:{name}")
     weights = dict(found.weights)
     if model.config.position == "learned":
         weights["embed_position.weight"] = weights["embed_position.weight"][: model.config.block_size]
+    for key in ("embed.weight", "head.weight") if tokenizer.n_vocab > theirs.n_vocab else ():
+        old, new = weights[key][: theirs.n_vocab], tokenizer.n_vocab - theirs.n_vocab
+        weights[key] = torch.cat([old, old.mean(0).expand(new, -1), weights[key][tokenizer.n_vocab :]])
     copy_weights(model, weights)
 
 

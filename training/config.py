@@ -4,12 +4,13 @@ import argparse
 import difflib
 import runpy
 import sys
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from types import ModuleType
 from typing import Literal
 
 from data import end_of_text
+from data.chat import has_turns
 from data.files import read_json
 from errors import UserError, require
 from hf.weights import network_options
@@ -39,11 +40,12 @@ class Config(GPTConfig):
     """
 
     # data
-    data: Literal["shakespeare", "text", "fineweb-edu", "openwebtext", "tokens"] = "shakespeare"
-    """Corpus: tiny Shakespeare, text or tokens of yours with --input, or a data set that `python -m data.prepare` has
-    prepared."""
+    data: Literal["shakespeare", "text", "chat", "fineweb-edu", "openwebtext", "tokens"] = "shakespeare"
+    """Corpus: tiny Shakespeare, text, conversations (chat) or tokens of yours with --input, or a data set that
+    `python -m data.prepare` has prepared."""
     input: str = ""
-    """File or folder for --data text (or a local copy of tiny Shakespeare); folder for --data tokens."""
+    """File or folder for --data text (or a local copy of tiny Shakespeare) and chat, or hub:OWNER/NAME if that is
+    prepared; folder for --data tokens."""
     tokenizer: str = "char"
     """bytes, char, bpe:N (trained on the corpus), gpt2, gpt2:RANK_FILE, or run:PATH (the tokenizer of a run)."""
     verify: bool = False
@@ -63,6 +65,9 @@ class Config(GPTConfig):
     # optimizer
     steps: int = 5000
     """Updates of the weights."""
+    epochs: float = 0.0
+    """Passes over the training text, from which the number of steps follows; 0 takes --steps. A run stores the steps.
+    """
     learning_rate: float = 1e-3
     """Highest learning rate, after the warm-up."""
     min_learning_rate: float = 1e-4
@@ -142,7 +147,7 @@ class Config(GPTConfig):
         at_least_1 = ("batch_size", "steps", "eval_every", "log_every", "keep", "max_bad_steps")
         at_least_0 = (
             "micro_batch", "warmup_steps", "eval_batches", "save_every", "sample_every", "weight_decay", "grad_clip",
-            "min_learning_rate", "seed",
+            "min_learning_rate", "seed", "epochs",
         )  # fmt: skip
         for name in at_least_1 + at_least_0:
             value, least = getattr(self, name), int(name in at_least_1)
@@ -154,21 +159,27 @@ class Config(GPTConfig):
             require(getattr(self, name) > 0, f"{name}={getattr(self, name)} must be positive")
         require(0 <= self.cooldown <= 1, f"cooldown={self.cooldown} must be in [0, 1], a share of the steps")
         require(0 <= self.ema < 1, f"ema={self.ema} must be at least 0 and below 1, such as 0.99")
-        with_input = self.data not in ("text", "tokens") or self.input
+        with_input = self.data not in ("text", "chat", "tokens") or self.input
         require(with_input, f"data={self.data!r} needs --input PATH, a file or folder of yours")
         one_folder = Path(self.name).name == self.name and not self.name.startswith(".")
         require(self.name and one_folder, f"name={self.name!r} must be one folder name, such as 'baseline'")
 
+    def with_steps(self, windows):
+        """This Config with its epochs, each of so many windows, as steps."""
+        steps = max(1, round(self.epochs * windows / self.batch_size))
+        return replace(self, epochs=0.0, steps=steps) if self.epochs else self
+
     def gpt_config(self, tokenizer):
         """GPTConfig of the network, for a tokenizer."""
         count, end = tokenizer.n_vocab, end_of_text(tokenizer) if self.end_of_text is None else self.end_of_text
-        enough = self.vocab_size == 0 or self.vocab_size >= count
+        grows = self.init_from and has_turns(tokenizer)  # load_pretrained() adds rows
+        enough = self.vocab_size == 0 or self.vocab_size >= count or grows
         remedy = f"leave it out and give --tokenizer run:{self.init_from}" if self.init_from else "0 takes that"
         require(enough, f"vocab_size={self.vocab_size} is smaller than the tokenizer's {count}; {remedy}")
         hint = f"mask_documents needs an end-of-text token, which the tokenizer {tokenizer.name} of this corpus lacks"
         require(end is not None or not self.mask_documents, f"{hint}; see --tokenizer, or leave mask_documents out")
         values = {field.name: getattr(self, field.name) for field in fields(GPTConfig)}
-        return GPTConfig(**values | {"vocab_size": self.vocab_size or count, "end_of_text": end})
+        return GPTConfig(**values | {"vocab_size": max(self.vocab_size, count), "end_of_text": end})
 
 
 def load_config(argv):
@@ -193,17 +204,20 @@ def load_config(argv):
     early.add_argument("--init_from", "--init-from")
     known, flags = early.parse_known_args(argv)
     flags += [] if known.device is None else [f"--device={known.device}"]
+    given = {flag.partition("=")[0] for flag in flags}
+    require(not {"--steps", "--epochs"} <= given, "--steps and --epochs both say how long to train; give one of them")
     if known.resume is not None:
         require(known.init_from is None, "--resume goes on with the weights of the run; leave out --init_from")
         require(not settings, "--resume takes the options of the run; leave out the config file")
         return resumed_config(find_run(known.resume, "config.json"), flags)
     if resolve_device(known.device or "auto") == "cpu":
         if not cpu and settings.get("n_embd", 0) >= TOO_WIDE and known.init_from is None:
-            given = {flag.partition("=")[0] for flag in flags}
             cpu = {name: value for name, value in TOY.items() if f"--{name}" not in given}
             changed = ", ".join(f"{name} {value}" for name, value in cpu.items())
             print(f"note: without a GPU this is a toy, to test the pipeline: {changed}", file=sys.stderr)
         settings |= cpu
+    if "--steps" in given:
+        settings["epochs"] = 0.0
     if known.init_from is not None:
         refuse_nanogpt("init_from", known.init_from, {"init_from"})
         settings["init_from"] = known.init_from

@@ -91,7 +91,7 @@ class Report:
                 with only_warn("starting wandb"):
                     self.wandb = start_wandb(folder, config.wandb)
 
-    def describe(self, model, corpus, ranks, micro_batch):
+    def describe(self, model, corpus, batches, ranks, micro_batch):
         """Print the first lines of a run: what is trained, where, on which data."""
         if not self.enabled:
             return
@@ -100,13 +100,16 @@ class Report:
         dtype = str(resolve_dtype(config.dtype, device)).removeprefix("torch.")
         how = " with FSDP" if ranks.sharded else " with DDP" if ranks.world > 1 else ""
         parameters = sum(p.numel() for p in model.parameters())
-        epochs = config.steps * self.tokens_per_step / len(corpus.train)
+        epochs = config.steps * config.batch_size / batches.windows_per_epoch
+        counted = "tokens"
+        if corpus.train.turns:
+            counted = f"tokens of answers ({batches.tokens.cut:,} conversations cut to the context)"
         fields = dict(
             run=f"{self.folder} (process {os.getpid()})",
             device=f"{device} ({chip}) x {ranks.world}{how}, {dtype}",
             model=f"{parameters:,} parameters: {config.n_layer} layers, {config.n_head} heads "
             f"({config.kv_heads} kv), width {config.n_embd}, context {config.block_size}",
-            data=f"{corpus.source}: {len(corpus.train):,} training and {len(corpus.val):,} validation tokens, "
+            data=f"{corpus.source}: {corpus.train.counted:,} training and {corpus.val.counted:,} validation {counted}, "
             f"tokenizer {corpus.tokenizer.name} of {corpus.tokenizer.n_vocab:,}",
             step=f"{self.tokens_per_step:,} tokens ({config.batch_size:,} sequences, {micro_batch:,} at a time), "
             f"{config.steps:,} steps = {epochs:.1f} epochs",
