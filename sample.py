@@ -3,6 +3,7 @@
 python sample.py                                        with the newest run; sample.py NAME takes runs/NAME
 python sample.py --prompt "ROMEO:" --temperature 0.9    continue a text, a file (FILE:path) or standard input (-)
 python sample.py --interactive                          continue what you type
+python sample.py --chat                                 answer it: see configs/chat.py
 
 In Python:
 
@@ -11,6 +12,8 @@ In Python:
     model, tokenizer, _ = load("runs/shakespeare")
     for piece in generate(model, tokenizer, "ROMEO:"):
         print(piece, end="", flush=True)
+
+A list of messages in place of the text, such as [{"role": "user", "content": "Hello!"}], is a conversation.
 """
 
 from errors import UserError, catch_ctrl_c, command, require
@@ -30,7 +33,8 @@ from typing import Annotated
 import torch
 import tyro
 
-from generation import Generator, Sampling, generate, generate_batch
+from generation import Chat, Generator, Sampling, generate, generate_batch
+from generation.chat import HELP
 from generation.text import NEW_TEXT, opening
 from hf.weights import load
 from training.flags import parse_flags
@@ -50,6 +54,9 @@ class SampleConfig(Sampling):
     end-of-text token, else a line break, or the tokenizer's first character if it has neither."""
     interactive: bool = False
     """Continue lines that you type; an empty one begins a text. Ctrl-C stops a text; exit or Ctrl-D ends."""
+    chat: bool = False
+    """Answer what you type, as a model of configs/chat.py does. /system TEXT begins a new conversation with this system
+    message, /reset one with the same. If the context is full, it leaves out the oldest turns."""
     max_tokens: int = 500
     """Tokens per sample."""
     num_samples: int = 1
@@ -66,14 +73,11 @@ class SampleConfig(Sampling):
         super().__post_init__()
         for name in ("max_tokens", "num_samples"):
             require(getattr(self, name) >= 1, f"{name}={getattr(self, name)} must be at least 1")
-        require(
-            not self.interactive or self.num_samples == 1,
-            f"num_samples={self.num_samples} does not go with --interactive; leave it out",
-        )
-        require(
-            not self.interactive or self.prompt == NEW_TEXT,
-            "--prompt does not go with --interactive; type the prompt after the start",
-        )
+        typed = "--chat" if self.chat else "--interactive" if self.interactive else ""
+        one = not typed or self.num_samples == 1
+        require(one, f"num_samples={self.num_samples} does not go with {typed}; leave it out")
+        none = not typed or self.prompt == NEW_TEXT
+        require(none, f"--prompt does not go with {typed}; type the prompt after the start")
 
 
 def read_prompt(prompt):
@@ -122,15 +126,17 @@ def print_speed(generator):
 
 
 def interact(generator, config):
-    """Continue each line that is typed, with other random numbers each time."""
+    """Continue or answer each line that is typed, with other random numbers each time."""
+    chat = Chat(generator, config.max_tokens, config.stop) if config.chat else None
     with suppress(ImportError):  # Windows has none
         import readline  # noqa: F401, it gives input() its history
     generator.warm_up()
-    print("Type a text to continue. Ctrl-C stops the answer; exit or Ctrl-D ends.", file=sys.stderr)
+    line = "Type a text to continue. Ctrl-C stops the answer; exit or Ctrl-D ends."
+    print(HELP if chat else line, file=sys.stderr)
     signal.signal(signal.SIGINT, signal.default_int_handler)
     for number in itertools.count():
         try:
-            prompt = input("> ") or opening(generator.tokenizer)
+            prompt = input("> ") or ("" if chat else opening(generator.tokenizer))
         except EOFError:
             print()
             return
@@ -139,9 +145,16 @@ def interact(generator, config):
             continue
         if prompt in ("exit", "quit"):
             return
+        if chat and not prompt.strip():
+            continue
         try:
             generator.reseed((config.seed + number) % 2**62)
-            print_samples(generator, prompt, config)
+            if not chat:
+                print_samples(generator, prompt, config)
+            elif chat.hear(prompt, show):
+                print()
+            else:
+                continue
             print_speed(generator)
         except KeyboardInterrupt:
             print()
@@ -152,14 +165,15 @@ def interact(generator, config):
 
 
 def main(config):
-    prompt = "" if config.interactive else read_prompt(config.prompt)
+    typed = config.interactive or config.chat
+    prompt = "" if typed else read_prompt(config.prompt)
     model, tokenizer, contents = load(config.run, config.device)
     print(f"{contents['path']} on {model.embed.weight.device}", file=sys.stderr)
     sampling = Sampling(**{field.name: getattr(config, field.name) for field in fields(Sampling)})
     if prompt == NEW_TEXT:
         prompt = opening(tokenizer)
     generator = Generator(model, tokenizer, config.num_samples, sampling, config.seed)
-    if config.interactive:
+    if typed:
         interact(generator, config)
     else:
         print_samples(generator, prompt, config)

@@ -29,6 +29,11 @@ def has_turns(tokenizer):
     return all(name in tokenizer._special_tokens for name in TURNS)
 
 
+def require_turns(tokenizer):
+    rule = "this model was not trained on conversations: its tokenizer lacks the tokens of turns"
+    require(has_turns(tokenizer), f"{rule}; fine-tune it with configs/chat.py")
+
+
 def with_turns(tokenizer):
     """A tokenizer with the tokens of turns and an end of text; those that it lacks follow its other tokens."""
     rule = "gives each token to a character and has no room for those that begin and end turns"
@@ -45,16 +50,16 @@ def read_messages(messages):
 
     Turns of one role may follow each other.
     """
-    require(isinstance(messages, list) and messages, "has no messages")
+    require(isinstance(messages, list) and messages, "there are no messages")
     turns = []
     for number, message in enumerate(messages, 1):
-        require(isinstance(message, dict), f"has a message {number} that is no object with role and content")
+        require(isinstance(message, dict), f"message {number} is no object with role and content")
         role = message.get("role", message.get("from"))
         text = message.get("content", message.get("value"))
         known = isinstance(role, str) and role in ROLES
-        require(known, f"has the role {role!r} in message {number}, which must be system, user or assistant")
-        require(isinstance(text, str), f"has no text in message {number}")
-        require(text.strip() or ROLES[role] != ASSISTANT, f"has an empty answer of the assistant in message {number}")
+        require(known, f"message {number} has the role {role!r}, which must be system, user or assistant")
+        require(isinstance(text, str), f"message {number} has no text")
+        require(text.strip() or ROLES[role] != ASSISTANT, f"message {number} is an empty answer of the assistant")
         turns.append((ROLES[role], text))
     return turns
 
@@ -63,7 +68,7 @@ def conversation_of(line, fields):
     """A line of JSON as a document: its turns, [[token of the role, text], ...], in JSON."""
     row = json.loads(line)
     turns = read_messages(next((row[field] for field in fields if field in row), None))
-    require(any(role == ASSISTANT for role, _ in turns), "has no turn of the assistant")
+    require(any(role == ASSISTANT for role, _ in turns), "no message is of the assistant")
     return json.dumps(turns, ensure_ascii=False)
 
 
@@ -79,7 +84,7 @@ def encode_prompt(tokenizer, messages, room):
 
     System messages at the beginning stay. With a turn of the user, the answers to it are left out too.
     """
-    require(has_turns(tokenizer), "this model was not trained on conversations; fine-tune it with configs/chat.py")
+    require_turns(tokenizer)
     turns = read_messages(messages)
     pieces = [ids.tolist() for ids in encode_turns(tokenizer, turns)]
     roles = [role for role, _ in turns]

@@ -152,8 +152,8 @@ def _parsed(path, kind, field, items, text_of, skip_bad):
                 if text.strip():
                     texts.append(text)
             except (ValueError, LookupError, TypeError, AttributeError) as error:
-                what = f"has no UTF-8 text in {field!r} ({type(error).__name__}: {error})"
-                reason = f"{path}, {kind} {number} {error if isinstance(error, UserError) else what}"
+                reason = f" has no UTF-8 text in {field!r} ({type(error).__name__}: {error})"
+                reason = f"{path}, {kind} {number}" + (f": {error}" if isinstance(error, UserError) else reason)
                 require(skip_bad, f"{reason}; name another --text_field, or leave such {kind}s out with --skip_bad")
                 bad += 1
         yield Block(texts, read, bad)

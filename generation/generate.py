@@ -16,6 +16,7 @@ import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from attention.gpu import HAS_TRITON
+from data.chat import TURNS, encode_prompt
 from data.tokenizer import end_of_text
 from errors import UserError, require
 from generation.cache import Cache
@@ -38,7 +39,10 @@ def generate(model, tokenizer, prompt, *, seed=1337, max_tokens=500, stop=(), ig
 
     Args:
         model, tokenizer: as load() of sample.py returns them; the model's device and dtype are used.
-        prompt: str; "<|endoftext|>" in it is that token, if the tokenizer has it. max_tokens: int, the most to add.
+        prompt: str; "<|endoftext|>" in it is that token, if the tokenizer has it. Or a list of messages, {"role":
+            "system", "user" or "assistant", "content": str}, which the assistant answers. If they are too long for the
+            context, the oldest are left out; half of the context is for the answer, which ends where that is full.
+        max_tokens: int, the most to add.
         stop: texts before which the sample ends. ignore_eot: go on after an end-of-text token.
         sampling: temperature, top_k, top_p, min_p and repetition_penalty, as in Sampling.
 
@@ -152,11 +156,14 @@ class Generator:
         """
         require(max_tokens >= 1, f"max_tokens={max_tokens} must be at least 1")
         require(len(prompts) == self.batch, f"{len(prompts)} prompts for {self.batch} samples; give one for each")
-        texts = self._encode(prompts, max_tokens)
+        texts, end = self._encode(prompts, max_tokens), None if ignore_eot else end_of_text(self.tokenizer)
         self.warm_up()  # after the check of the prompts
         stop = [text for text in ((stop,) if isinstance(stop, str) else stop) if text]
-        end = None if ignore_eot else end_of_text(self.tokenizer)
-        return self._pieces(texts, max_tokens, [TextStream(self.tokenizer, stop, end) for _ in prompts])
+        ends = {end}
+        if not all(isinstance(prompt, str) for prompt in prompts):
+            ends |= {self.tokenizer._special_tokens[name] for name in TURNS}
+            max_tokens = min(max_tokens, self.config.block_size + 1 - max(map(len, texts)))
+        return self._pieces(texts, max_tokens, [TextStream(self.tokenizer, stop, ends) for _ in prompts])
 
     def _pieces(self, texts, max_tokens, streams):
         start, first, self.new_tokens = time.perf_counter(), None, 0
@@ -298,22 +305,24 @@ class Generator:
     def _encode(self, prompts, max_tokens):
         """Token ids of the prompts. Prints a note if prompt or text do not fit into the context."""
         block_size, end = self.config.block_size, end_of_text(self.tokenizer)
-        known = {}
+        known, room = {}, block_size + 1 - min(max_tokens, block_size // 2)
         for prompt in prompts:
-            if prompt not in known:
+            if not isinstance(prompt, str):
+                known[repr(prompt)] = encode_prompt(self.tokenizer, prompt, room)
+            elif repr(prompt) not in known:
                 ids = encode(self.tokenizer, prompt) or ([] if end is None else [end])
                 require(ids, "the prompt is empty; give at least one character")
-                known[prompt] = ids
+                known[repr(prompt)] = ids
         longest = max(len(self._context(ids)) for ids in known.values())
         if longest > block_size:
             self._note(
                 f"the prompt is longer than the context; the model reads its last {block_size} tokens (block_size)"
             )
-        if longest + max_tokens > block_size + 1:
+        if longest + max_tokens > block_size + 1 and all(isinstance(prompt, str) for prompt in prompts):
             self._note(
                 f"past {block_size} tokens (block_size), the model reads only the newest {max(block_size // 2, 1)}"
             )
-        return [known[prompt] for prompt in prompts]
+        return [known[repr(prompt)] for prompt in prompts]
 
     def _note(self, text):
         """Print a line to standard error, once."""

@@ -32,21 +32,21 @@ def opening(tokenizer):
 class TextStream:
     """Turns the tokens of one sample into pieces of text: whole characters only, ending before a stop text.
 
-    stop: texts that end the sample. end: token that ends the sample, or None.
+    stop: texts that end the sample. ends: tokens that end the sample.
 
     Attributes:
         ended: whether a stop text or the end token has come.
     """
 
-    def __init__(self, tokenizer, stop=(), end=None):
-        self.tokenizer, self.stop, self.end = tokenizer, stop, end
+    def __init__(self, tokenizer, stop=(), ends=()):
+        self.tokenizer, self.stop, self.ends = tokenizer, stop, ends
         self.decoder = codecs.getincrementaldecoder("utf-8")("replace")
         self.held = ""  # text that may be the beginning of a stop text
         self.ended = False
 
     def add(self, token):
         """Add a token; returns the text, often "", that no later token can change."""
-        if token == self.end:
+        if token in self.ends:
             return self.finish()
         self.held += self.decoder.decode(self.tokenizer.decode_bytes([token]))
         found = [self.held.find(text) for text in self.stop if text in self.held]

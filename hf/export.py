@@ -23,6 +23,7 @@ import torch
 import tyro
 
 from data import end_of_text, to_state
+from data.chat import END, TEMPLATE, has_turns
 from data.files import optional, writing
 from data.tokenizer import END_OF_TEXT, STORED
 from generation import Sampling
@@ -86,11 +87,13 @@ def export(name, path, dtype="float32"):
 def _write_folder(found, config, path, dtype):
     safetensors = optional("safetensors.torch", "writing model.safetensors")
     tokenizer, end = found.tokenizer, end_of_text(found.tokenizer)
+    chat = has_turns(tokenizer)
+    ends = [end, tokenizer._special_tokens[END]] if chat else end
     settings = dict(temperature=Sampling.temperature, top_k=Sampling.top_k)
     special = {} if end is None else {"bos_token": END_OF_TEXT, "eos_token": END_OF_TEXT}
     files = {
         "config.json": config_json(config, end, dtype),
-        "generation_config.json": dict(do_sample=True, bos_token_id=end, eos_token_id=end, **settings),
+        "generation_config.json": dict(do_sample=True, bos_token_id=end, eos_token_id=ends, **settings),
         "tokenizer.json": tokenizer_json(tokenizer),
         "tokenizer_config.json": dict(tokenizer_class="PreTrainedTokenizerFast", model_max_length=config.block_size,
                                       clean_up_tokenization_spaces=False, **special),
@@ -100,6 +103,8 @@ def _write_folder(found, config, path, dtype):
     with _temporary(path) as temporary:
         for file, value in files.items():
             (temporary / file).write_text(json.dumps(value, indent=1, ensure_ascii=False), encoding="utf-8")
+        if chat:
+            (temporary / "chat_template.jinja").write_text(TEMPLATE)
         (temporary / "README.md").write_text(_card(found, config), encoding="utf-8", errors="replace")
         safetensors.save_file(tensors, temporary / "model.safetensors", metadata={"format": "pt"})
         (temporary / "model.safetensors").chmod(0o644)  # safetensors makes it private

@@ -5,6 +5,7 @@ approximation, on a CPU rounded to float16. Each changes logits by a thousandth,
 """
 
 from data import end_of_text
+from data.chat import END, TEMPLATE, has_turns
 from data.files import optional
 from data.hub_tokenizer import HubTokenizer
 from data.tokenizer import GPT2_PATTERN, GPT4_PATTERN, LINE_PATTERN, CharTokenizer
@@ -102,3 +103,6 @@ def _write_tokenizer(writer, types, tokenizer):
     writer.add_bos_token_id(end)
     writer.add_eos_token_id(end)
     writer.add_add_bos_token(False)
+    if has_turns(tokenizer):
+        writer.add_eot_token_id(special[END])
+        writer.add_chat_template(TEMPLATE)

@@ -3,7 +3,7 @@
 import json
 
 from data.hub_tokenizer import HubTokenizer, byte_letters
-from data.tokenizer import END_OF_TEXT, CharTokenizer, end_of_text
+from data.tokenizer import CharTokenizer
 
 EACH_CHARACTER = r"[\s\S]"
 
@@ -21,10 +21,8 @@ def tokenizer_json(tokenizer):
         model = {"type": "BPE", "vocab": vocabulary, "merges": merges, "ignore_merges": True}
         decoder = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": False, "use_regex": False}
         pattern, steps = tokenizer._pat_str, [decoder]
-    end, added = end_of_text(tokenizer), []
-    if end is not None:
-        options = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
-        added = [{"id": end, "content": END_OF_TEXT, "special": True, **options}]
+    options = {"special": True} | dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
+    added = [{"id": index, "content": name, **options} for name, index in tokenizer._special_tokens.items()]
     split = {"type": "Split", "pattern": {"Regex": pattern}, "behavior": "Isolated", "invert": False}
     pre_tokenizer = {"type": "Sequence", "pretokenizers": [split, *steps]}
     nothing = dict.fromkeys(("truncation", "padding", "normalizer", "post_processor"))
