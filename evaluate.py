@@ -72,7 +72,7 @@ def read_file(path, tokenizer):
 
 
 def read_split(contents, split):
-    """(tokens [count], bytes) of a part, val or train, of the corpus that a checkpoint was trained on."""
+    """The first and the last arguments of evaluate_text() for a part, val or train, of a checkpoint's corpus."""
     options, path = contents.get("config"), contents["path"]
     require(options, f"{path} names no corpus of its own; give --text FILE or --tasks")
     expected, tokenizer = contents["tokens_sha256"], options["tokenizer"]
@@ -81,7 +81,7 @@ def read_split(contents, split):
     corpus = open_corpus(options["data"], tokenizer, options["input"] or None, sha256=expected)
     require(corpus.sha256 == expected, f"{corpus.folder} has other tokens than {path}; give the text with --text")
     part = getattr(corpus, split)
-    return np.concatenate(part.shards), part.text_bytes
+    return (np.concatenate(part.shards), part.text_bytes), {"answers": part.answers} if part.turns else {}
 
 
 def load_tasks(names):
@@ -216,7 +216,8 @@ def main(config):
         results[config.text] = evaluate_text(model, *text, stride, config.batch_size)
     elif config.split or not config.tasks:
         split = config.split or "val"
-        results[split] = evaluate_text(model, *read_split(contents, split), stride, config.batch_size)
+        text, options = read_split(contents, split)
+        results[split] = evaluate_text(model, *text, stride, config.batch_size, **options)
     if tasks:
         results |= evaluate_tasks(model, tokenizer, tasks, config.limit, config.batch_size)
     lines = "\n".join(map(describe, results, results.values()))

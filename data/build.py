@@ -45,8 +45,8 @@ class Options:
     val_share: float | None = None
     """Share of the documents for validation; None takes 0.005, or 0.1 if there are fewer than 1,000."""
     text_field: str = "text"
-    """Field of JSON lines, or column of Parquet files, that holds the text; for conversations `text` means messages or
-    conversations."""
+    """Field of JSON lines, or column of Parquet files, that holds the text, or the messages of a conversation: of these
+    `text` means messages or conversations."""
     separator: str = ""
     """A line that separates the documents of a text file, such as '<|endoftext|>'."""
     skip_bad: bool = False
@@ -108,12 +108,12 @@ def _write_all(folder, source, options, manifest, threads):
                 return
             last = max(first + 1, bisect(offsets, offsets[first] + GROUP_BYTES) - 1)
             blocks = _blocks(source, options, range(first, last))
-            for block, (ids, counts) in map_ahead(pool, encoder, blocks, 2 * threads):
+            for block, (ids, documents, text_bytes) in map_ahead(pool, encoder, blocks, 2 * threads):
                 if sum(manifest[split]["tokens"] for split in SPLITS) >= limit:
                     last = len(source.names)
                     break
                 for split, writer in writers.items():
-                    writer.write(ids[split], counts[split])
+                    writer.write(ids[split], documents[split], text_bytes[split])
                 manifest["bad"] += block.bad
                 bar.update(block.read - bar.n)
             for writer in writers.values():
@@ -132,24 +132,21 @@ class Encoder:
         self.between = BETWEEN if several and end is None else ""
 
     def __call__(self, block):
-        """(ids, counts for ShardWriter.write()) of a block, each by split."""
-        ids, counts = {split: [self.end[:0]] for split in SPLITS}, {split: Counter() for split in SPLITS}
+        """(ids, documents, bytes of text) of a block, each by split."""
+        ids, documents, text_bytes = {split: [self.end[:0]] for split in SPLITS}, Counter(), Counter()
         for split, text in split_texts(block, self.cut, self.threshold):
             if self.chat:
                 turns = json.loads(text)
-                pieces = encode_turns(self.tokenizer, turns)
-                answers = [index for index, (role, _) in enumerate(turns) if role == ASSISTANT]
-                counts[split]["answers"] += sum(len(pieces[index]) - 1 for index in answers)
-                text = "".join(turns[index][1] for index in answers)
+                ids[split].append(np.concatenate(encode_turns(self.tokenizer, turns)).astype(self.dtype))
+                text = "".join(said for role, said in turns if role == ASSISTANT)
             else:
                 text += self.between * block.last
-                pieces = [encode(self.tokenizer, text)]
-            ids[split] += [piece.astype(self.dtype) for piece in pieces]
+                ids[split].append(encode(self.tokenizer, text).astype(self.dtype))
             if block.last:
                 ids[split].append(self.end)
-            counts[split]["documents"] += block.last
-            counts[split]["text_bytes"] += len(text.encode())
-        return {split: np.concatenate(arrays) for split, arrays in ids.items()}, counts
+            documents[split] += block.last
+            text_bytes[split] += len(text.encode())
+        return {split: np.concatenate(arrays) for split, arrays in ids.items()}, documents, text_bytes
 
 
 def split_texts(block, cut, threshold):
@@ -204,8 +201,11 @@ def _new_manifest(source, tokenizer_spec, options):
     tokenizer = with_turns(tokenizer) if source.chat else tokenizer
     dtype = "<u2" if tokenizer.n_vocab <= 1 << 16 else "<u4"
     manifest = dict(finished=0, bad=0, cut=cut, threshold=threshold, chat=source.chat, dtype=dtype)
-    manifest["tokenizer"] = to_state(tokenizer)
-    return manifest | {split: dict(shards=[], tokens=0, documents=0, text_bytes=0, answers=0) for split in SPLITS}
+    return (
+        manifest
+        | dict(tokenizer=to_state(tokenizer))
+        | {split: dict(shards=[], tokens=0, documents=0, text_bytes=0) for split in SPLITS}
+    )
 
 
 def _learned_texts(blocks, cut, threshold, from_all):

@@ -155,8 +155,7 @@ def load_corpus(folder, manifest, verify=False):
             path = folder / shard["file"]
             arrays.append(map_shard(path, manifest["dtype"], shard["tokens"], shard.get("offset", HEADER_BYTES)))
             require(not verify or file_sha256(path) == shard["sha256"], f"{path} is damaged: its sha256 is another")
-        counts = entry["documents"], entry["text_bytes"], turns, entry.get("answers", 0)
-        splits.append(Tokens(tuple(arrays), _shards_sha256(entry), *counts))
+        splits.append(Tokens(tuple(arrays), _shards_sha256(entry), entry["documents"], entry["text_bytes"], turns))
     return Corpus(*splits, tokenizer, folder, manifest["request"]["source"], manifest.get("bad", 0))
 
 

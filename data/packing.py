@@ -2,7 +2,6 @@
 
 import numpy as np
 
-from data.chat import is_answer
 from errors import require
 
 
@@ -18,14 +17,13 @@ class Windows:
 
     def __init__(self, tokens, block_size):
         self.tokens, self.block_size, self.turns = tokens, block_size, tokens.turns
-        _, self.end_of_turn, self.end = self.turns
-        ends = tokens.find(self.end)
-        self.starts = np.concatenate([[0], ends + 1])[: len(ends)]
-        self.lengths = ends - self.starts  # without the end-of-text token
-        too_long = np.flatnonzero(self.lengths > block_size)
-        self.lengths[too_long] = [self._fitting(start) for start in self.starts[too_long]]
-        self.cut = len(too_long)
-        self.bins = best_fit(self.lengths + 1, block_size + 1, np.flatnonzero(self.lengths))
+        starts, _, ends = tokens.answers.T
+        fits = ends - starts <= block_size
+        self.starts, number = np.unique(starts[fits], return_inverse=True)
+        self.lengths = np.zeros(len(self.starts), np.int64)  # without the end-of-text token
+        np.maximum.at(self.lengths, number, (ends - starts)[fits])
+        self.cut = len(np.unique(starts[~fits]))
+        self.bins = best_fit(self.lengths + 1, block_size + 1)
         self.count = len(self.bins)
         rule = f"no answer of a split ends within block_size={block_size} tokens"
         require(self.bins, f"{rule}; give a larger one, or shorter conversations")
@@ -33,30 +31,24 @@ class Windows:
     def __len__(self):
         return self.count * self.block_size + 1
 
-    def _fitting(self, start):
-        """Tokens of the conversation at `start` up to the last end of an answer that fits."""
-        row = self.tokens.windows([start], self.block_size)
-        answers = is_answer(row, *self.turns[:2])[0]
-        last = np.flatnonzero(answers & (row[0, 1:] == self.end_of_turn))
-        return last[-1] + 2 if len(last) else 0
-
     def windows(self, starts, length):
         """[len(starts), length] array of ids, for starts that are multiples of block_size."""
-        rows = np.full((len(starts), length), self.end_of_turn, self.tokens.shards[0].dtype)
+        _, padding, end_of_text = self.turns
+        rows = np.full((len(starts), length), padding, self.tokens.shards[0].dtype)
         for row, start in zip(rows, starts, strict=True):
             at = 0
             for index in self.bins[start // self.block_size]:
                 count = self.lengths[index]
                 row[at : at + count] = self.tokens.windows(self.starts[index : index + 1], count)[0]
-                row[at + count] = self.end
+                row[at + count] = end_of_text
                 at += count + 1
         return rows
 
 
-def best_fit(sizes, room, indices):
+def best_fit(sizes, room):
     """Put each index, from the largest size on, into the bin with the least room that is enough; returns the bins."""
     bins, by_room, rooms = [], [[] for _ in range(room + 1)], 0  # bit n of rooms: by_room[n] has a bin
-    for index in indices[np.argsort(-sizes[indices], kind="stable")].tolist():
+    for index in np.argsort(-sizes, kind="stable").tolist():
         size = int(sizes[index])
         if enough := rooms >> size:
             left = size + (enough & -enough).bit_length() - 1

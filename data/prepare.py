@@ -47,7 +47,7 @@ def main(command):
     print(f"tokenizer  {corpus.tokenizer.name}, vocabulary of {corpus.tokenizer.n_vocab:,}")
     for label, split in (("train", corpus.train), ("val", corpus.val)):
         per_token = f"{split.text_bytes / split.counted:.2f} bytes per token"
-        counted = f", of which {split.answers:,} in answers" if split.turns else ""
+        counted = f", of which {split.counted:,} in answers" if split.turns else ""
         print(f"{label:10} {len(split):,} tokens{counted}, {split.documents:,} documents, {per_token}")
     if corpus.bad_lines:
         print(f"skipped    {corpus.bad_lines:,} bad lines")

@@ -28,7 +28,6 @@ class Tokens:
     documents: int
     text_bytes: int  # of the documents, in UTF-8; of conversations, only of the answers
     turns: tuple | None = None  # of conversations: the tokens <|assistant|>, <|end|> and end-of-text
-    answers: int = 0  # tokens of the answers
 
     @cached_property
     def ends(self):
@@ -38,16 +37,21 @@ class Tokens:
     def __len__(self):
         return int(self.ends[-1])
 
+    @cached_property
+    def answers(self):
+        """[answers, 3] int64: where the conversation of an answer begins, where the answer does, and where it ends."""
+        first = self.ends - [len(shard) for shard in self.shards]
+        begins, ends, borders = (
+            np.concatenate([at + np.flatnonzero(shard == x) for at, shard in zip(first, self.shards, strict=True)])
+            for x in self.turns
+        )
+        starts = np.append(0, borders + 1)[np.searchsorted(borders, begins)]
+        return np.stack([starts, begins + 1, ends[np.searchsorted(ends, begins)] + 1], 1)
+
     @property
     def counted(self):
-        """Number of tokens that a loss counts."""
-        return self.answers if self.turns else len(self)
-
-    def find(self, token):
-        """Positions of a token."""
-        first = self.ends - list(map(len, self.shards))
-        found = [at + np.flatnonzero(shard == token) for at, shard in zip(first, self.shards, strict=True)]
-        return np.concatenate(found)
+        """Number of tokens that the loss counts: all, or those of the answers."""
+        return int(np.diff(self.answers[:, 1:]).sum()) if self.turns else len(self)
 
     def windows(self, starts, length):
         """[len(starts), length] array of the ids from each of these positions on; a window may span several shards."""
@@ -95,9 +99,10 @@ class ShardWriter:
         self.folder, self.split, self.dtype, self.shard_tokens = folder, split, dtype, shard_tokens
         self.entry, self.file = entry, None
 
-    def write(self, ids, counts):
-        """Append ids [count]. counts: what to add to numbers of the entry, such as documents."""
-        self.entry.update({name: self.entry[name] + count for name, count in counts.items()})
+    def write(self, ids, documents, text_bytes):
+        """Append ids [count] of a number of documents."""
+        self.entry["documents"] += documents
+        self.entry["text_bytes"] += text_bytes
         self.entry["tokens"] += len(ids)
         with writing(self.folder):
             while len(ids):

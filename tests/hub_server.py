@@ -35,9 +35,9 @@ class Handler(BaseHTTPRequestHandler):
         for repository, files in hub.repositories.items():
             if path in (f"/api/datasets/{repository}", f"/api/models/{repository}"):
                 return self.send(200, json.dumps({"id": repository, "sha": COMMIT}).encode())
-            tree = f"/api/datasets/{repository}/tree/{COMMIT}/"
+            tree = f"/api/datasets/{repository}/tree/{COMMIT}"
             if path.startswith(tree):
-                return self.tree(files, path.removeprefix(tree) + "/")
+                return self.tree(files, (path.removeprefix(tree) + "/").lstrip("/"))
             for start in (f"/{repository}/resolve/main/", f"/datasets/{repository}/resolve/{COMMIT}/"):
                 if (name := path.removeprefix(start)) in files and path.startswith(start):
                     return self.file(name, files[name], body)

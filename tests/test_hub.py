@@ -13,6 +13,7 @@ from test_build import ids_of
 from data import build, documents, files
 from data.build import Options
 from data.corpus import open_corpus, prepare
+from data.prepare import Command, main
 from data.shards import header
 from errors import UserError
 
@@ -121,6 +122,28 @@ def test_other_samples_and_data_sets(server):
     for found, title in ((make(sample="100BT"), "fineweb-edu 100BT"), (make("openwebtext"), "openwebtext")):
         assert ids_of(found.train).tolist() == train and found.source == title
     assert make().source == "fineweb-edu 10BT"  # replaces the other sample
+
+
+def test_any_data_set(server):
+    """By its name and perhaps a folder: texts, or messages; two with the same names of files stay apart."""
+    words = [[{"role": "user", "content": f"q{n}"}, {"role": "assistant", "content": "a"}] for n in range(20)]
+    file = io.BytesIO()
+    parquet.write_table(pyarrow.table({"source": ["x"] * 20, "messages": words}), file)
+    server.repositories |= {"a/b": {"data/x.parquet": FILES[0], "more/x.parquet": FILES[1]}, "a/chat": {}}
+    server.repositories["a/chat"] = {"data/x.parquet": file.getvalue()}
+    for place, numbers in (("hub:a/b", (0, 1)), ("hub:a/b/more", (1,)), ("hub:a/b/more/", (1,))):
+        train, _ = expected([text for number in numbers for text in texts_of_file(number)])
+        assert ids_of(prepare("text", "bytes+eot", place, Options(val_share=0.2)).train).tolist() == train
+    options = dict(name="hub:a/chat", text_field="messages", tokenizer="bytes", val_share=0.3)
+    main(Command(**options))
+    found = open_corpus("chat", "bytes", "hub:a/chat")
+    assert found.train.turns and found.train.documents + found.val.documents == 20
+    with pytest.raises(UserError, match=r"data\.prepare text --input hub:a/c --tokenizer bytes \(--tokens 1B"):
+        open_corpus("text", "bytes", "hub:a/c")
+    with pytest.raises(UserError, match=r"a/b has no parquet files; name another --sample, .* or a folder"):
+        prepare("text", "bytes", "hub:a/b/none")
+    with pytest.raises(UserError, match="must be hub:OWNER/NAME or"):
+        prepare("text", "bytes", "hub:b")
 
 
 def test_training_does_not_wait_for_the_hub(server):

@@ -1,0 +1,400 @@
+"""Conversations: their tokens and mask, bad lines, windows, training, answers, and Transformers' template."""
+
+import json
+import random
+from dataclasses import asdict
+from itertools import chain
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from helpers import FAST, ROOT, contents, equal, in_process, losses, metrics, run_script
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from test_sample import SCRIPT
+
+from data import Batches, end_of_text, make_tokenizer, prepare, to_state, validation_batches
+from data.build import Options
+from data.chat import encode_prompt, encode_turns, has_turns, read_messages, with_turns
+from data.packing import best_fit
+from errors import UserError
+from generation import Chat, Generator, Sampling, generate
+from hf import weights
+from hf.export import export
+from model import GPT, GPTConfig
+from sample import load
+from training.batches import training_batches
+from training.checkpoint import FORMAT, save_checkpoint
+
+SYSTEM, USER, ASSISTANT, END = 257, 258, 259, 260  # of bytes; 256 is end-of-text
+FIVE = {  # conversations, and their text with [what counts]
+    "system": ([("system", "S"), ("user", "ab"), ("assistant", "cd")], "<s>S<e><u>ab<e><a>[cd<e>]<d>"),
+    "two users": ([("user", "a"), ("user", "b"), ("assistant", "c")], "<u>a<e><u>b<e><a>[c<e>]<d>"),
+    "turns": ([("user", "a"), ("assistant", "b")] * 2, "<u>a<e><a>[b<e>]<u>a<e><a>[b<e>]<d>"),
+    "ends with a question": ([("assistant", "hi"), ("user", "")], "<a>[hi<e>]<d>"),  # which no window has
+    "borders as text": ([("user", "<|end|>"), ("assistant", "<|user|>")], "<u><|end|><e><a>[<|user|><e>]<d>"),
+}
+MARKS = {"<s>": SYSTEM, "<u>": USER, "<a>": ASSISTANT, "<e>": END, "<d>": 256}
+
+
+def messages(turns):
+    return [dict(role=role, content=text) for role, text in turns]
+
+
+def write(path, conversations, field="messages"):
+    path = Path(path)
+    path.write_text("".join(json.dumps({field: turns}) + "\n" for turns in conversations))
+    return path
+
+
+def parse(text):
+    """(ids, whether each counts) of a text of FIVE."""
+    ids, counts, inside = [], [], False
+    while text:
+        if text[0] in "[]":
+            inside, text = text[0] == "[", text[1:]
+            continue
+        mark = next((mark for mark in MARKS if text.startswith(mark)), text[0])
+        ids.append(MARKS.get(mark, ord(mark[0])))
+        counts.append(inside)
+        text = text[len(mark) :]
+    return ids, counts
+
+
+def make_corpus(folder, count=60, spec="bytes", longest=3, **options):
+    """Random conversations of up to `longest` questions and answers."""
+    draw = random.Random(1)
+    words = [
+        [draw.choice("abcd") * draw.randint(1, 9) for _ in range(2 * draw.randint(1, longest))] for _ in range(count)
+    ]
+    turns = [[(["user", "assistant"][i % 2], f"{word}{n}") for i, word in enumerate(x)] for n, x in enumerate(words)]
+    return prepare("chat", spec, write(folder / "chat.jsonl", map(messages, turns)), Options(**options))
+
+
+@pytest.mark.parametrize("name", FIVE)
+def test_tokens_and_mask_by_hand(data_root, tmp_path, name):
+    """Of each of five conversations, which stands alone in its window; the rest is padding."""
+    turns, text = FIVE[name]
+    other = [("user", "x" * 50), ("assistant", "y")]
+    path = write(tmp_path / "a.jsonl", [messages(turns), messages(other)])
+    corpus = prepare("chat", "bytes", path, Options(val_share=0.5))
+    ids, counts = parse(text)
+    for split in (corpus.train, corpus.val):
+        [[inputs, targets]] = [batch() for batch in validation_batches(split, 64, 8)]
+        if inputs[0, : len(ids)].tolist() == ids:
+            break
+    expected = [i if counted else -100 for i, counted in zip(ids, counts, strict=True)]
+    assert inputs[0].tolist() == ids + [END] * (64 - len(ids))
+    assert targets[0].tolist() == expected[1:] + [-100] * (65 - len(ids))
+    assert split.counted == sum(counts) and split.text_bytes == sum(len(t) for role, t in turns if role == "assistant")
+
+
+def test_other_forms(data_root, tmp_path):
+    """from/value, Parquet, and another field give the same tokens."""
+    pyarrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
+    turns = [FIVE[name][0] for name in FIVE] * 3
+    names = {"user": "human", "assistant": "gpt", "system": "system"}
+    theirs = [[{"from": names[role], "value": text} for role, text in x] for x in turns]
+    parquet.write_table(
+        pyarrow.table({"id": range(15), "messages": list(map(messages, turns))}), tmp_path / "c.parquet"
+    )
+    files = [(write(tmp_path / "a.jsonl", map(messages, turns)), "text"), (tmp_path / "c.parquet", "text")]
+    files += [
+        (write(tmp_path / "b.jsonl", theirs, "conversations"), "text"),
+        (write(tmp_path / "d.json", theirs, "x"), "x"),
+    ]
+    found = [prepare("chat", "bytes", path, Options(val_share=0.3, text_field=field)) for path, field in files]
+    assert len({corpus.sha256 for corpus in found}) == 1
+
+
+@pytest.mark.parametrize(
+    "line, words",
+    [
+        ('{"text": "a"}', "there are no messages"),
+        ('{"messages": []}', "there are no messages"),
+        ('{"messages": [3]}', "message 1 is no object with role and content"),
+        (
+            '{"messages": [{"role": "tool", "content": "a"}]}',
+            "message 1 has the role 'tool', which must be system, user",
+        ),
+        ('{"messages": [{"role": "user", "content": 1}]}', "message 1 has no text"),
+        ('{"messages": [{"role": "assistant", "content": " "}]}', "message 1 is an empty answer of the assistant"),
+        ('{"messages": [{"role": "user", "content": "a"}]}', "no message is of the assistant"),
+        ("{", "has no UTF-8 text in 'messages' (JSONDecodeError"),
+    ],
+)
+def test_bad_lines(data_root, tmp_path, line, words):
+    good = [json.dumps({"messages": messages([("user", str(n)), ("assistant", "a")])}) for n in range(9)]
+    (tmp_path / "a.jsonl").write_text("\n".join([*good, line]))
+    with pytest.raises(UserError) as error:
+        prepare("chat", "bytes", tmp_path / "a.jsonl")
+    text = str(error.value)
+    assert words in text and "a.jsonl, line 10" in text and "--skip_bad" in text and "\n" not in text
+    assert prepare("chat", "bytes", tmp_path / "a.jsonl", Options(skip_bad=True)).bad_lines == 1
+
+
+def test_what_cannot_be_conversations(data_root, tmp_path, monkeypatch):
+    path = write(tmp_path / "a.jsonl", [messages(FIVE["turns"][0])])
+    with pytest.raises(UserError, match=r"tokenizer char .* has no room .*; take gpt2, bpe:N or bytes"):
+        prepare("chat", "char+eot", path)
+    (tmp_path / "a.txt").write_text("a")
+    with pytest.raises(
+        UserError, match=r"a\.txt is no file of conversations; its name must end in \.jsonl or \.parquet"
+    ):
+        prepare("chat", "bytes", tmp_path / "a.txt")
+    with pytest.raises(UserError, match=r"block_size=4 .*give a larger one"):
+        Batches(make_corpus(tmp_path, longest=1, val_share=0.2).train, 4, 1, 0)
+
+
+@pytest.mark.parametrize("spec", ["bytes", "bytes+eot", "bpe:300"])
+def test_a_tokenizer_keeps_its_tokens(spec):
+    """The tokens of turns follow them, once."""
+    tokenizer = make_tokenizer(spec, ["the sea keeps the sea " * 9])
+    grown = with_turns(tokenizer)
+    assert has_turns(grown) and not has_turns(tokenizer) and end_of_text(grown) is not None
+    assert grown.n_vocab == tokenizer.n_vocab + 4 + (end_of_text(tokenizer) is None)
+    assert grown.encode_ordinary("the sea <|user|>") == tokenizer.encode_ordinary("the sea <|user|>")
+    assert to_state(with_turns(grown)) == to_state(grown)
+
+
+def test_the_tokenizer_of_another(tmp_path):
+    tokenizers = pytest.importorskip("tokenizers")
+    theirs = tokenizers.ByteLevelBPETokenizer()
+    theirs.train_from_iterator(["the sea keeps"] * 9, vocab_size=270, special_tokens=["</s>"])
+    theirs.save(str(tmp_path / "tokenizer.json"))
+    (tmp_path / "tokenizer_config.json").write_text('{"eos_token": "</s>"}')
+    tokenizer = make_tokenizer(f"run:{tmp_path}")
+    grown = with_turns(tokenizer)
+    assert has_turns(grown) and grown.n_vocab == tokenizer.n_vocab + 4 and end_of_text(grown) == end_of_text(tokenizer)
+    assert grown.encode_ordinary("the sea<|end|>") == tokenizer.encode_ordinary("the sea<|end|>")
+    assert grown.decode([grown._special_tokens["<|user|>"]]) == "<|user|>" and to_state(with_turns(grown)) == to_state(
+        grown
+    )
+
+
+@given(st.lists(st.integers(1, 20), max_size=60))
+@settings(max_examples=100, deadline=None)
+def test_best_fit(sizes):
+    """Each conversation is in one window, none is too full, and any two windows would not fit into one."""
+    sizes = np.array(sizes, int)
+    bins = best_fit(sizes, 20)
+    assert sorted(chain(*bins)) == list(range(len(sizes)))
+    full = sorted(sizes[x].sum() for x in bins)
+    assert all(size <= 20 for size in full) and (len(full) < 2 or full[0] + full[1] > 20)
+
+
+def test_windows(data_root, tmp_path):
+    """An epoch has each conversation once and whole, or cut after its last answer that fits."""
+    corpus = make_corpus(tmp_path, shard_tokens="100", val_share=0.2)
+    ids = corpus.train.windows([0], len(corpus.train))[0]
+    whole = [piece.tolist() for piece in np.split(ids, np.flatnonzero(ids == 256) + 1)[:-1]]
+    expected = []
+    for piece in whole:
+        ends, inside = [], False
+        for index, token in enumerate(piece):
+            inside = inside or token == ASSISTANT
+            if inside and token == END:
+                ends, inside = [*ends, index + 1], False
+        fitting = [end for end in ends if end <= 40]
+        expected += [[*piece[: fitting[-1]], 256]] if fitting else []
+    windows, found = Batches(corpus.train, 40, 1, seed=3).tokens, []
+    for window in range(windows.count):
+        row = windows.windows([40 * window], 41)[0]
+        *pieces, padding = np.split(row, np.flatnonzero(row == 256) + 1)
+        found += [piece.tolist() for piece in pieces]
+        assert set(padding) <= {END}
+    assert sorted(found) == sorted(expected) != sorted(whole)
+    assert windows.cut == sum(len(piece) > 41 for piece in whole) > 0
+
+
+@pytest.mark.parametrize("micro_batch", [1, 2, 4, 8])
+@pytest.mark.parametrize("world", [1, 2])
+def test_a_step_has_the_gradient_of_its_answers(data_root, tmp_path, micro_batch, world):
+    """For any split into micro-batches and ranks; one window of the batch has no answer."""
+    corpus = make_corpus(tmp_path, val_share=0.2)
+    config = GPTConfig(
+        vocab_size=261, block_size=64, n_layer=1, n_head=2, n_embd=16, mask_documents=True, end_of_text=256
+    )
+    model, batches = GPT(config).double(), Batches(corpus.train, 64, 8, seed=1)
+    inputs, targets = batches.batch(0)
+    targets[3] = -100
+    batches.batch = lambda step, rows=slice(None): (inputs[rows], targets[rows])
+    logits = model(inputs)
+    F.cross_entropy(logits[targets >= 0], targets[targets >= 0]).backward()
+    expected = [p.grad.clone() for p in model.parameters()]
+    model.zero_grad()
+    options = SimpleNamespace(batch_size=8, dropout=0.0, seed=1)
+    for rank in range(world):
+        ranks = SimpleNamespace(rank=rank, world=world, on_gpu=False, device="cpu", sharded=True)
+        size = min(micro_batch, 8 // world)
+        optimizer = SimpleNamespace(begin=lambda: None)
+        [step] = training_batches(batches, range(1), model, optimizer, options, ranks, size)
+        for part, theirs, weight in step:
+            (model(part, theirs) * weight.double()).backward()
+    for found, parameter in zip(expected, model.parameters(), strict=True):
+        torch.testing.assert_close(parameter.grad, found, rtol=1e-6, atol=1e-9)
+
+
+CHAT = FAST | dict(data="chat", input="chat.jsonl", mask_documents=True, steps=20, eval_every=10, block_size=64)
+
+
+def test_resume_is_bit_exact_and_epochs_become_steps(folder, capsys):
+    """--epochs sets the steps, which a resumed run has as its own; more --steps are allowed as in any run."""
+    corpus = make_corpus(folder, val_share=0.2)
+    windows = Batches(corpus.train, 64, 8, 0).windows_per_epoch
+    options = CHAT | dict(learning_rate=1e-3, min_learning_rate=1e-3, warmup_steps=0)
+    del options["steps"]
+    assert in_process(capsys, **options, epochs=4, name="whole").returncode == 0
+    steps = round(4 * windows / 8)
+    saved = json.loads(Path("runs/whole/config.json").read_text())
+    assert (saved["steps"], saved["epochs"]) == (steps, 0) and len(losses(folder, "whole")) == steps
+    assert in_process(capsys, **options, epochs=2, name="half").returncode == 0
+    assert in_process(capsys, "--resume", "runs/half", "--steps", str(steps), "--allow_changes").returncode == 0
+    assert losses(folder, "half") == losses(folder, "whole")
+    assert equal(contents("runs/half/checkpoint.pt")["model"], contents("runs/whole/checkpoint.pt")["model"])
+    assert "give one of them" in in_process(capsys, **options, epochs=2, steps=3).stderr
+
+
+def test_evaluation(folder, capsys, monkeypatch):
+    """Each answer is scored, given its conversation; train.py's last loss is the same where all fit into a window."""
+    corpus = make_corpus(folder, val_share=0.2, longest=1)
+    assert in_process(capsys, **CHAT | dict(eval_batches=0)).returncode == 0
+    model, _, _ = load("run", "cpu")
+    total = 0.0
+    for piece in np.split(ids := np.concatenate(corpus.val.shards).astype(int), np.flatnonzero(ids == 256) + 1)[:-1]:
+        [begin], [*_, end] = np.flatnonzero(piece == ASSISTANT), np.flatnonzero(piece == END)
+        logits = model(torch.tensor(piece[None, :end]))[0, begin:]
+        total += F.cross_entropy(logits, torch.tensor(piece[begin + 1 : end + 1]), reduction="sum").item()
+    code, out, _ = run_script(monkeypatch, capsys, str(ROOT / "evaluate.py"), "--json", "--device", "cpu")
+    result = json.loads(out)["results"]["val"]
+    assert code == 0 and result["tokens"] == corpus.val.counted and result["bytes"] == corpus.val.text_bytes
+    assert result["loss"] == pytest.approx(total / corpus.val.counted, rel=1e-5)
+    assert result["loss"] == pytest.approx(min(x["val_loss"] for x in metrics(folder) if "val_loss" in x), rel=1e-5)
+
+
+@pytest.mark.parametrize("rows", [0, 2, 20])
+def test_weights_of_a_model_without_turns(folder, rows):
+    """Rows of turns begin as the mean of the others, in a table that grows or has `rows` spare ones."""
+    old, options = make_tokenizer("bytes"), dict(block_size=64, n_layer=1, n_head=1, n_embd=8, tie_head=rows == 2)
+    config = GPTConfig(vocab_size=256 + rows, **options)
+    saved = dict(format=FORMAT, step=1, model=GPT(config).state_dict(), model_config=asdict(config))
+    Path("runs/x").mkdir(parents=True)
+    save_checkpoint(Path("runs/x/best.pt"), saved | dict(tokenizer=to_state(old)))
+    model = GPT(GPTConfig(vocab_size=max(261, 256 + rows), **options), seed=5)
+    weights.load_pretrained(model, "runs/x", with_turns(old))
+    for key in ("embed.weight", "head.weight"):
+        before, after = saved["model"][key], model.state_dict()[key]
+        assert torch.equal(after[:256], before[:256]) and torch.equal(after[261:], before[261:])
+        torch.testing.assert_close(after[256:261], before[:256].mean(0).expand(5, -1))
+    with pytest.raises(UserError, match="the corpus has another tokenizer"):
+        weights.load_pretrained(model, "runs/x", with_turns(make_tokenizer("bpe:300", ["the sea " * 99])))
+
+
+@pytest.fixture
+def chat(folder):
+    """A Chat with an untrained model, saved as runs/x, whose context has 48 tokens."""
+    torch.manual_seed(1)
+    tokenizer = with_turns(make_tokenizer("bpe:300", ["the sea keeps what it has taken, naïve " * 9], True))
+    config = GPTConfig(vocab_size=tokenizer.n_vocab, block_size=48, n_layer=1, n_head=1, n_embd=16)
+    saved = dict(format=FORMAT, step=1, model=GPT(config).state_dict(), model_config=asdict(config))
+    Path("runs/x").mkdir(parents=True)
+    save_checkpoint(Path("runs/x/best.pt"), saved | dict(tokenizer=to_state(tokenizer)))
+    model, tokenizer, _ = load("x", "cpu")
+    return Chat(Generator(model, tokenizer), max_tokens=20)
+
+
+def test_template_gives_the_same_tokens(chat):
+    """As Transformers reads the exported folder, and ends an answer."""
+    transformers = pytest.importorskip("transformers")
+    export("runs/x", "out")
+    theirs, ours = transformers.AutoTokenizer.from_pretrained("out"), chat.generator.tokenizer
+    for name in set(FIVE) - {"borders as text"}:  # Transformers takes these for borders
+        history = messages([(role, f" the sea\n\n{text} naïve ") for role, text in FIVE[name][0]])
+        expected = np.concatenate(encode_turns(ours, read_messages(history))).tolist()
+        assert theirs.apply_chat_template(history, return_dict=False) == expected
+        found = theirs.apply_chat_template(history, add_generation_prompt=True, return_dict=False)
+        assert found == [*expected, ours._special_tokens["<|assistant|>"]] == encode_prompt(ours, history, 999)
+    settings = transformers.GenerationConfig.from_pretrained("out")
+    assert settings.eos_token_id == [end_of_text(ours), ours._special_tokens["<|end|>"]]
+    again, same, _ = load("out", "cpu")
+    assert has_turns(same) and list(generate(again, same, history, max_tokens=3))
+
+
+def test_history(chat, monkeypatch):
+    """Commands, an answer that Ctrl-C stops, and one without text, which leaves no trace."""
+    pieces, show, seen = ["Good ", "day"], [].append, []
+
+    def stream(prompts, max_tokens, stop):
+        seen.append(list(prompts[0]))
+        yield from ((0, piece) for piece in pieces)
+
+    def interrupt(piece):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(chat.generator, "stream", stream)
+    assert not chat.hear("/system Be brief.", show) and chat.hear("Hello!", show)
+    system, one = ("system", "Be brief."), [("user", "Hello!"), ("assistant", "Good day")]
+    assert chat.messages == messages([system, *one]) and seen == [messages([system, one[0]])]
+    with pytest.raises(KeyboardInterrupt):
+        chat.hear("More?", interrupt)
+    assert chat.messages == messages([system, *one, ("user", "More?"), ("assistant", "Good ")])
+    pieces[:] = [" "]
+    assert chat.hear("Even more?", show) and len(chat.messages) == 5
+    chat.hear("/reset", show)
+    assert chat.messages == messages([system])
+    chat.hear("/system", show)
+    assert chat.messages == []
+    with pytest.raises(UserError, match=r"there is no /help, only /reset and /system TEXT"):
+        chat.hear("/help", show)
+
+
+def test_the_oldest_turns_are_left_out_whole(chat):
+    tokenizer = chat.generator.tokenizer
+    history = [
+        ("system", "S"),
+        ("user", "aaaa"),
+        ("assistant", "bbbb"),
+        ("user", "cccc"),
+        ("assistant", "d"),
+        ("user", "e"),
+    ]
+    whole = [encode_prompt(tokenizer, messages([history[0], *history[first:]]), 999) for first in (1, 3, 5)]
+    sizes = list(map(len, whole))
+    for room in range(sizes[2], sizes[0] + 2):
+        expected = next(ids for ids in whole if len(ids) <= room)
+        assert encode_prompt(tokenizer, messages(history), room) == expected
+    with pytest.raises(UserError, match="the newest turn does not fit into 6 tokens of the context; shorten it"):
+        encode_prompt(tokenizer, messages(history), sizes[2] - 1)
+
+
+def test_answers_end_at_a_border_and_fit_into_the_context(chat):
+    """After any history an answer has room; where the context is full, it ends."""
+    model, tokenizer = chat.generator.model, chat.generator.tokenizer
+    for count in range(1, 9):
+        history = messages([("user", "the sea"), ("assistant", "keeps")] * count + [("user", "what")])
+        for seed in range(5):
+            generator = Generator(model, tokenizer, sampling=Sampling(top_k=0), seed=seed)
+            text = "".join(piece for _, piece in generator.stream([history], max_tokens=100))
+            assert "<|" not in text and generator.prompt_tokens + generator.new_tokens <= 48
+    with pytest.raises(UserError, match="message 1 has the role 'bot'"):
+        list(generate(model, tokenizer, messages([("bot", "a")])))
+    plain = make_tokenizer("bytes")
+    with pytest.raises(UserError, match=r"was not trained on conversations.*configs/chat\.py"):
+        list(generate(model, plain, messages([("user", "a")])))
+
+
+def test_the_command(chat, monkeypatch, capsys):
+    lines = iter(["the sea", "", "/nothing", "/system Be brief.", "keeps"])
+    monkeypatch.setattr("builtins.input", lambda prompt: next(lines, "exit"))
+    code, out, err = run_script(monkeypatch, capsys, SCRIPT, "x", "--chat", "--device", "cpu", "--max_tokens", "9")
+    assert code == 0 and err.count("prompt ") == 2 and err.count("error: there is no /nothing") == 1
+    assert "/system TEXT" in err and out.count("\n") >= 2
+    for flags, words in (
+        (["--num_samples", "2"], "num_samples=2 does not go with --chat"),
+        (["--prompt", "a"], "--chat"),
+    ):
+        code, _, err = run_script(monkeypatch, capsys, SCRIPT, "x", "--chat", *flags)
+        assert words in (err if code == 2 else code)
