@@ -1,5 +1,5 @@
-# Fine-tune a model on conversations, of which only the answers count: GPT-2, a run of yours, or a Hugging Face folder.
-#     python train.py configs/chat.py --init_from gpt2 --input FILE.jsonl       --help names the forms of --input
+# Fine-tune GPT-2, a run of yours or a Hugging Face folder on conversations, of which only the answers count.
+#     python train.py configs/chat.py --init_from gpt2 --input FILE.jsonl
 #     python sample.py chat --chat
 init_from = "gpt2"
 data = "chat"
@@ -10,10 +10,8 @@ epochs = 2  # more of them overfit a few thousand conversations
 learning_rate = 1e-4  # a tenth of the rate of pretraining, so that little is forgotten
 min_learning_rate = 1e-5
 warmup_steps = 20
-weight_decay = 0.01
 dropout = 0.1
 eval_every = 50
-eval_batches = 0  # all conversations that are held out
 compile = "blocks"  # compiling the whole model takes longer than it saves in a few hundred steps
 
-cpu = dict(block_size=256, batch_size=8, compile="off")
+cpu = dict(block_size=256, batch_size=8, eval_batches=20, compile="off")

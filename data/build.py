@@ -137,7 +137,7 @@ class Encoder:
         for split, text in split_texts(block, self.cut, self.threshold):
             if self.chat:
                 turns = json.loads(text)
-                ids[split].append(np.concatenate(encode_turns(self.tokenizer, turns)).astype(self.dtype))
+                ids[split] += [np.array(turn, self.dtype) for turn in encode_turns(self.tokenizer, turns)]
                 text = "".join(said for role, said in turns if role == ASSISTANT)
             else:
                 text += self.between * block.last

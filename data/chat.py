@@ -1,9 +1,9 @@
-"""Conversations: messages -> tokens, with special tokens at the borders of turns.
+"""Conversations: messages -> tokens -> windows. Special tokens stand at the borders of turns:
 
     <|system|>Be brief.<|end|><|user|>Hello!<|end|><|assistant|>Good day.<|end|>
 
-Training counts only the tokens after <|assistant|>, up to <|end|>. Texts never contain special tokens, so the tokens of
-a corpus say where the answers are. The last turn of a document is followed by its end-of-text token.
+The loss counts only the tokens after <|assistant|>, up to <|end|>. No text contains special tokens, so the tokens of a
+corpus say where the answers are. In a corpus, a conversation is a document: its end-of-text token follows.
 """
 
 import json
@@ -17,8 +17,7 @@ from errors import UserError, require
 
 SYSTEM, USER, ASSISTANT, END = TURNS
 ROLES = {"system": SYSTEM, "user": USER, "human": USER, "assistant": ASSISTANT, "gpt": ASSISTANT}
-# The same for Transformers and llama.cpp.
-TEMPLATE = (
+TEMPLATE = (  # of Jinja, for Transformers and llama.cpp
     "{% for message in messages %}{{ '<|' + message['role'] + '|>' + message['content'] + '<|end|>' }}{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|assistant|>' }}{% endif %}"
 )
@@ -46,16 +45,12 @@ def with_turns(tokenizer):
 
 
 def read_messages(messages):
-    """[(token of the role, text)] of messages {"role", "content"}, or {"from", "value"}; UserError if a rule is broken.
-
-    Turns of one role may follow each other.
-    """
+    """[(token of the role, text)] of messages {"role", "content"} or {"from", "value"}; UserError for a wrong one."""
     require(isinstance(messages, list) and messages, "there are no messages")
     turns = []
     for number, message in enumerate(messages, 1):
         require(isinstance(message, dict), f"message {number} is no object with role and content")
-        role = message.get("role", message.get("from"))
-        text = message.get("content", message.get("value"))
+        role, text = (message.get(name, message.get(other)) for name, other in (("role", "from"), ("content", "value")))
         known = isinstance(role, str) and role in ROLES
         require(known, f"message {number} has the role {role!r}, which must be system, user or assistant")
         require(isinstance(text, str), f"message {number} has no text")
@@ -73,28 +68,26 @@ def conversation_of(line, fields):
 
 
 def encode_turns(tokenizer, turns):
-    """[count] uint32 token ids of each turn."""
+    """The token ids of each turn, lists of int."""
     special = tokenizer._special_tokens
-    edges = [np.uint32([special[role], special[END]]) for role, _ in turns]
-    return [np.insert(edge, 1, encode(tokenizer, text)) for edge, (_, text) in zip(edges, turns, strict=True)]
+    return [[special[role], *encode(tokenizer, text).tolist(), special[END]] for role, text in turns]
 
 
 def encode_prompt(tokenizer, messages, room):
-    """Token ids that the next answer follows: at most `room`, without the oldest turns if there are too many.
+    """Token ids, at most `room`, that the next answer follows.
 
-    System messages at the beginning stay. With a turn of the user, the answers to it are left out too.
+    If the messages are too long, the oldest questions are left out with their answers, but no system message before.
     """
     require_turns(tokenizer)
     turns = read_messages(messages)
-    pieces = [ids.tolist() for ids in encode_turns(tokenizer, turns)]
-    roles = [role for role, _ in turns]
-    first = next((index for index, role in enumerate(roles) if role != SYSTEM), len(roles))
-    while sum(map(len, pieces)) >= room:
-        rest = range(first + 1, len(roles))
-        if (later := next((index for index in rest if roles[index] != ASSISTANT), None)) is None:
-            raise UserError(f"the newest turn does not fit into {room} tokens of the context; shorten it")
-        del roles[first:later], pieces[first:later]
-    return [*chain(*pieces), tokenizer._special_tokens[ASSISTANT]]
+    pieces = encode_turns(tokenizer, turns)
+    count = next((index for index, (role, _) in enumerate(turns) if role != SYSTEM), len(turns))
+    for first in range(count, max(count + 1, len(turns))):
+        if first == count or turns[first][0] != ASSISTANT:
+            ids = [*chain(*pieces[:count], *pieces[first:]), tokenizer._special_tokens[ASSISTANT]]
+            if len(ids) <= room:
+                return ids
+    raise UserError(f"the newest turn does not fit into {room} tokens of the context; shorten it")
 
 
 def is_answer(windows, assistant, end):
@@ -102,3 +95,58 @@ def is_answer(windows, assistant, end):
     index = np.arange(windows.shape[1])
     begun, ended = (np.maximum.accumulate(np.where(windows == x, index, -1), 1) for x in (assistant, end))
     return (begun > ended)[:, :-1]
+
+
+class Windows:
+    """The conversations of a split, packed by best fit into windows of block_size + 1 tokens, with padding.
+
+    Window w is windows([w * block_size], block_size + 1), as of a text. A conversation that is too long ends after its
+    last answer that fits, or is left out; `cut` of them are too long. `count`: of windows.
+    """
+
+    def __init__(self, tokens, block_size):
+        self.tokens, self.block_size, self.turns = tokens, block_size, tokens.turns
+        starts, _, ends = tokens.answers.T
+        fits = ends - starts <= block_size
+        self.starts, number = np.unique(starts[fits], return_inverse=True)
+        self.lengths = np.zeros(len(self.starts), np.int64)  # without the end-of-text token
+        np.maximum.at(self.lengths, number, (ends - starts)[fits])
+        self.cut = len(np.unique(starts[~fits]))
+        self.packed = best_fit(self.lengths + 1, block_size + 1)
+        self.count = len(self.packed)
+        rule = f"no answer of a split ends within block_size={block_size} tokens"
+        require(self.count, f"{rule}; give a larger one, or shorter conversations")
+
+    def __len__(self):
+        return self.count * self.block_size + 1
+
+    def windows(self, starts, length):
+        """[len(starts), length] array of ids, for starts that are multiples of block_size."""
+        _, padding, end_of_text = self.turns
+        rows = np.full((len(starts), length), padding, self.tokens.shards[0].dtype)
+        for row, start in zip(rows, starts, strict=True):
+            at = 0
+            for index in self.packed[start // self.block_size]:
+                end = at + self.lengths[index]
+                row[at:end] = self.tokens.windows(self.starts[index : index + 1], end - at)[0]
+                row[end] = end_of_text
+                at = end + 1
+        return rows
+
+
+def best_fit(sizes, room):
+    """Put each index, from the largest size on, where the least room is enough; returns lists of indices."""
+    bins, by_room, rooms = [], [[] for _ in range(room + 1)], 0  # bit n of rooms: by_room[n] has a bin
+    for index in np.argsort(-sizes, kind="stable").tolist():
+        size = int(sizes[index])
+        if enough := rooms >> size:
+            left = size + (enough & -enough).bit_length() - 1
+            chosen = by_room[left].pop()
+            rooms ^= 0 if by_room[left] else 1 << left
+        else:
+            left, chosen = room, []
+            bins.append(chosen)
+        chosen.append(index)
+        by_room[left - size].append(chosen)
+        rooms |= 1 << left - size
+    return bins

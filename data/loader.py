@@ -9,8 +9,7 @@ from functools import lru_cache, partial
 import numpy as np
 import torch
 
-from data.chat import is_answer
-from data.packing import Windows
+from data.chat import Windows, is_answer
 from errors import require
 
 GROUP = 1 << 16  # windows shuffled together; their order takes half a megabyte
@@ -23,7 +22,7 @@ class Batches:
     the number of groups form a group, so that each group is spread over the whole text. The windows of a group are
     shuffled. Groups follow each other, and so do epochs. The phase is drawn from (seed, e), the order from (seed, e,
     group). Batch `step` starts at window step * batch_size, so it may contain the end of one epoch and the start of the
-    next. The windows of conversations are those of data.packing, and their only phase is 0.
+    next. The windows of conversations are those of data.chat, and their only phase is 0.
     """
 
     def __init__(self, tokens, block_size, batch_size, seed):

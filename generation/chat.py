@@ -4,8 +4,7 @@ from data.chat import require_turns
 from errors import require
 
 HELP = """Type what you want to say. Ctrl-C stops an answer; exit or Ctrl-D ends.
-/reset        begin anew, with the same system message
-/system TEXT  begin anew with the system message TEXT, or without one"""
+/reset begins a new conversation with the same system message, /system TEXT one with another."""
 
 
 class Chat:
@@ -16,24 +15,23 @@ class Chat:
         self.generator, self.max_tokens, self.stop, self.messages = generator, max_tokens, stop, []
 
     def hear(self, line, show):
-        """Obey a command or answer; returns whether it was no command. show: a function of each piece of an answer.
+        """Answer, by show(piece) of each piece; or obey a command and return False.
 
-        If it is interrupted, the history keeps the answer as far as it came, and nothing of an answer without text.
+        If the answer is interrupted, the history keeps what has come of it, or nothing if that is blank.
         """
         command, _, text = line.partition(" ")
         if line.startswith("/"):
             require(command in ("/reset", "/system"), f"there is no {command}, only /reset and /system TEXT")
             old = [message for message in self.messages if message["role"] == "system"]
-            new = [dict(role="system", content=text)] if text.strip() else []
-            self.messages = old if command == "/reset" else new
+            self.messages = old if command == "/reset" else [dict(role="system", content=text)] * bool(text.strip())
             return False
-        before, answer = self.messages, ""
-        self.messages = [*before, dict(role="user", content=line)]
+        line = line.encode("utf-16", "surrogatepass").decode("utf-16", "replace")  # bytes that are not UTF-8
+        asked, answer = [*self.messages, dict(role="user", content=line)], ""
         try:
-            for _, piece in self.generator.stream([self.messages], self.max_tokens, self.stop):
+            for _, piece in self.generator.stream([asked], self.max_tokens, self.stop):
                 answer += piece
                 show(piece)
         finally:
-            heard = answer.strip() != ""
-            self.messages = [*self.messages, dict(role="assistant", content=answer)] if heard else before
+            if answer.strip():
+                self.messages = [*asked, dict(role="assistant", content=answer)]
         return True

@@ -18,8 +18,7 @@ from test_sample import SCRIPT
 
 from data import Batches, end_of_text, make_tokenizer, prepare, to_state, validation_batches
 from data.build import Options
-from data.chat import encode_prompt, encode_turns, has_turns, read_messages, with_turns
-from data.packing import best_fit
+from data.chat import best_fit, encode_prompt, encode_turns, has_turns, read_messages, with_turns
 from errors import UserError
 from generation import Chat, Generator, Sampling, generate
 from hf import weights
@@ -313,7 +312,7 @@ def test_template_gives_the_same_tokens(chat):
     theirs, ours = transformers.AutoTokenizer.from_pretrained("out"), chat.generator.tokenizer
     for name in set(FIVE) - {"borders as text"}:  # Transformers takes these for borders
         history = messages([(role, f" the sea\n\n{text} naïve ") for role, text in FIVE[name][0]])
-        expected = np.concatenate(encode_turns(ours, read_messages(history))).tolist()
+        expected = [*chain(*encode_turns(ours, read_messages(history)))]
         assert theirs.apply_chat_template(history, return_dict=False) == expected
         found = theirs.apply_chat_template(history, add_generation_prompt=True, return_dict=False)
         assert found == [*expected, ours._special_tokens["<|assistant|>"]] == encode_prompt(ours, history, 999)

@@ -67,7 +67,8 @@ def test_shipped_configs(path, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(tokenizer, "_gpt2_ranks", lambda path: [bytes([value]) for value in range(256)])
     (tmp_path / "config.json").write_text('{"model_type": "gpt2", "n_layer": 4}')
     (tmp_path / "model.safetensors").touch()
-    weights = ("--init_from", str(tmp_path)) if path.stem == "finetune_shakespeare" else ()
+    weights = ("--init_from", str(tmp_path)) if path.stem in ("finetune_shakespeare", "chat") else ()
+    weights += ("--input", "x.jsonl") if path.stem == "chat" else ()
     config = load_config([str(path), "--device", "cpu", *weights])
     assert config.n_layer == 4 and config.name == path.stem
     assert config.eval_batches > 0  # a long text must not take minutes at each evaluation
