@@ -72,7 +72,7 @@ def read_file(path, tokenizer):
 
 
 def read_split(contents, split):
-    """The first and the last arguments of evaluate_text() for a part, val or train, of a checkpoint's corpus."""
+    """(tokens [count], bytes, answers or None) of a part, val or train, of the corpus of a checkpoint."""
     options, path = contents.get("config"), contents["path"]
     require(options, f"{path} names no corpus of its own; give --text FILE or --tasks")
     expected, tokenizer = contents["tokens_sha256"], options["tokenizer"]
@@ -81,7 +81,7 @@ def read_split(contents, split):
     corpus = open_corpus(options["data"], tokenizer, options["input"] or None, sha256=expected)
     require(corpus.sha256 == expected, f"{corpus.folder} has other tokens than {path}; give the text with --text")
     part = getattr(corpus, split)
-    return (np.concatenate(part.shards), part.text_bytes), {"answers": part.answers} if part.turns else {}
+    return np.concatenate(part.shards), part.text_bytes, part.answers if part.turns else None
 
 
 def load_tasks(names):
@@ -211,13 +211,13 @@ def main(config):
     print(f"{contents['path']} on {model.embed.weight.device}", file=sys.stderr)
     results, stride, block_size = {}, config.stride, model.config.block_size
     require(stride is None or 1 <= stride <= block_size, f"stride={stride} must be from 1 to block_size, {block_size}")
+    how = dict(stride=stride, batch_size=config.batch_size)
     if config.text:
         text = read_file(Path(config.text), tokenizer)
-        results[config.text] = evaluate_text(model, *text, stride, config.batch_size)
+        results[config.text] = evaluate_text(model, *text, **how)
     elif config.split or not config.tasks:
         split = config.split or "val"
-        text, options = read_split(contents, split)
-        results[split] = evaluate_text(model, *text, stride, config.batch_size, **options)
+        results[split] = evaluate_text(model, *read_split(contents, split), **how)
     if tasks:
         results |= evaluate_tasks(model, tokenizer, tasks, config.limit, config.batch_size)
     lines = "\n".join(map(describe, results, results.values()))

@@ -73,11 +73,9 @@ class SampleConfig(Sampling):
         super().__post_init__()
         for name in ("max_tokens", "num_samples"):
             require(getattr(self, name) >= 1, f"{name}={getattr(self, name)} must be at least 1")
-        typed = "--chat" if self.chat else "--interactive" if self.interactive else ""
-        one = not typed or self.num_samples == 1
-        require(one, f"num_samples={self.num_samples} does not go with {typed}; leave it out")
-        none = not typed or self.prompt == NEW_TEXT
-        require(none, f"--prompt does not go with {typed}; type the prompt after the start")
+        alone = self.num_samples == 1 and self.prompt == NEW_TEXT
+        rule = "--prompt and --num_samples do not go with --interactive and --chat; type prompts after the start"
+        require(alone or not (self.interactive or self.chat), rule)
 
 
 def read_prompt(prompt):
@@ -136,7 +134,7 @@ def interact(generator, config):
     signal.signal(signal.SIGINT, signal.default_int_handler)
     for number in itertools.count():
         try:
-            prompt = input("> ") or ("" if chat else opening(generator.tokenizer))
+            prompt = input("> ") or opening(generator.tokenizer)
         except EOFError:
             print()
             return
@@ -145,15 +143,11 @@ def interact(generator, config):
             continue
         if prompt in ("exit", "quit"):
             return
-        if chat and not prompt.strip():
-            continue
         try:
             generator.reseed((config.seed + number) % 2**62)
             if not chat:
                 print_samples(generator, prompt, config)
-            elif chat.hear(prompt, show):
-                print()
-            else:
+            elif not chat.hear(prompt, show):
                 continue
             print_speed(generator)
         except KeyboardInterrupt:

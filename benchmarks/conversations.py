@@ -15,21 +15,8 @@ import sys
 import warnings
 from contextlib import suppress
 
-PACKAGES = {
-    "numpy": ("linalg", "fft", "random", "ma", "polynomial", "testing"),
-    "torch": (
-        "nn",
-        "nn.functional",
-        "nn.init",
-        "optim",
-        "linalg",
-        "fft",
-        "special",
-        "distributions",
-        "utils.data",
-        "cuda",
-    ),
-}
+NUMPY = ["numpy"] + [f"numpy.{name}" for name in ("linalg", "fft", "random", "ma", "polynomial", "testing")]
+TORCH = ["nn", "nn.functional", "nn.init", "optim", "linalg", "fft", "special", "distributions", "utils.data", "cuda"]
 SIDE_EFFECTS = ("antigravity", "this", "idlelib", "tkinter", "turtle", "_", "lib2to3", "test")  # of an import
 MARKUP = re.compile(r":\w+:`~?\.?([^`<]+?)(?: <[^>]*>)?`|``?([^`]+)``?")
 QUESTIONS = ("What does {} do?", "What is {} for?", "Explain {}.", "Tell me about {}.", "Describe {} in a few words.")
@@ -40,12 +27,11 @@ SYSTEM = "You answer questions about Python and its packages."
 def documented():
     """Yield (name, object) of what modules define in public, without aliases."""
     seen = set()
-    others = [".".join((package, *part)) for package, parts in PACKAGES.items() for part in ((), *zip(parts))]
-    for module in sorted(sys.stdlib_module_names) + others:
-        try:
-            members = [] if module.startswith(SIDE_EFFECTS) else list(vars(importlib.import_module(module)).items())
-        except Exception:  # a module of another system
-            continue
+    names = [name for name in sorted(sys.stdlib_module_names) if not name.startswith(SIDE_EFFECTS)]
+    for module in [*names, *NUMPY, "torch", *(f"torch.{name}" for name in TORCH)]:
+        members = []
+        with suppress(Exception):  # a module of another system
+            members += vars(importlib.import_module(module)).items()
         for name, item in members:
             if inspect.isclass(item) and "." not in name and item.__module__.startswith(module.partition(".")[0]):
                 members += [(f"{name}.{inner}", value) for inner, value in vars(item).items()]
@@ -64,9 +50,8 @@ def conversation(name, item, draw):
         return None
     turns = [("system", SYSTEM)] * (draw.random() < 0.3)
     turns += [("user", draw.choice(QUESTIONS).format(name)), ("assistant", answer)]
-    if not signature and not inspect.isbuiltin(item):
-        with suppress(TypeError, ValueError, AttributeError):  # of a function in C
-            signature = item.__name__ + str(inspect.signature(item))
+    with suppress(TypeError, ValueError, AttributeError):  # of a function in C
+        signature = signature or item.__name__ + str(inspect.signature(item))
     if 0 < len(signature) <= 200 and " at 0x" not in signature and draw.random() < 0.7:
         turns += [("user", draw.choice(THEN)), ("assistant", signature)]
     return [dict(role=role, content=text) for role, text in turns]
@@ -76,7 +61,6 @@ if __name__ == "__main__":
     warnings.simplefilter("ignore")  # of names that packages no longer want to be used
     file, seed = (*sys.argv[1:], "1")[:2]
     found = [conversation(name, item, random.Random(f"{seed} {name}")) for name, item in documented()]
-    lines = [json.dumps({"messages": messages}) + "\n" for messages in found if messages]
     with open(file, "w") as output:
-        output.writelines(lines)
-    print(f"{len(lines):,} conversations in {file}")
+        output.writelines(json.dumps({"messages": messages}) + "\n" for messages in found if messages)
+    print(f"{len(found) - found.count(None):,} conversations in {file}")

@@ -195,17 +195,13 @@ def _new_manifest(source, tokenizer_spec, options):
         threshold = min(max(threshold, min(hashes) + 1), max(hashes))
     from_all = tokenizer_spec.startswith("char") and not source.chat
     texts = _learned_texts(_blocks(source, options, every_file), cut, threshold, from_all)
-    if source.chat:
-        texts = ("\n".join(said for _, said in json.loads(text)) for text in texts)
+    texts = ("\n".join(said for _, said in json.loads(text)) for text in texts) if source.chat else texts
     tokenizer = make_tokenizer(tokenizer_spec, texts, many_documents=cut is None)
     tokenizer = with_turns(tokenizer) if source.chat else tokenizer
     dtype = "<u2" if tokenizer.n_vocab <= 1 << 16 else "<u4"
-    manifest = dict(finished=0, bad=0, cut=cut, threshold=threshold, chat=source.chat, dtype=dtype)
-    return (
-        manifest
-        | dict(tokenizer=to_state(tokenizer))
-        | {split: dict(shards=[], tokens=0, documents=0, text_bytes=0) for split in SPLITS}
-    )
+    manifest = dict(finished=0, bad=0, cut=cut, threshold=threshold, dtype=dtype, tokenizer=to_state(tokenizer))
+    parts = {split: dict(shards=[], tokens=0, documents=0, text_bytes=0) for split in SPLITS}
+    return manifest | parts | {"chat": source.chat}
 
 
 def _learned_texts(blocks, cut, threshold, from_all):

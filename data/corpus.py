@@ -69,7 +69,7 @@ def open_corpus(name, tokenizer_spec, input=None, *, sha256=None, quiet=False, v
         except UserError as error:
             reason = str(error)
     if name in DATASETS or str(input).startswith(HUB):
-        words, size = (name, f"about {DATASETS[name][2]}; ") if name in DATASETS else (f"{name} --input {input}", "")
+        words, size = (name, f"about {DATASETS[name][1]}; ") if name in DATASETS else (f"{name} --input {input}", "")
         raise UserError(
             f"{name} cannot be used: {reason}; type python -m data.prepare {words} --tokenizer {tokenizer_spec} "
             f"({size}--tokens 1B prepares a part)"

@@ -61,11 +61,11 @@ def read_blocks(path, text_field="text", separator="", skip_bad=False, chat=Fals
     """
     suffix = suffix_of(path)
     fields = MESSAGES if chat and text_field == "text" else (text_field,)
+    text_of = partial(conversation_of, fields=fields) if chat else lambda line: json.loads(line)[text_field]
     if suffix == ".parquet":
-        text_of = partial(conversation_of, fields=fields) if chat else bytes.decode
+        text_of = text_of if chat else bytes.decode
         yield from _parsed(path, "row", fields[0], _rows(path, fields, chat), text_of, skip_bad)
     elif suffix in (".jsonl", ".ndjson", ".json"):
-        text_of = partial(conversation_of, fields=fields) if chat else lambda line: json.loads(line)[text_field]
         yield from _parsed(path, "line", fields[0], _lines(path), text_of, skip_bad)
     else:
         require(not chat, f"{path} is no file of conversations; its name must end in .jsonl or .parquet")

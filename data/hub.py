@@ -8,10 +8,10 @@ from data.shards import file_sha256
 from errors import UserError, require
 
 HUB = "hub:"  # OWNER/NAME or OWNER/NAME/FOLDER follows, in --input
-# name: (repository, folder in it, downloads and disk space)
+# name: (place, downloads and disk space); {} stands for --sample
 DATASETS = {
-    "fineweb-edu": ("HuggingFaceFW/fineweb-edu", "sample/{}", "28 GB of downloads, 20 GB of disk for 10B tokens"),
-    "openwebtext": ("Skylion007/openwebtext", "plain_text", "24 GB of downloads, 18 GB of disk for 9B tokens"),
+    "fineweb-edu": ("hub:HuggingFaceFW/fineweb-edu/sample/{}", "28 GB of downloads, 20 GB of disk for 10B tokens"),
+    "openwebtext": ("hub:Skylion007/openwebtext/plain_text", "24 GB of downloads, 18 GB of disk for 9B tokens"),
 }
 
 

@@ -67,14 +67,17 @@ def find_source(name, input=None, sample="10BT"):
         title, path = _find_shakespeare(input)
         return _source_of(title, path.parent, [path])
     chat, place = name == "chat", str(input or "")
-    if name in ("text", "chat") and place.startswith(HUB):
+    if name in DATASETS and not input:
+        place = DATASETS[name][0].format(sample)
+    if place.startswith(HUB) and name != "tokens":
         found = re.fullmatch(r"hub:([^/]+/[^/]+)/?(.*?)/?", place)
         require(found, f"input={place!r} must be hub:OWNER/NAME or hub:OWNER/NAME/FOLDER, as the hub writes them")
-        return _hub_source(place.removeprefix(HUB), *found.groups(), chat)
-    if name in DATASETS and not input:
-        repository, folder, _ = DATASETS[name]
-        title = f"{name} {sample}" if name == "fineweb-edu" else name
-        return _hub_source(title, repository, folder.format(sample))
+        commit, files = list_dataset(*found.groups())
+        about = [f"{found[1]}@{commit}/{path}, sha256 {sha256}" for path, (_, sha256) in files.items()]
+        digest, downloads = hashlib.sha256(repr(about).encode()).hexdigest(), data_folder(f"downloads/{found[1]}")
+        title = place.removeprefix(HUB) if input else f"{name} {sample}" if name == "fineweb-edu" else name
+        fetch = partial(download_file, found[1], commit, files, downloads)
+        return Source(title, downloads, list(files), [size for size, _ in files.values()], digest, "", fetch, chat)
     rule = f"must be shakespeare; {' or '.join(DATASETS)}, without --input; or text, chat or tokens, with --input"
     require(name in ("text", "chat", "tokens") and input, f"corpus {name!r} {rule}")
     path, others = Path(input), ""
@@ -87,16 +90,6 @@ def find_source(name, input=None, sample="10BT"):
     else:
         files = [path]
     return replace(_source_of(title, folder, files, others), chat=chat)
-
-
-def _hub_source(title, repository, folder, chat=False):
-    """The Source of the parquet files in a folder of a data set on the hub."""
-    commit, files = list_dataset(repository, folder)
-    about = [f"{repository}@{commit}/{path}, sha256 {sha256}" for path, (_, sha256) in files.items()]
-    digest, downloads = hashlib.sha256(repr(about).encode()).hexdigest(), data_folder(f"downloads/{repository}")
-    fetch = partial(download_file, repository, commit, files, downloads)
-    sizes = [size for size, _ in files.values()]
-    return Source(title, downloads, list(files), sizes, digest, fetch=fetch, chat=chat)
 
 
 def _source_of(title, folder, files, others=""):

@@ -15,11 +15,13 @@ class Chat:
         self.generator, self.max_tokens, self.stop, self.messages = generator, max_tokens, stop, []
 
     def hear(self, line, show):
-        """Answer, by show(piece) of each piece; or obey a command and return False.
+        """Answer, by show(piece) of each piece; or return False after a command or a blank line.
 
         If the answer is interrupted, the history keeps what has come of it, or nothing if that is blank.
         """
         command, _, text = line.partition(" ")
+        if not line.strip():
+            return False
         if line.startswith("/"):
             require(command in ("/reset", "/system"), f"there is no {command}, only /reset and /system TEXT")
             old = [message for message in self.messages if message["role"] == "system"]
@@ -31,6 +33,7 @@ class Chat:
             for _, piece in self.generator.stream([asked], self.max_tokens, self.stop):
                 answer += piece
                 show(piece)
+            show("\n")
         finally:
             if answer.strip():
                 self.messages = [*asked, dict(role="assistant", content=answer)]

@@ -55,16 +55,14 @@ def score(model, texts, batch_size, stride=None):
     return likelihoods.tolist(), (misses == 0).tolist()
 
 
-def evaluate_text(model, tokens, text_bytes, stride, batch_size, answers=None):
+def evaluate_text(model, tokens, text_bytes, answers=None, *, stride, batch_size):
     """Nats per token, perplexity and bits per byte of tokens [count], a text of so many bytes.
 
     answers: as of data.shards.Tokens, if only these count; text_bytes is theirs.
     """
     spans = [(0, 1, len(tokens))] if answers is None else answers.tolist()
-    likelihoods, _ = score(
-        model, [(tokens[start:end], first - start) for start, first, end in spans], batch_size, stride
-    )
+    texts = [(tokens[start:end], first - start) for start, first, end in spans]
     scored = sum(end - first for _, first, end in spans)
-    loss, count = -sum(likelihoods) / scored, len(tokens) if answers is None else scored
+    loss, count = -sum(score(model, texts, batch_size, stride)[0]) / scored, scored + (answers is None)
     bits = loss / math.log(2) * count / text_bytes  # as Corpus.bytes_per_token counts
     return dict(loss=loss, perplexity=float(np.exp(loss)), bits_per_byte=bits, tokens=count, bytes=text_bytes)

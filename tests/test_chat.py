@@ -392,7 +392,7 @@ def test_the_command(chat, monkeypatch, capsys):
     assert code == 0 and err.count("prompt ") == 2 and err.count("error: there is no /nothing") == 1
     assert "/system TEXT" in err and out.count("\n") >= 2
     for flags, words in (
-        (["--num_samples", "2"], "num_samples=2 does not go with --chat"),
+        (["--num_samples", "2"], "--num_samples"),
         (["--prompt", "a"], "--chat"),
     ):
         code, _, err = run_script(monkeypatch, capsys, SCRIPT, "x", "--chat", *flags)
