@@ -213,8 +213,7 @@ def main(config):
     require(stride is None or 1 <= stride <= block_size, f"stride={stride} must be from 1 to block_size, {block_size}")
     how = dict(stride=stride, batch_size=config.batch_size)
     if config.text:
-        text = read_file(Path(config.text), tokenizer)
-        results[config.text] = evaluate_text(model, *text, **how)
+        results[config.text] = evaluate_text(model, *read_file(Path(config.text), tokenizer), **how)
     elif config.split or not config.tasks:
         split = config.split or "val"
         results[split] = evaluate_text(model, *read_split(contents, split), **how)

@@ -318,6 +318,11 @@ def test_template_gives_the_same_tokens(chat):
         assert found == [*expected, ours._special_tokens["<|assistant|>"]] == encode_prompt(ours, history, 999)
     settings = transformers.GenerationConfig.from_pretrained("out")
     assert settings.eos_token_id == [end_of_text(ours), ours._special_tokens["<|end|>"]]
+    gguf = pytest.importorskip("gguf")
+    export("runs/x", "x.gguf")
+    fields = gguf.GGUFReader("x.gguf").fields
+    assert fields["tokenizer.chat_template"].contents() == Path("out/chat_template.jinja").read_text()
+    assert fields["tokenizer.ggml.eot_token_id"].contents() == settings.eos_token_id[1]
     again, same, _ = load("out", "cpu")
     assert has_turns(same) and list(generate(again, same, history, max_tokens=3))
 
