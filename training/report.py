@@ -214,7 +214,8 @@ class Report:
                 worse = last - found["val_loss"]
                 show(f"the last is {worse:.4f} worse, a sign of overfitting: try fewer --steps or more text")
         show(f"trained for {duration(self._seconds())}; losses are drawn in {self.folder / 'loss.png'}")
-        show(f"sample from it: python sample.py {self.folder.name}")
+        flag = " --chat" if self.config.data == "chat" else ""
+        show(f"sample from it: python sample.py {self.folder.name}{flag}")
         if write:
             with only_warn("writing a sample"):
                 width = get_terminal_size().columns - 3
