@@ -90,9 +90,10 @@ def test_without_gradients(device):
 
 
 @pytest.mark.parametrize("rows", [0, 3])
-def test_where_no_row_counts(rows, device):
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16] if ON_GPU else [torch.float32])
+def test_where_no_row_counts(dtype, rows, device):
     """The loss is 0 and so are the gradients, where PyTorch's loss is NaN: a micro-batch may have no answer."""
-    x, weight = (torch.randn(n, 8, device=device, requires_grad=True) for n in (rows, 30))
+    x, weight = (torch.randn(n, 8, device=device, dtype=dtype, requires_grad=True) for n in (rows, 30))
     loss = linear_cross_entropy(x, weight, torch.full((rows,), -100, device=device))
     assert loss == 0
     for found, leaf in zip(torch.autograd.grad(loss, (x, weight)), (x, weight), strict=True):
