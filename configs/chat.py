@@ -4,14 +4,12 @@
 init_from = "gpt2"
 data = "chat"
 mask_documents = True  # attention does not cross from one conversation to the next
-
 batch_size = 8  # windows of up to 1024 tokens, each of a dozen short conversations
-epochs = 2  # more of them overfit a few thousand conversations
+epochs = 2
 learning_rate = 1e-4  # a tenth of the rate of pretraining, so that little is forgotten
 min_learning_rate = 1e-5
 warmup_steps = 10
 dropout = 0.1
 eval_every = 50
 compile = "blocks"  # compiling the whole model takes longer than it saves in a few hundred steps
-
-cpu = dict(block_size=256, batch_size=8, eval_batches=20, compile="off")
+cpu = dict(block_size=256, eval_batches=20, compile="off")
