@@ -17,18 +17,24 @@ GELUS = {"gelu": "gelu", "gelu_pytorch_tanh": "gelu_tanh", "gelu_new": "gelu_tan
 GPT2_VOCABULARY = 50257
 
 # Options that a network must have, with the values that are allowed; the first one is advised.
-NOWHERE = dict(window=[None], mask_documents=[False], embed_skip=[False], value_residual=[False])
-GPT2 = NOWHERE | dict(norm=["layernorm"], qk_norm=[False], embed_norm=[False], logit_softcap=[None])
-LLAMA = NOWHERE | dict(norm=["rmsnorm"], bias=[False], embed_norm=[False], logit_softcap=[None])
+KESTREL = dict(position=["rope"], norm=["rmsnorm"], mlp=["relu2"], bias=[False], mask_documents=[False],
+               embed_norm=[False])  # fmt: skip
+NANOCHAT = KESTREL | dict(window=[None], embed_skip=[False], value_residual=[False], norm_weight=[False],
+                          qk_norm=[True], embed_norm=[True])  # fmt: skip
+ARCEE = NANOCHAT | dict(norm_weight=[True, False], qk_norm=[False], embed_norm=[False], logit_softcap=[None])
+LLAMA = ARCEE | dict(mlp=["swiglu"])
 WRITABLE = {
-    "gpt2": GPT2 | dict(mlp=["gelu_tanh", "gelu"]),
-    "llama": LLAMA | dict(mlp=["swiglu"]),
-    "qwen3": LLAMA | dict(mlp=["swiglu"]),
-    "arcee": LLAMA | dict(mlp=["relu2"]),
-    "nanochat": NOWHERE | dict(norm=["rmsnorm"], norm_weight=[False], bias=[False], embed_norm=[True]),
+    "gpt2": ARCEE | dict(position=["learned"], norm=["layernorm"], mlp=["gelu_tanh", "gelu"], bias=[True, False]),
+    "llama": LLAMA,
+    "qwen3": LLAMA | dict(qk_norm=[True]),
+    "arcee": ARCEE,
+    "nanochat": NANOCHAT,
+    "kestrel": KESTREL,  # hf/modeling_kestrel.py
 }
-READABLE = ("gpt2", "llama", "arcee", "nanochat")
-CLASSES = dict(gpt2="GPT2", llama="Llama", qwen3="Qwen3", arcee="Arcee", nanochat="NanoChat")
+READABLE = ("gpt2", "llama", "arcee", "nanochat", "kestrel")
+CLASSES = dict(gpt2="GPT2", llama="Llama", qwen3="Qwen3", arcee="Arcee", nanochat="NanoChat", kestrel="Kestrel")
+# Options in a Kestrel's config.json under our names. Transformers leaves out those with these values.
+KESTREL_DEFAULTS = dict(norm_weight=False, qk_norm=True, embed_skip=True, value_residual=True)
 
 # Our modules and Hugging Face's. * is the number of a block. The rows of our qkv are those of q, k and v.
 GPT2_NAMES = {
@@ -44,8 +50,10 @@ GPT2_NAMES = {
     "head": "lm_head",
 }
 LLAMA_NAMES = {
+    "": "model",
     "embed": "model.embed_tokens",
     "blocks.*.norm_1": "model.layers.*.input_layernorm",
+    "blocks.*.attention": "model.layers.*.self_attn",
     "blocks.*.attention.qkv": "model.layers.*.self_attn.[qkv]_proj",
     "blocks.*.attention.project": "model.layers.*.self_attn.o_proj",
     "blocks.*.norm_2": "model.layers.*.post_attention_layernorm",
@@ -61,30 +69,31 @@ NANOCHAT_NAMES = LLAMA_NAMES | {
 }
 
 
-def kind_of(config):
-    """The architecture that a network is written as, if its other options allow it."""
-    if config.position == "learned":
-        return "gpt2"
-    if config.mlp == "relu2":
-        return "nanochat" if config.qk_norm else "arcee"
-    return "qwen3" if config.qk_norm else "llama"
-
-
-def require_writable(config):
-    """The architecture of a network; UserError if no architecture of Transformers has these options."""
-    kind = kind_of(config)
+def _wrong(config, kind):
+    """Options of a network that an architecture lacks, with their allowed values."""
     allowed = WRITABLE[kind] | ({"n_kv_head": [None, config.n_head]} if kind == "gpt2" else {})
-    wrong = [name for name, values in allowed.items() if getattr(config, name) not in values]
+    return {name: values for name, values in allowed.items() if getattr(config, name) not in values}
+
+
+def kind_of(config, kinds=tuple(WRITABLE)):
+    """The architecture that a network is written as, or the nearest one."""
+    return min(kinds, key=lambda kind: len(_wrong(config, kind)))
+
+
+def require_writable(config, kinds=tuple(WRITABLE), how="exported"):
+    """The architecture of a network; UserError if none of `kinds` has its options."""
+    kind = kind_of(config, kinds)
+    wrong = _wrong(config, kind)
     found = ", ".join(f"{name}={getattr(config, name)}" for name in wrong)
-    advice = " ".join(f"--{name} {allowed[name][0]}" for name in wrong)
+    advice = " ".join(f"--{name} {values[0]}" for name, values in wrong.items())
     rule = f"this network would be written as {CLASSES[kind]}; train one with {advice}"
-    require(not wrong, f"{found} cannot be exported: {rule}")
+    require(not wrong, f"{found} cannot be {how}: {rule}")
     return kind
 
 
 def parameters_of(config):
     """Yield (our name, shape, their name) of all parameters of a network; a tied head is left out."""
-    names = GPT2_NAMES if config.position == "learned" else NANOCHAT_NAMES if is_flipped(config) else LLAMA_NAMES
+    names = dict(gpt2=GPT2_NAMES, nanochat=NANOCHAT_NAMES).get(kind_of(config), LLAMA_NAMES)
     for name, parameter in empty_model(config, "meta").named_parameters():
         module, _, kind = name.rpartition(".")
         number = module.split(".")[1] if module.startswith("blocks.") else ""
@@ -97,35 +106,27 @@ def is_transposed(key):
     return key.endswith(".weight") and ".c_" in key
 
 
-def is_flipped(config):
-    """NanoChat rotates queries and keys the other way round. With the halves of each head exchanged, that is our way.
-
-    Folders that were written before the option embed_norm have Llama's names.
-    """
-    return kind_of(config) == "nanochat" and config.embed_norm
-
-
 def exchange_halves(weight, head_dim):
-    """The rows [heads D, C] of a query or key matrix with the halves of each head exchanged."""
+    """The rows [heads D, C] of a query or key matrix with the halves of each head exchanged.
+
+    NanoChat rotates queries and keys the other way round. With exchanged halves, that is our way.
+    """
     return weight.unflatten(0, (-1, 2, head_dim // 2)).flip(1).flatten(0, 2)
 
 
 def their_weights(weights, config):
-    """The tensors of a Hugging Face file, for the state_dict of a GPT. Missing biases are 0, missing weights 1.
-
-    NanoChat has no weights in its norms.
-    """
-    theirs = {}
-    has_weights = kind_of(config) != "nanochat"
+    """The tensors of a Hugging Face file, for the state_dict of a GPT. Missing biases are 0, missing weights 1."""
+    theirs, architecture = {}, kind_of(config)
+    has_weights = config.norm_weight or architecture not in ("nanochat", "kestrel")
     for name, shape, key in parameters_of(replace(config, bias=config.position == "learned", norm_weight=has_weights)):
         absent = torch.full(shape, float(name.endswith("weight")))
         value = weights.get(name, absent)[: shape[0]]  # without the padding of the vocabulary
         if "[qkv]" in key:
             heads = (config.n_head, config.kv_heads, config.kv_heads)
             for part, rows in zip("qkv", value.split([count * config.head_dim for count in heads]), strict=True):
-                flipped = is_flipped(config) and part != "v"
+                flipped = architecture == "nanochat" and part != "v"
                 theirs[key.replace("[qkv]", part)] = exchange_halves(rows, config.head_dim) if flipped else rows.clone()
-            if kind_of(config) == "qwen3":  # its norms of queries and keys have weights, ours do not
+            if architecture == "qwen3":  # its norms of queries and keys have weights, ours do not
                 for part in "qk":
                     theirs[key.replace("[qkv]_proj", f"{part}_norm")] = torch.ones(config.head_dim)
         else:
@@ -150,8 +151,15 @@ def config_json(config, end, dtype):
             activation_function=gelu, layer_norm_epsilon=config.norm_eps or LAYERNORM_EPSILON,
             attn_pdrop=0.0, embd_pdrop=0.0, resid_pdrop=0.0,
         )  # fmt: skip
-    if kind == "nanochat":
+    if kind in ("nanochat", "kestrel"):
         common |= dict(final_logit_softcapping=config.logit_softcap, pad_token_id=None)
+    if kind == "kestrel":
+        classes = dict(AutoConfig="Config", AutoModel="Model", AutoModelForCausalLM="ForCausalLM")
+        common |= {name: getattr(config, name) for name in KESTREL_DEFAULTS}
+        common |= dict(
+            auto_map={name: f"modeling_kestrel.Kestrel{value}" for name, value in classes.items()},
+            sliding_window=config.window, layer_types=_layer_types(config.window, config.n_layer),
+        )  # fmt: skip
     return common | dict(
         hidden_size=config.n_embd, intermediate_size=config.mlp_width, num_hidden_layers=config.n_layer,
         num_attention_heads=config.n_head, num_key_value_heads=config.kv_heads, head_dim=config.head_dim,
@@ -159,6 +167,10 @@ def config_json(config, end, dtype):
         rms_norm_eps=config.norm_eps or RMSNORM_EPSILON, attention_bias=False, mlp_bias=False, attention_dropout=0.0,
         rope_theta=config.rope_theta, rope_parameters={"rope_type": "default", "rope_theta": config.rope_theta},
     )  # fmt: skip
+
+
+def _layer_types(window, count):
+    return ["full_attention" if window is None or i % 4 == 3 else "sliding_attention" for i in range(count)]
 
 
 def read_config(theirs, folder):
@@ -188,24 +200,29 @@ def _read_gpt2(theirs, folder):
 
 
 def _read_llama(theirs, kind, folder):
-    """Of Llama, Arcee and NanoChat."""
+    """Of Llama, Arcee, NanoChat and Kestrel."""
     rope = theirs.get("rope_parameters") or theirs.get("rope_scaling") or {}  # the latter: before Transformers 5
     defaults = dict(tie_word_embeddings=False, num_key_value_heads=None, head_dim=None, attention_bias=False,
                     mlp_bias=False, hidden_act="silu" if kind == "llama" else "relu2",
                     rope_theta=10000.0, rope_type=rope.get("type", "default"), rope_interleaved=False,
-                    partial_rotary_factor=1.0, final_logit_softcapping=15.0)  # fmt: skip
+                    partial_rotary_factor=1.0, sliding_window=None,
+                    final_logit_softcapping=15.0 if kind == "nanochat" else None)  # fmt: skip
     theirs = defaults | theirs | rope
     if theirs["num_key_value_heads"] is None:
         theirs["num_key_value_heads"] = theirs.get("num_attention_heads")
     sizes = _sizes(theirs, folder, vocab_size="vocab_size", n_layer="num_hidden_layers", n_head="num_attention_heads",
                    n_embd="hidden_size", block_size="max_position_embeddings",
                    n_kv_head="num_key_value_heads")  # fmt: skip
-    nanochat = kind == "nanochat"
+    parts = {}
+    if kind == "nanochat":
+        parts = dict(norm_weight=False, qk_norm=True, embed_norm=True, logit_softcap=theirs["final_logit_softcapping"])
+    elif kind == "kestrel":
+        parts = {name: theirs.get(name, value) for name, value in KESTREL_DEFAULTS.items()}
+        parts |= dict(logit_softcap=theirs["final_logit_softcapping"], window=theirs["sliding_window"])
     network = GPTConfig(
-        **sizes, norm="rmsnorm", position="rope", mlp="swiglu" if kind == "llama" else "relu2",
+        **sizes, **parts, norm="rmsnorm", position="rope", mlp="swiglu" if kind == "llama" else "relu2",
         tie_head=bool(theirs["tie_word_embeddings"]), rope_theta=theirs["rope_theta"],
-        norm_eps=_epsilon(theirs, "rms_norm_eps", RMSNORM_EPSILON, folder), norm_weight=not nanochat, qk_norm=nanochat,
-        embed_norm=nanochat, logit_softcap=theirs["final_logit_softcapping"] if nanochat else None,
+        norm_eps=_epsilon(theirs, "rms_norm_eps", RMSNORM_EPSILON, folder),
     )  # fmt: skip
     _require_only(theirs, folder, dict(
         hidden_act=[defaults["hidden_act"]], intermediate_size=[network.mlp_width], attention_bias=[False],

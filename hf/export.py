@@ -105,6 +105,8 @@ def _write_folder(found, config, path, dtype):
             (temporary / file).write_text(json.dumps(value, indent=1, ensure_ascii=False), encoding="utf-8")
         if chat:
             (temporary / "chat_template.jinja").write_text(TEMPLATE)
+        if files["config.json"]["model_type"] == "kestrel":
+            shutil.copy(Path(__file__).with_name("modeling_kestrel.py"), temporary)
         (temporary / "README.md").write_text(_card(found, config), encoding="utf-8", errors="replace")
         safetensors.save_file(tensors, temporary / "model.safetensors", metadata={"format": "pt"})
         (temporary / "model.safetensors").chmod(0o644)  # safetensors makes it private
@@ -127,7 +129,8 @@ if __name__ == "__main__":
     with command():
         options = tyro.cli(Command)
         export(options.run, options.path, options.dtype)
-        use = f"load it with AutoModelForCausalLM.from_pretrained({str(options.path)!r})"
+        trust = ", trust_remote_code=True" if (options.path / "modeling_kestrel.py").exists() else ""
+        use = f"load it with AutoModelForCausalLM.from_pretrained({str(options.path)!r}{trust})"
         if options.path.suffix == ".gguf":
             use = f"continue a text: llama-completion -m {options.path} -p TEXT -n 100"
         print(f"wrote {options.path}; {use}")

@@ -10,7 +10,7 @@ from data.files import optional
 from data.hub_tokenizer import HubTokenizer
 from data.tokenizer import GPT2_PATTERN, GPT4_PATTERN, LINE_PATTERN, CharTokenizer
 from errors import require
-from hf.architectures import is_transposed, kind_of, require_writable, their_weights
+from hf.architectures import is_transposed, require_writable, their_weights
 from hf.tokenizer_json import letters_of, merged_pairs, vocabulary_of
 from model import LAYERNORM_EPSILON, RMSNORM_EPSILON
 
@@ -29,10 +29,7 @@ def make_writer(found, config, dtype):
         UserError: llama.cpp has no such network or tokenizer.
     """
     gguf = optional("gguf", "writing GGUF")
-    kind = kind_of(config)
-    rule = "llama.cpp has no NanoChat; train one with --qk_norm False --embed_norm False, or with --mlp swiglu"
-    require(kind != "nanochat", f"mlp=relu2 with qk_norm=True cannot be written as GGUF: {rule}")
-    require_writable(config)
+    kind = require_writable(config, ("gpt2", "llama", "qwen3", "arcee"), "written as GGUF")
     writer = gguf.GGUFWriter(None, kind)
     _write_tokenizer(writer, gguf.TokenType, found.tokenizer)
     half = str(dtype) == "torch.float16"

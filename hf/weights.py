@@ -17,7 +17,7 @@ from data.hub import download_files
 from data.tokenizer import STORED, UNTRAINED
 from errors import UserError, require
 from generation.generate import to_bfloat16
-from hf.architectures import GPT2_VOCABULARY, exchange_halves, is_flipped, is_transposed, parameters_of, read_config
+from hf.architectures import GPT2_VOCABULARY, exchange_halves, is_transposed, kind_of, parameters_of, read_config
 from hf.tokenizer_json import vocabulary_of
 from model import GPTConfig
 from training.checkpoint import NOT_OF_WEIGHTS, checkpoints, copy_weights, empty_model, find_run, load_first
@@ -201,7 +201,7 @@ def _read_weights(file, config):
     for name, shape, key in parameters_of(config):
         try:
             parts = [theirs[key.replace("[qkv]", part)] for part in ("qkv" if "[qkv]" in key else "q")]
-            if "[qkv]" in key and is_flipped(config):
+            if "[qkv]" in key and kind_of(config) == "nanochat":
                 parts[:2] = (exchange_halves(part, config.head_dim) for part in parts[:2])
         except KeyError:
             raise UserError(f"{file} lacks {key}, which config.json asks for") from None

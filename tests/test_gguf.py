@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 import torch
-from test_weights import MODERN, NANOCHAT, TEXT, assert_close, make_run
+from test_weights import MODERN, NANOCHAT, RECIPE, TEXT, assert_close, make_run
 
 from data import make_tokenizer
 from data.tokenizer import GPT2_PATTERN, CharTokenizer, _encoding
@@ -120,7 +120,8 @@ def test_mistakes(folder):
     """Nothing is written."""
     odd = _encoding("odd", r"\w+|\W+", [bytes([value]) for value in range(256)])
     for options, tokenizer, words in (
-        (NANOCHAT, make_tokenizer("bytes"), "llama.cpp has no NanoChat; train one with"),
+        (NANOCHAT, make_tokenizer("bytes"), "^mlp=relu2, embed_norm=True cannot be written as GGUF: .* --mlp swiglu"),
+        (RECIPE, make_tokenizer("bytes+eot"), "embed_skip=True, value_residual=True, .* cannot be written as GGUF"),
         ({}, make_tokenizer("char", [TEXT]), r"tokenizer char cannot be written as GGUF: .* train with .*char\+eot"),
         ({}, odd, "the pattern of tokenizer odd cannot be written as GGUF"),
     ):

@@ -34,6 +34,8 @@ TEXT = (
 SMALL = dict(block_size=32, n_layer=2, n_head=4, n_embd=64)
 MODERN = dict(position="rope", norm="rmsnorm", mlp="swiglu")
 NANOCHAT = MODERN | dict(mlp="relu2", qk_norm=True, norm_weight=False, embed_norm=True)
+SQUARED = MODERN | dict(mlp="relu2", qk_norm=True, logit_softcap=1.5)
+RECIPE = SQUARED | dict(norm_weight=False, tie_head=False, embed_skip=True, value_residual=True)
 NETWORKS = {  # options of GPTConfig, and the architecture
     "classic": ({}, "GPT2LMHeadModel"),
     "with biases": (dict(bias=True, mlp="gelu_tanh", tie_head=False), "GPT2LMHeadModel"),
@@ -43,6 +45,8 @@ NETWORKS = {  # options of GPTConfig, and the architecture
     "arcee": (MODERN | dict(mlp="relu2", n_kv_head=2, tie_head=False), "ArceeForCausalLM"),
     "nanochat": (NANOCHAT | dict(logit_softcap=1.5, n_kv_head=1), "NanoChatForCausalLM"),
     "no softcap": (NANOCHAT | dict(tie_head=False), "NanoChatForCausalLM"),
+    "recipe": (RECIPE, "KestrelForCausalLM"),
+    "windows": (SQUARED | dict(window=8, n_layer=5, n_kv_head=2), "KestrelForCausalLM"),
 }
 
 
@@ -102,7 +106,7 @@ def test_transformers_computes_the_same_logits_and_text(folder, network):
     tokenizer = make_tokenizer("bpe:300", [TEXT * 9], many_documents=True)
     model = make_run(folder / "runs/x", tokenizer, **options)
     export("runs/x", "out")
-    theirs = transformers.AutoModelForCausalLM.from_pretrained("out").eval()
+    theirs = transformers.AutoModelForCausalLM.from_pretrained("out", trust_remote_code=True).eval()
     assert type(theirs).__name__ == architecture
     tokens, count = torch.randint(tokenizer.n_vocab, (2, 32)), tokenizer.n_vocab
     assert_close(theirs(tokens).logits, model(tokens)[..., :count])
@@ -115,6 +119,37 @@ def test_transformers_computes_the_same_logits_and_text(folder, network):
     text = theirs.generate(**read(prompt, return_tensors="pt"), max_new_tokens=20, do_sample=False)
     ours = prompt + "".join(generate(again, tokenizer, prompt, max_tokens=20, temperature=0))
     assert read.decode(text[0], skip_special_tokens=True) == ours
+
+
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+def test_the_modeling_file_pads_caches_and_trains(folder, attention):
+    """A row with padding on the left gets the text of the row alone, and what Transformers saves is read again."""
+    tokenizer = make_tokenizer("bytes")
+    model = make_run(folder / "runs/x", tokenizer, **RECIPE | dict(window=8, n_layer=5, n_kv_head=2, norm_weight=True))
+    export("runs/x", "out")
+    load_theirs = transformers.AutoModelForCausalLM.from_pretrained
+    theirs = load_theirs("out", trust_remote_code=True, attn_implementation=attention).eval()
+    assert theirs.is_backend_compatible()  # what vLLM asks
+    tokens = torch.randint(256, (2, 12))
+    expected = model(tokens)[..., :256]
+    assert_close(theirs(tokens).logits, expected)
+    first = theirs(tokens[:, :9], use_cache=True)
+    assert_close(theirs(tokens[:, 9:], past_key_values=first.past_key_values).logits, expected[:, 9:])
+    mask = torch.ones_like(tokens)
+    mask[1, :5] = 0
+    options = dict(max_new_tokens=15, do_sample=False)
+    both = theirs.generate(tokens, attention_mask=mask, **options)
+    assert torch.equal(both[1:, 5:], theirs.generate(tokens[1:, 5:], **options))
+    assert torch.equal(both[:1], theirs.generate(tokens[:1], **options))
+
+    loss = theirs(tokens, labels=tokens).loss
+    torch.testing.assert_close(
+        loss, torch.nn.functional.cross_entropy(expected[:, :-1].flatten(0, 1), tokens[:, 1:].flatten())
+    )
+    theirs.save_pretrained("again")
+    (folder / "out/tokenizer.json").rename(folder / "again/tokenizer.json")
+    found, ours = weights.read("again"), weights.read("out")
+    assert found.config == ours.config and equal(found.weights, ours.weights)
 
 
 @pytest.mark.parametrize("spec", ["char", "char+eot", "bytes", "bytes+eot", "bpe:400", "gpt2's pattern"])
@@ -157,9 +192,12 @@ REFUSED = [  # options that are allowed, and one that is not
     (MODERN, dict(bias=True)),
     (MODERN, dict(mlp="gelu")),
     (MODERN | dict(qk_norm=True), dict(window=8)),
-    (MODERN | dict(mlp="relu2"), dict(logit_softcap=15.0)),
+    (MODERN, dict(logit_softcap=15.0)),
     (NANOCHAT, dict(norm_weight=True)),
-    (NANOCHAT, dict(embed_norm=False)),
+    (RECIPE, dict(mlp="gelu")),
+    (RECIPE, dict(norm="layernorm")),
+    (RECIPE, dict(mask_documents=True)),
+    (RECIPE, dict(embed_norm=True)),
 ]
 
 
@@ -186,7 +224,10 @@ def test_only_silu_is_called_llama_or_qwen3():
         with suppress(UserError):
             theirs = config_json(config, None, "float32")
             written.add((theirs["model_type"], theirs.get("hidden_act", config.mlp)))
-    relu2, gelu = {("arcee", "relu2"), ("nanochat", "relu2")}, {("gpt2", "gelu"), ("gpt2", "gelu_tanh")}
+    relu2, gelu = (
+        {(kind, "relu2") for kind in ("arcee", "nanochat", "kestrel")},
+        {("gpt2", "gelu"), ("gpt2", "gelu_tanh")},
+    )
     assert written == {("llama", "silu"), ("qwen3", "silu")} | relu2 | gelu
 
 
