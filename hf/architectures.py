@@ -229,6 +229,8 @@ def _read_llama(theirs, kind, folder):
         mlp_bias=[False], head_dim=[None, network.head_dim], rope_type=["default"],
         rope_interleaved=[False], partial_rotary_factor=[1.0],
     ))  # fmt: skip
+    if kind == "kestrel":
+        _require_only(theirs, folder, dict(layer_types=[_layer_types(network.window, network.n_layer)]))
     return network
 
 

@@ -122,7 +122,7 @@ def test_transformers_computes_the_same_logits_and_text(folder, network):
 
 
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])
-def test_the_modeling_file_pads_caches_and_trains(folder, attention):
+def test_the_modeling_file_pads_caches_and_saves(folder, attention):
     """A row with padding on the left gets the text of the row alone, and what Transformers saves is read again."""
     tokenizer = make_tokenizer("bytes")
     model = make_run(folder / "runs/x", tokenizer, **RECIPE | dict(window=8, n_layer=5, n_kv_head=2, norm_weight=True))
@@ -150,6 +150,10 @@ def test_the_modeling_file_pads_caches_and_trains(folder, attention):
     (folder / "out/tokenizer.json").rename(folder / "again/tokenizer.json")
     found, ours = weights.read("again"), weights.read("out")
     assert found.config == ours.config and equal(found.weights, ours.weights)
+    file = folder / "again/config.json"
+    file.write_text(file.read_text().replace("full_attention", "sliding_attention"))
+    with pytest.raises(UserError, match=r"layer_types=.* is not supported, only"):
+        weights.read("again")
 
 
 @pytest.mark.parametrize("spec", ["char", "char+eot", "bytes", "bytes+eot", "bpe:400", "gpt2's pattern"])
