@@ -114,7 +114,7 @@ def test_transformers_computes_the_same_logits_and_text(folder, network):
     again, same, contents = load("out", "cpu")
     assert_close(again(tokens), model(tokens)[..., :count])
     assert to_state(same) == to_state(tokenizer) and str(contents["path"]) == "out/model.safetensors"
-    read = transformers.AutoTokenizer.from_pretrained("out")
+    read = transformers.AutoTokenizer.from_pretrained("out", trust_remote_code=True)
     prompt = "It's naïve"
     text = theirs.generate(**read(prompt, return_tensors="pt"), max_new_tokens=20, do_sample=False)
     ours = prompt + "".join(generate(again, tokenizer, prompt, max_tokens=20, temperature=0))
