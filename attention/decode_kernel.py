@@ -13,20 +13,7 @@ from .launcher import wait_for_inputs
 from .portable.forward import Softmax
 from .score import LOG2E, Rule, behind, end_softmax, shape_scores, slot, terms_of
 from .table import float32_precision
-from .tiles import (
-    STRIDE_UNIT,
-    Sequence,
-    Tile,
-    address,
-    aligned,
-    dot,
-    narrow,
-    padded,
-    rows_view,
-    tile_lane,
-    view,
-    zeros,
-)
+from .tiles import STRIDE_UNIT, Sequence, Tile, address, aligned, dot, narrow, padded, rows_view, tile_lane, view, zeros
 
 # Not tuned; they compile without register spills for all chips of tests/test_compile.py.
 BLOCK_K = 64  # most keys per step

@@ -4,18 +4,7 @@ import triton
 import triton.language as tl
 
 from ..score import LOG2E, dp_factor
-from ..tiles import (
-    Sequence,
-    load_rows,
-    load_tile,
-    locate,
-    padded,
-    row_lane,
-    sequence,
-    store_rows,
-    store_tile,
-    tile_lane,
-)
+from ..tiles import load_rows, load_tile, locate, padded, row_lane, sequence, store_rows, store_tile, tile_lane
 from .ragged import first_slot, listed
 
 # Floats in a row of the dQ sum: 128 bytes, one pass over the banks of shared memory.
@@ -27,9 +16,9 @@ def locate_rows(q_list, ragged, q_slots, q_len, k_len, TILE: tl.constexpr):
     """Program id -> (first query, how many from there on, head, Sequence, number of the tile in rows and dq_sum)."""
     program = tl.program_id(0)
     if q_list is None:
-        tile, head, batch = locate(tl.cdiv(q_len, TILE.block_q), TILE.heads)
+        tile, head, index = locate(tl.cdiv(q_len, TILE.block_q), TILE.heads)
         start = tile * TILE.block_q
-        return start, q_len - start, head, Sequence(batch, batch, 0, q_len, 0, k_len), program
+        return start, q_len - start, head, sequence(index, q_len, k_len, ragged), program
     else:
         tile, index, exists = listed(q_list, program // TILE.heads)
         head = program % TILE.heads

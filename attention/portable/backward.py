@@ -17,15 +17,7 @@ import triton
 import triton.language as tl
 
 from ..score import dp_factor, drop, dropout_key, shape_scores
-from ..tiles import (
-    Lane,
-    dot,
-    fetch_tile,
-    load_rows,
-    load_tile,
-    row_lane,
-    tile_lane,
-)
+from ..tiles import Lane, dot, fetch_tile, load_rows, load_tile, row_lane, tile_lane
 
 
 class Queries(NamedTuple):

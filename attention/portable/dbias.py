@@ -9,19 +9,8 @@ import triton
 import triton.language as tl
 
 from ..score import behind
-from ..tiles import (
-    Ragged,
-    find_tile,
-    locate,
-    pair_pointers,
-    sequence,
-    tile_lane,
-)
-from .backward import (
-    load_queries,
-    meet_keys,
-    query_lanes,
-)
+from ..tiles import Ragged, find_tile, locate, pair_pointers, sequence, tile_lane
+from .backward import load_queries, meet_keys, query_lanes
 from .forward import keys_seen
 
 

@@ -6,27 +6,8 @@ Formulas and shared parts are in backward.py.
 import triton
 import triton.language as tl
 
+from .. import tiles
 from ..score import ahead, behind, drop, dropout_key, shape_scores
-from ..tiles import (
-    count_tiles,
-    dot,
-    fetch_tile,
-    find_tile,
-    first_step,
-    last_step,
-    load_rows,
-    load_tile,
-    locate,
-    meeting_range,
-    narrow,
-    position,
-    sequence,
-    step_size,
-    store_rows,
-    store_tile,
-    tile_lane,
-    zeros,
-)
 from .backward import Gradients, gate_zeros, load_lse, query_lanes, score_gradient
 
 
@@ -40,24 +21,24 @@ def gather_dkdv(
     Tiles are [keys, queries]: P'^T and dS^T are born so.
     """
     key = dropout_key(seq.index, head, terms.seed, RULE)
-    BLOCK: tl.constexpr = step_size(TILE.block_q, MASKED and OUTPUTS == "dkdv")
-    for step in range(first_step(span, MASKED), last_step(span, MASKED), BLOCK):
-        start = position(step, span, MASKED)
+    BLOCK: tl.constexpr = tiles.step_size(TILE.block_q, MASKED and OUTPUTS == "dkdv")
+    for step in range(tiles.first_step(span, MASKED), tiles.last_step(span, MASKED), BLOCK):
+        start = tiles.position(step, span, MASKED)
         q_pos = (start + seq.k_len - seq.q_len + tl.arange(0, BLOCK))[None, :]
-        q_tile = fetch_tile(lanes.q, q_tiles, start, 0, seq.q_len, BLOCK, TILE.dim, MASKED)
-        dout_tile = fetch_tile(lanes.dout, dout_tiles, start, 0, seq.q_len, BLOCK, TILE.value_dim, MASKED)
-        qk = dot(k_tile, tl.trans(q_tile), None, TILE)
+        q_tile = tiles.fetch_tile(lanes.q, q_tiles, start, 0, seq.q_len, BLOCK, TILE.dim, MASKED)
+        dout_tile = tiles.fetch_tile(lanes.dout, dout_tiles, start, 0, seq.q_len, BLOCK, TILE.value_dim, MASKED)
+        qk = tiles.dot(k_tile, tl.trans(q_tile), None, TILE)
         scores, slope = shape_scores(qk, q_pos, k_pos, head, seq, terms, RULE, MASKED)
         weights = tl.exp2(scores - load_lse(lanes, start, seq, RULE, BLOCK, MASKED)[None, :])
         main, value, gate = sums.main, sums.value, sums.gate
         if OUTPUTS != "dk":
             kept = drop(weights, key, q_pos, k_pos, seq, terms, RULE)
-            value = dot(narrow(kept, dout_tile), dout_tile, value, TILE)
+            value = tiles.dot(tiles.narrow(kept, dout_tile), dout_tile, value, TILE)
         if OUTPUTS != "dv":
-            dweights = dot(v_tile, tl.trans(dout_tile), None, TILE)
-            delta = load_rows(lanes.delta, start, seq.q_len, 0.0, BLOCK, MASKED)
+            dweights = tiles.dot(v_tile, tl.trans(dout_tile), None, TILE)
+            delta = tiles.load_rows(lanes.delta, start, seq.q_len, 0.0, BLOCK, MASKED)
             dscores = score_gradient(weights, dweights, delta[None, :], q_pos, k_pos, key, seq, terms, RULE, MASKED)
-            main = dot(narrow(dscores * slope, q_tile), q_tile, main, TILE)
+            main = tiles.dot(tiles.narrow(dscores * slope, q_tile), q_tile, main, TILE)
             if terms.gate is not None:
                 gate -= tl.sum(dscores.to(gate.dtype), 1)
         sums = Gradients(main, value, gate)
@@ -75,10 +56,10 @@ def dkdv_kernel(
     MEMBERS = 1: one program per query head; with grouped queries it writes float32 partials for group_sum_kernel.
     OUTPUTS = "dkdv", or "dk" (with dgate) or "dv": at a large head dim the sums of both do not fit the registers.
     """
-    n_tiles = count_tiles(k_len, ragged.k_starts, TILE.block_k, TILE.heads)
-    tile, out_head, index = locate(n_tiles, TILE.heads)
-    tile, index = find_tile(tile, index, n_tiles, k_len, ragged.k_starts, TILE.block_k)
-    seq = sequence(index, q_len, k_len, ragged)
+    n_tiles = tiles.count_tiles(k_len, ragged.k_starts, TILE.block_k, TILE.heads)
+    tile, out_head, index = tiles.locate(n_tiles, TILE.heads)
+    tile, index = tiles.find_tile(tile, index, n_tiles, k_len, ragged.k_starts, TILE.block_k)
+    seq = tiles.sequence(index, q_len, k_len, ragged)
     k_start = tile * TILE.block_k
     count = seq.k_len - k_start
     if count <= 0:
@@ -88,10 +69,10 @@ def dkdv_kernel(
     shift = seq.k_len - seq.q_len
     k_pos = (k_start + tl.arange(0, TILE.block_k))[:, None]
     low = tl.minimum(shift - behind(RULE), seq.k_len - 1)  # keys before it are seen by no query
-    k = tile_lane(k, seq.row, kv_head, seq.k_start)
-    v = tile_lane(v, seq.row, kv_head, seq.k_start)
-    k_tile = load_tile(k, k_start, low, seq.k_len, TILE.block_k, TILE.dim, True)
-    v_tile = load_tile(v, k_start, low, seq.k_len, TILE.block_k, TILE.value_dim, True)
+    k = tiles.tile_lane(k, seq.row, kv_head, seq.k_start)
+    v = tiles.tile_lane(v, seq.row, kv_head, seq.k_start)
+    k_tile = tiles.load_tile(k, k_start, low, seq.k_len, TILE.block_k, TILE.dim, True)
+    v_tile = tiles.load_tile(v, k_start, low, seq.k_len, TILE.block_k, TILE.value_dim, True)
 
     # in query indices a key meets [k - shift - ahead, k - shift + behind]
     first = k_start - shift
@@ -99,11 +80,11 @@ def dkdv_kernel(
     if RULE.prefix:  # whose keys meet all queries
         first = tl.where(first + shift < seq.prefix, 0, first)
         last = tl.where(last + shift < seq.prefix, 0, last)
-    EDGE: tl.constexpr = step_size(TILE.block_q, OUTPUTS == "dkdv")
-    span = meeting_range(first, last, ahead(RULE), behind(RULE), seq.q_len, TILE.block_q, EDGE)
+    EDGE: tl.constexpr = tiles.step_size(TILE.block_q, OUTPUTS == "dkdv")
+    span = tiles.meeting_range(first, last, ahead(RULE), behind(RULE), seq.q_len, TILE.block_q, EDGE)
     sums = Gradients(
-        zeros(TILE.block_k, TILE.dim if OUTPUTS != "dv" else 1),
-        zeros(TILE.block_k, TILE.value_dim if OUTPUTS != "dk" else 1),
+        tiles.zeros(TILE.block_k, TILE.dim if OUTPUTS != "dv" else 1),
+        tiles.zeros(TILE.block_k, TILE.value_dim if OUTPUTS != "dk" else 1),
         gate_zeros(dgate, TILE.block_k),
     )
     for member in range(MEMBERS):
@@ -118,14 +99,14 @@ def dkdv_kernel(
             MASKED=True,
         )  # fmt: skip
         if dgate is not None and OUTPUTS != "dv":
-            store_rows(dgate, sums.gate, seq.row, head, at, 0, count, TILE.block_k)
+            tiles.store_rows(dgate, sums.gate, seq.row, head, at, 0, count, TILE.block_k)
             sums = Gradients(sums.main, sums.value, sums.gate * 0.0)
     if OUTPUTS != "dv":
-        dk = tile_lane(dk, seq.row, out_head, seq.k_start)
-        store_tile(dk, sums.main * terms.scale, k_start, seq.k_len, TILE.block_k, TILE.dim)
+        dk = tiles.tile_lane(dk, seq.row, out_head, seq.k_start)
+        tiles.store_tile(dk, sums.main * terms.scale, k_start, seq.k_len, TILE.block_k, TILE.dim)
     if OUTPUTS != "dk":
-        dv = tile_lane(dv, seq.row, out_head, seq.k_start)
-        store_tile(dv, sums.value, k_start, seq.k_len, TILE.block_k, TILE.value_dim)
+        dv = tiles.tile_lane(dv, seq.row, out_head, seq.k_start)
+        tiles.store_tile(dv, sums.value, k_start, seq.k_len, TILE.block_k, TILE.value_dim)
 
 
 @triton.jit(do_not_specialize=["k_len"])
@@ -134,11 +115,11 @@ def group_sum_kernel(partial, total, k_len, TILE: tl.constexpr):
 
     TILE.heads counts key heads here; TILE.dim is the dim of the summed tensor.
     """
-    tile, kv_head, row = locate(tl.cdiv(k_len, TILE.block_k), TILE.heads)
+    tile, kv_head, row = tiles.locate(tl.cdiv(k_len, TILE.block_k), TILE.heads)
     start = tile * TILE.block_k
-    acc = zeros(TILE.block_k, TILE.dim)
+    acc = tiles.zeros(TILE.block_k, TILE.dim)
     for member in range(TILE.group):
         head = kv_head * TILE.group + member
-        lane = tile_lane(partial, row, head, 0)
-        acc += load_tile(lane, start, 0, k_len, TILE.block_k, TILE.dim, True)
-    store_tile(tile_lane(total, row, kv_head, 0), acc, start, k_len, TILE.block_k, TILE.dim)
+        lane = tiles.tile_lane(partial, row, head, 0)
+        acc += tiles.load_tile(lane, start, 0, k_len, TILE.block_k, TILE.dim, True)
+    tiles.store_tile(tiles.tile_lane(total, row, kv_head, 0), acc, start, k_len, TILE.block_k, TILE.dim)

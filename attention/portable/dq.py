@@ -8,29 +8,9 @@ from typing import NamedTuple
 import triton
 import triton.language as tl
 
+from .. import tiles
 from ..score import LOG2E, behind, dp_factor
-from ..tiles import (
-    dot,
-    first_step,
-    last_step,
-    load_rows,
-    load_tile,
-    narrow,
-    position,
-    row_lane,
-    store_rows,
-    store_tile,
-    tile_lane,
-    zeros,
-)
-from .backward import (
-    Gradients,
-    Queries,
-    gate_zeros,
-    load_queries,
-    meet_keys,
-    query_lanes,
-)
+from .backward import Gradients, Queries, gate_zeros, load_queries, meet_keys, query_lanes
 from .forward import keys_seen, locate_queries
 
 
@@ -47,8 +27,8 @@ def gather_mean(
     RULE: tl.constexpr, TILE: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
     """Add P dP and P over the keys of a span: its interior, or (MASKED) its edges."""
-    for step in range(first_step(span, MASKED), last_step(span, MASKED), TILE.block_k):
-        start = position(step, span, MASKED)
+    for step in range(tiles.first_step(span, MASKED), tiles.last_step(span, MASKED), TILE.block_k):
+        start = tiles.position(step, span, MASKED)
         _k_tile, weights, weighted, _slope = meet_keys(  # with a delta of 0 dS is P dP
             queries, k, v, k_tiles, v_tiles, start, low, span.hi, seq, terms, RULE, TILE, MASKED
         )
@@ -75,12 +55,12 @@ def find_delta(
             weight += tl.exp2(tl.load(sink + queries.head).to(tl.float32) * LOG2E - queries.lse2)
         delta = mean.total / tl.where(weight > 0, weight, 1.0)
     else:
-        out = tile_lane(out, seq.row, queries.head, seq.q_start)
-        out_tile = load_tile(out, start, 0, seq.q_len, TILE.block_q, TILE.value_dim, True)
+        out = tiles.tile_lane(out, seq.row, queries.head, seq.q_start)
+        out_tile = tiles.load_tile(out, start, 0, seq.q_len, TILE.block_q, TILE.value_dim, True)
         delta = tl.sum(out_tile.to(tl.float32) * queries.dout.to(tl.float32), 1) * dp_factor(seq.k_len, RULE)
     if dlse is not None:
-        dlse = row_lane(dlse, seq.row, queries.head, seq.q_start)
-        delta -= load_rows(dlse, start, seq.q_len, 0.0, TILE.block_q, True)
+        dlse = tiles.row_lane(dlse, seq.row, queries.head, seq.q_start)
+        delta -= tiles.load_rows(dlse, start, seq.q_len, 0.0, TILE.block_q, True)
     return delta
 
 
@@ -90,8 +70,8 @@ def gather_dq(
     RULE: tl.constexpr, TILE: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
     """Add dS K over the keys of a span: its interior, or (MASKED) its edges."""
-    for step in range(first_step(span, MASKED), last_step(span, MASKED), TILE.block_k):
-        start = position(step, span, MASKED)
+    for step in range(tiles.first_step(span, MASKED), tiles.last_step(span, MASKED), TILE.block_k):
+        start = tiles.position(step, span, MASKED)
         k_tile, _weights, dscores, slope = meet_keys(
             queries, k, v, k_tiles, v_tiles, start, low, span.hi, seq, terms, RULE, TILE, MASKED
         )
@@ -100,7 +80,7 @@ def gather_dq(
         gate = sums.gate
         if terms.gate is not None:
             gate += tl.sum(dscores.to(gate.dtype), 1)
-        sums = Gradients(dot(narrow(dscores * slope, k_tile), k_tile, sums.main, TILE), sums.value, gate)
+        sums = Gradients(tiles.dot(tiles.narrow(dscores * slope, k_tile), k_tile, sums.main, TILE), sums.value, gate)
     return sums
 
 
@@ -124,23 +104,23 @@ def dq_kernel(
     low = first - behind(RULE)
     lanes = query_lanes(q, dout, lse2, delta, head, seq)
     queries = load_queries(lanes, head, q_start, seq, terms, RULE, TILE, DELTA=OUTPUTS == "dq")
-    k = tile_lane(k, seq.row, head // TILE.group, seq.k_start)
-    v = tile_lane(v, seq.row, head // TILE.group, seq.k_start)
+    k = tiles.tile_lane(k, seq.row, head // TILE.group, seq.k_start)
+    v = tiles.tile_lane(v, seq.row, head // TILE.group, seq.k_start)
     if OUTPUTS != "dq":
         rows = find_delta(
             queries, out, dlse, sink, k, v, k_tiles, v_tiles, q_start, low, span, seq,
             terms, RULE, TILE,
         )  # fmt: skip
-        store_rows(delta, rows, seq.row, head, seq.q_start + q_start, 0, count, TILE.block_q)
+        tiles.store_rows(delta, rows, seq.row, head, seq.q_start + q_start, 0, count, TILE.block_q)
     if OUTPUTS == "delta":
         return
     if OUTPUTS == "both":
         queries = Queries(queries.tile, queries.dout, queries.lse2, rows, queries.pos, queries.head, queries.key)
-    sums = Gradients(zeros(TILE.block_q, TILE.dim), 0.0, gate_zeros(dgate, TILE.block_q))
+    sums = Gradients(tiles.zeros(TILE.block_q, TILE.dim), 0.0, gate_zeros(dgate, TILE.block_q))
     sums = gather_dq(sums, queries, k, v, k_tiles, v_tiles, low, span, seq, terms, RULE, TILE, MASKED=False)
     sums = gather_dq(sums, queries, k, v, k_tiles, v_tiles, low, span, seq, terms, RULE, TILE, MASKED=True)
-    dq = tile_lane(dq, seq.row, head, seq.q_start)
-    store_tile(dq, sums.main * terms.scale, q_start, seq.q_len, TILE.block_q, TILE.dim)
+    dq = tiles.tile_lane(dq, seq.row, head, seq.q_start)
+    tiles.store_tile(dq, sums.main * terms.scale, q_start, seq.q_len, TILE.block_q, TILE.dim)
     if dgate is not None:
         # at the keys where the queries stand; one before the first key has seen none
-        store_rows(dgate, sums.gate, seq.row, head, seq.k_start + first, -first, count, TILE.block_q)
+        tiles.store_rows(dgate, sums.gate, seq.row, head, seq.k_start + first, -first, count, TILE.block_q)

@@ -5,26 +5,8 @@ from typing import NamedTuple
 import triton
 import triton.language as tl
 
+from .. import tiles
 from ..score import LOG2E, ahead, behind, drop, dropout_key, end_softmax, reach, shape_scores
-from ..tiles import (
-    count_tiles,
-    dot,
-    fetch_tile,
-    find_tile,
-    first_step,
-    last_step,
-    load_tile,
-    meeting_range,
-    narrow,
-    position,
-    query_tile,
-    sequence,
-    step_size,
-    store_rows,
-    store_tile,
-    tile_lane,
-    zeros,
-)
 
 
 class Softmax(NamedTuple):
@@ -48,10 +30,10 @@ class QueryTile(NamedTuple):
 @triton.jit
 def locate_queries(q_len, k_len, ragged, RULE: tl.constexpr, TILE: tl.constexpr):
     """Program id -> (first query, how many from there on, head, Sequence), for kernels that walk the keys."""
-    n_tiles = count_tiles(q_len, ragged.q_starts, TILE.block_q, TILE.heads)
-    tile, head, index = query_tile(tl.program_id(0), tl.num_programs(0), n_tiles, k_len, RULE, TILE)
-    tile, index = find_tile(tile, index, n_tiles, q_len, ragged.q_starts, TILE.block_q)
-    seq = sequence(index, q_len, k_len, ragged)
+    n_tiles = tiles.count_tiles(q_len, ragged.q_starts, TILE.block_q, TILE.heads)
+    tile, head, index = tiles.query_tile(tl.program_id(0), tl.num_programs(0), n_tiles, k_len, RULE, TILE)
+    tile, index = tiles.find_tile(tile, index, n_tiles, q_len, ragged.q_starts, TILE.block_q)
+    seq = tiles.sequence(index, q_len, k_len, ragged)
     start = tile * TILE.block_q
     return start, seq.q_len - start, head, seq
 
@@ -60,7 +42,7 @@ def locate_queries(q_len, k_len, ragged, RULE: tl.constexpr, TILE: tl.constexpr)
 def keys_seen(first, last, seq, RULE: tl.constexpr, BLOCK: tl.constexpr, EDGE: tl.constexpr):
     """The Span of keys that queries at positions first..last see; BLOCK, EDGE: as in meeting_range()."""
     first, last = reach(first, seq, RULE), reach(last, seq, RULE)
-    return meeting_range(first, last, behind(RULE), ahead(RULE), seq.k_len, BLOCK, EDGE)
+    return tiles.meeting_range(first, last, behind(RULE), ahead(RULE), seq.k_len, BLOCK, EDGE)
 
 
 @triton.jit
@@ -69,15 +51,15 @@ def attend(
     RULE: tl.constexpr, TILE: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
     """Absorb the keys of a span: its interior, or (MASKED) its edges."""
-    BLOCK: tl.constexpr = step_size(TILE.block_k, MASKED)
+    BLOCK: tl.constexpr = tiles.step_size(TILE.block_k, MASKED)
     # the edge of full attention is less than a block: too little to load ahead (but in float32 registers spill so)
     FULL: tl.constexpr = not RULE.causal and RULE.window == 0
     STAGES: tl.constexpr = 1 if MASKED and FULL and queries.tile.dtype.primitive_bitwidth == 16 else None
-    for step in tl.range(first_step(span, MASKED), last_step(span, MASKED), BLOCK, num_stages=STAGES):
-        start = position(step, span, MASKED)
+    for step in tl.range(tiles.first_step(span, MASKED), tiles.last_step(span, MASKED), BLOCK, num_stages=STAGES):
+        start = tiles.position(step, span, MASKED)
         k_pos = start + tl.arange(0, BLOCK)
-        k_tile = fetch_tile(k, k_tiles, start, queries.low, span.hi, BLOCK, TILE.dim, MASKED)
-        qk = dot(queries.tile, tl.trans(k_tile), None, TILE)
+        k_tile = tiles.fetch_tile(k, k_tiles, start, queries.low, span.hi, BLOCK, TILE.dim, MASKED)
+        qk = tiles.dot(queries.tile, tl.trans(k_tile), None, TILE)
         scores, _ = shape_scores(qk, queries.pos[:, None], k_pos[None, :], queries.head, seq, terms, RULE, MASKED)
 
         top = tl.maximum(state.top, tl.max(scores, 1))
@@ -90,10 +72,10 @@ def attend(
         total = state.total * fade + tl.sum(weights, 1)
         # after the sum: dropout acts on normalised weights
         weights = drop(weights, queries.key, queries.pos[:, None], k_pos[None, :], seq, terms, RULE)
-        v_tile = fetch_tile(v, v_tiles, start, queries.low, span.hi, BLOCK, TILE.value_dim, MASKED)
+        v_tile = tiles.fetch_tile(v, v_tiles, start, queries.low, span.hi, BLOCK, TILE.value_dim, MASKED)
         if RULE.hides:  # a value hidden by -inf may hold NaN, and 0 * NaN is NaN
             v_tile = tl.where(tl.max(scores, 0)[:, None] == float("-inf"), 0.0, v_tile).to(v_tile.dtype)
-        acc = dot(narrow(weights, v_tile), v_tile, state.acc * fade[:, None], TILE)
+        acc = tiles.dot(tiles.narrow(weights, v_tile), v_tile, state.acc * fade[:, None], TILE)
         state = Softmax(acc, top, total)
     return state
 
@@ -114,20 +96,20 @@ def forward_kernel(
         return
     first = q_start + seq.k_len - seq.q_len  # query i stands at key i + k_len - q_len
     last = first + tl.minimum(TILE.block_q, count) - 1
-    span = keys_seen(first, last, seq, RULE, TILE.block_k, step_size(TILE.block_k, True))
-    q = tile_lane(q, seq.row, head, seq.q_start)
-    k = tile_lane(k, seq.row, head // TILE.group, seq.k_start)
-    v = tile_lane(v, seq.row, head // TILE.group, seq.k_start)
-    out = tile_lane(out, seq.row, head, seq.q_start)
+    span = keys_seen(first, last, seq, RULE, TILE.block_k, tiles.step_size(TILE.block_k, True))
+    q = tiles.tile_lane(q, seq.row, head, seq.q_start)
+    k = tiles.tile_lane(k, seq.row, head // TILE.group, seq.k_start)
+    v = tiles.tile_lane(v, seq.row, head // TILE.group, seq.k_start)
+    out = tiles.tile_lane(out, seq.row, head, seq.q_start)
     queries = QueryTile(
-        load_tile(q, q_start, 0, seq.q_len, TILE.block_q, TILE.dim, True),
+        tiles.load_tile(q, q_start, 0, seq.q_len, TILE.block_q, TILE.dim, True),
         first + tl.arange(0, TILE.block_q),
         head,
         dropout_key(seq.index, head, terms.seed, RULE),
         first - behind(RULE),
     )
     state = Softmax(
-        zeros(TILE.block_q, TILE.value_dim),
+        tiles.zeros(TILE.block_q, TILE.value_dim),
         tl.full([TILE.block_q], float("-inf"), tl.float32),
         tl.full([TILE.block_q], 0.0, tl.float32),
     )
@@ -138,8 +120,8 @@ def forward_kernel(
     if sink is not None:  # a row that sees no key has no sink either
         logit = tl.where(state.total > 0, tl.load(sink + head).to(tl.float32) * LOG2E, float("-inf"))
     row_lse2, factor = end_softmax(state.top, state.total, logit)
-    store_tile(out, state.acc * factor[:, None], q_start, seq.q_len, TILE.block_q, TILE.value_dim)
+    tiles.store_tile(out, state.acc * factor[:, None], q_start, seq.q_len, TILE.block_q, TILE.value_dim)
     if max_logit2 is not None:
         top = tl.where(tl.arange(0, TILE.block_q) < count, state.top, float("-inf"))
         tl.atomic_max(max_logit2 + head, tl.max(top, 0), sem="relaxed")
-    store_rows(lse2, row_lse2, seq.row, head, seq.q_start + q_start, 0, count, TILE.block_q)
+    tiles.store_rows(lse2, row_lse2, seq.row, head, seq.q_start + q_start, 0, count, TILE.block_q)
