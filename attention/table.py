@@ -10,8 +10,6 @@ import torch
 
 from .gpu import HOPPER, INTERPRETED, chip, processors
 
-ANY = 2**31  # any number of keys
-
 
 class Launch(NamedTuple):
     block_q: int
@@ -21,81 +19,36 @@ class Launch(NamedTuple):
     tma: bool = False  # whether whole tiles of what a loop walks over come by TMA, of Hopper GPUs and later
 
 
-# (kernel, bytes per element) -> rows (largest head dim, most keys per program, settings); the first that holds serves.
-# The head dim that counts is the larger of q's and v's; keys per program: see keys_per_program(). Where "dkdv" has
-# no row, "dk" and "dv" run one after the other: the registers do not hold both sums. Rows for sm_90 were tuned on an
-# H200 (benchmarks/LOG.md). The others are the largest that compile without register spills under Triton 3.9
+# (kernel, bytes per element) -> settings for head dims up to 64, 128 and 256, the larger of q's and v's.
+# Where "dkdv" has None, "dk" and "dv" run one after the other: the registers do not hold both sums. Rows for sm_90 were
+# tuned on an H200 (benchmarks/LOG.md). The others are the largest that compile without register spills under Triton 3.9
 # (tests/test_compile.py) and were not timed.
 SM_90 = {
-    ("forward", 2): [
-        (64, ANY, Launch(64, 64, 4, 3)),
-        (128, 256, Launch(64, 32, 4, 3, tma=True)),
-        (128, ANY, Launch(64, 64, 4, 3, tma=True)),
-        (256, ANY, Launch(128, 64, 8, 2, tma=True)),
-    ],
-    ("dq", 2): [
-        (64, 512, Launch(64, 32, 4, 3)),
-        (64, ANY, Launch(128, 64, 4, 3)),
-        (128, 512, Launch(64, 64, 4, 2, tma=True)),
-        (128, ANY, Launch(128, 64, 8, 3, tma=True)),
-        (256, ANY, Launch(128, 32, 8, 3)),
-    ],
-    ("dkdv", 2): [
-        (64, ANY, Launch(64, 64, 4, 2)),
-        (128, ANY, Launch(64, 64, 4, 2, tma=True)),
-    ],
-    ("dk", 2): [(256, ANY, Launch(32, 128, 8, 3))],
-    ("dv", 2): [(256, ANY, Launch(64, 128, 8, 2))],
-    ("forward", 4): [
-        (64, ANY, Launch(32, 32, 4, 2)),
-        (128, ANY, Launch(32, 64, 8, 2)),
-        (256, ANY, Launch(16, 16, 4, 2)),
-    ],
-    ("dq", 4): [
-        (64, ANY, Launch(32, 32, 4, 2)),
-        (128, ANY, Launch(32, 16, 8, 2)),
-        (256, ANY, Launch(16, 16, 4, 1)),
-    ],
-    ("dkdv", 4): [
-        (64, ANY, Launch(32, 32, 8, 2)),
-        (128, ANY, Launch(32, 16, 4, 1)),
-        (256, ANY, Launch(16, 16, 4, 1)),
-    ],
+    ("forward", 2): (Launch(64, 64, 4, 3), Launch(64, 64, 4, 3, tma=True), Launch(128, 64, 8, 2, tma=True)),
+    ("dq", 2): (Launch(128, 64, 4, 3), Launch(128, 64, 8, 3, tma=True), Launch(128, 32, 8, 3)),
+    ("dkdv", 2): (Launch(64, 64, 4, 2), Launch(64, 64, 4, 2, tma=True), None),
+    ("dk", 2): (None, None, Launch(32, 128, 8, 3)),
+    ("dv", 2): (None, None, Launch(64, 128, 8, 2)),
+    ("forward", 4): (Launch(32, 32, 4, 2), Launch(32, 64, 8, 2), Launch(16, 16, 4, 2)),
+    ("dq", 4): (Launch(32, 32, 4, 2), Launch(32, 16, 8, 2), Launch(16, 16, 4, 1)),
+    ("dkdv", 4): (Launch(32, 32, 8, 2), Launch(32, 16, 4, 1), Launch(16, 16, 4, 1)),
+}
+# (kernel, bytes per element, head dim) -> settings for few keys per program, and how many: see keys_per_program().
+SM_90_SHORT = {
+    ("forward", 2, 128): (Launch(64, 32, 4, 3, tma=True), 256),
+    ("dq", 2, 64): (Launch(64, 32, 4, 3), 512),
+    ("dq", 2, 128): (Launch(64, 64, 4, 2, tma=True), 512),
 }
 # Any other chip: what fits the 99 KB of shared memory of the smallest of them.
 PORTABLE = {
-    ("forward", 2): [
-        (64, ANY, Launch(64, 64, 4, 2)),
-        (128, ANY, Launch(128, 32, 8, 2)),
-        (256, ANY, Launch(64, 32, 8, 1)),
-    ],
-    ("dq", 2): [
-        (64, ANY, Launch(64, 32, 4, 3)),
-        (128, ANY, Launch(64, 32, 4, 2)),
-        (256, ANY, Launch(32, 32, 4, 1)),
-    ],
-    ("dkdv", 2): [
-        (64, ANY, Launch(32, 64, 4, 2)),
-        (128, ANY, Launch(32, 64, 4, 1)),
-        (256, ANY, Launch(32, 32, 8, 1)),
-    ],
-    ("forward", 4): [
-        (64, ANY, Launch(64, 32, 8, 2)),
-        (128, ANY, Launch(32, 16, 8, 2)),
-        (256, ANY, Launch(32, 16, 8, 1)),
-    ],
-    ("dq", 4): [
-        (64, ANY, Launch(32, 32, 8, 1)),
-        (128, ANY, Launch(32, 16, 8, 2)),
-        (256, ANY, Launch(32, 16, 8, 1)),
-    ],
-    ("dkdv", 4): [
-        (64, ANY, Launch(16, 32, 4, 1)),
-        (128, ANY, Launch(16, 16, 8, 1)),
-        (256, ANY, Launch(16, 16, 4, 1)),
-    ],
+    ("forward", 2): (Launch(64, 64, 4, 2), Launch(128, 32, 8, 2), Launch(64, 32, 8, 1)),
+    ("dq", 2): (Launch(64, 32, 4, 3), Launch(64, 32, 4, 2), Launch(32, 32, 4, 1)),
+    ("dkdv", 2): (Launch(32, 64, 4, 2), Launch(32, 64, 4, 1), Launch(32, 32, 8, 1)),
+    ("forward", 4): (Launch(64, 32, 8, 2), Launch(32, 16, 8, 2), Launch(32, 16, 8, 1)),
+    ("dq", 4): (Launch(32, 32, 8, 1), Launch(32, 16, 8, 2), Launch(32, 16, 8, 1)),
+    ("dkdv", 4): (Launch(16, 32, 4, 1), Launch(16, 16, 8, 1), Launch(16, 16, 4, 1)),
 }
-CHIPS = {HOPPER: SM_90}
+CHIPS = {HOPPER: (SM_90, SM_90_SHORT)}
 # Small and unequal, so that a short sequence in the interpreter meets many tiles and a swapped axis shows.
 INTERPRETER = Launch(32, 16, 1, 1)
 # Bandwidth-bound kernels: rows per program.
@@ -116,11 +69,14 @@ def launches_for(dim, keys, element_size, device):
     if INTERPRETED:
         launch = INTERPRETER._replace(tma=dim <= 16)  # both ways of loading
         return {"forward": launch, "dq": launch, "dkdv": launch}
+    settings, for_few_keys = CHIPS.get(chip(device), (PORTABLE, {}))
+    column, largest = (0, 64) if dim <= 64 else (1, 128) if dim <= 128 else (2, 256)
     chosen = {}
-    for (kernel, size), rows in CHIPS.get(chip(device), PORTABLE).items():
-        holds = [launch for max_dim, max_keys, launch in rows if dim <= max_dim and keys <= max_keys]
-        if size == element_size and holds:
-            chosen[kernel] = holds[0]
+    for (kernel, size), row in settings.items():
+        launch, most = for_few_keys.get((kernel, size, largest), (None, -1))
+        launch = launch if keys <= most else row[column]
+        if size == element_size and launch is not None:
+            chosen[kernel] = launch
     return chosen
 
 
