@@ -1,4 +1,4 @@
-"""Time candidate tile sizes on this GPU and print rows to paste into attention/table.py.
+"""Time candidate tile sizes on this GPU and print settings for attention/table.py.
 
     python benchmarks/tune.py                          every kernel, head dims 64, 128 and 256, bfloat16 and float32
     python benchmarks/tune.py --dims 128 --kernels dq
@@ -141,8 +141,7 @@ def main():
         for cost, ms, settings in rank(kernel, dtype, dim, args.lengths)[:3]:
             times = " ".join(f"{t:.3f}" for t in ms)
             launch = ", ".join(map(str, settings[:4])) + (", tma=True" if settings.tma else "")
-            row = f"({dim}, ANY, Launch({launch})),"
-            print(f'("{kernel}", {dtype.itemsize}): {row:46}  # cost {cost:.3f}, ms {times}', flush=True)
+            print(f'("{kernel}", {dtype.itemsize}), {dim}: Launch({launch})  # cost {cost:.3f}, ms {times}', flush=True)
 
 
 if __name__ == "__main__":

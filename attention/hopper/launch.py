@@ -5,7 +5,6 @@ is there: ragged.py. What they do not serve goes to the portable kernels: see ca
 """
 
 from functools import lru_cache, partial
-from typing import NamedTuple
 
 import torch
 import triton
@@ -26,42 +25,22 @@ from .ragged import POSITIONS, blank_kernel, end_shape, end_strides, list_kernel
 from .rows import WIDTH, finish_kernel, prepare_kernel
 from .work import Plan
 
-
-class ForwardSettings(NamedTuple):
-    """Settings of the forward."""
-
-    block_k: int  # keys of a block
-    pipe: Pipeline
-    registers: int  # of a thread, as launched; the partitions of a program then trade them
-
-
-class BackwardSettings(NamedTuple):
-    """Settings of the backward."""
-
-    plan: Plan
-    registers: int
-
-
 # Head dims of keys and values, as tiles hold them -> settings. All but those of 256 and 128 were tuned on an H200
-# (benchmarks/LOG.md).
-FORWARD = {
-    (64, 64): ForwardSettings(128, Pipeline(consumers=3, stages=3, ping_pong=True), 128),
-    (128, 128): ForwardSettings(128, Pipeline(consumers=2, stages=2, ping_pong=True), 168),
-    (256, 256): ForwardSettings(64, Pipeline(consumers=2, stages=2, out_in_q_memory=True), 168),
-    (256, 128): ForwardSettings(64, Pipeline(consumers=2, stages=2), 168),
+# (benchmarks/LOG.md). REGISTERS are of a thread, as launched; the partitions of a program then trade them.
+REGISTERS = {(64, 64): 128, (128, 128): 168, (256, 256): 168, (256, 128): 168}
+FORWARD = {  # keys of a block first
+    (64, 64): (128, Pipeline(consumers=3, stages=3, ping_pong=True)),
+    (128, 128): (128, Pipeline(consumers=2, stages=2, ping_pong=True)),
+    (256, 256): (64, Pipeline(consumers=2, stages=2, out_in_q_memory=True)),
+    (256, 128): (64, Pipeline(consumers=2, stages=2)),
 }
-FORWARD_WITH_MANY_REGISTERS = FORWARD | {  # three consumers with 128 keys would spill
-    (64, 64): ForwardSettings(64, Pipeline(consumers=3, stages=4, ping_pong=True), 128),
-}
+# three consumers with 128 keys would spill
+FORWARD_WITH_MANY_REGISTERS = FORWARD | {(64, 64): (64, Pipeline(consumers=3, stages=4, ping_pong=True))}
 BACKWARD = {
-    (64, 64): BackwardSettings(
-        Plan(64, 64, 64, 64, warps=4, stages=2, dq_stages=1, mask_edges_only=True, kv_in_registers=True), 128
-    ),
-    (128, 128): BackwardSettings(
-        Plan(64, 128, 128, 128, warps=8, stages=2, dq_stages=2, mask_edges_only=True, dk_before_dq=True), 168
-    ),
-    (256, 256): BackwardSettings(Plan(64, 64, 256, 256, warps=8, stages=2, dq_stages=0), 168),
-    (256, 128): BackwardSettings(Plan(64, 64, 256, 128, warps=8, stages=2, dq_stages=1), 168),
+    (64, 64): Plan(64, 64, 64, 64, warps=4, stages=2, dq_stages=1, mask_edges_only=True, kv_in_registers=True),
+    (128, 128): Plan(64, 128, 128, 128, warps=8, stages=2, dq_stages=2, mask_edges_only=True, dk_before_dq=True),
+    (256, 256): Plan(64, 64, 256, 256, warps=8, stages=2, dq_stages=0),
+    (256, 128): Plan(64, 64, 256, 128, warps=8, stages=2, dq_stages=1),
 }
 
 
@@ -171,38 +150,26 @@ def forward(call):
 
 
 def forward_launcher(problem):
-    dim, value_dim = tile_dims(problem)
-    rule = problem.rule
+    dims, rule = tile_dims(problem), problem.rule
     large = rule.dropout or rule.decay or problem.terms.relative is not None
-    settings = FORWARD_WITH_MANY_REGISTERS if large else FORWARD
-    block_k, pipe, registers = settings[dim, value_dim]
+    block_k, pipe = (FORWARD_WITH_MANY_REGISTERS if large else FORWARD)[dims]
     pipe = pipe._replace(negate_scores=problem.terms.scale < 0, ragged=problem.is_ragged)
     block_q = PER_CONSUMER.value * pipe.consumers
-    tile = problem.tile._replace(block_q=block_q, block_k=block_k, dim=dim, value_dim=value_dim)
+    tile = problem.tile._replace(block_q=block_q, block_k=block_k, dim=dims[0], value_dim=dims[1])
     programs = min(slots(problem, problem.q_len, block_q) * tile.heads, processors(problem.device))
-    constants = (rule, tile, pipe)
-    return Launcher(hopper_forward_kernel, programs, Launch(block_q, block_k, 4, 1), constants, registers)
-
-
-class BackwardPlan(NamedTuple):
-    """How the backward is divided over programs."""
-
-    plan: Plan
-    registers: int  # of a thread
-    q_slots: int  # tiles of queries of a head, of all sequences together
-    k_slots: int
-    members: int  # query heads of a program
+    launch = Launch(block_q, block_k, 4, 1)
+    return Launcher(hopper_forward_kernel, programs, launch, (rule, tile, pipe), REGISTERS[dims])
 
 
 def backward_plan(problem):
-    """The BackwardPlan of a problem."""
-    plan, registers = BACKWARD[tile_dims(problem)]
+    """(Plan, tiles of queries of a head in all sequences together, of keys, query heads of a program)."""
+    plan = BACKWARD[tile_dims(problem)]
     heads, group = problem.tile.heads, problem.tile.group
     programs = -(-problem.k_len // plan.block_k) * problem.batch * (heads // group)
     # the group in one program if that leaves two programs per multiprocessor, else each query head in its own
     members = group if programs >= 2 * processors(problem.device) else 1
     q_slots, k_slots = slots(problem, problem.q_len, plan.block_q), slots(problem, problem.k_len, plan.block_k)
-    return BackwardPlan(plan._replace(ragged=problem.is_ragged), registers, q_slots, k_slots, members)
+    return plan._replace(ragged=problem.is_ragged), q_slots, k_slots, members
 
 
 def backward(call, out, lse2, dout, dlse, wanted, deterministic=None):
@@ -219,7 +186,7 @@ def backward(call, out, lse2, dout, dlse, wanted, deterministic=None):
     problem = describe(q, k, v, call, out, lse2, dout, dlse)
     view, batch, q_len, k_len = problem.view, problem.batch, problem.q_len, problem.k_len
     heads, group = problem.tile.heads, problem.tile.group
-    plan, _, q_slots, _, members = problem.cached(backward_plan)
+    plan, q_slots, _, members = problem.cached(backward_plan)
     block_q, block_k = plan.block_q, plan.block_k
     q_list = k_list = None
 
@@ -274,7 +241,7 @@ def backward(call, out, lse2, dout, dlse, wanted, deterministic=None):
 
 
 def prepare_launcher(problem):
-    plan, _, q_slots, _, _ = problem.cached(backward_plan)
+    plan, q_slots, _, _ = problem.cached(backward_plan)
     tile = problem.tile._replace(block_q=plan.block_q, block_k=plan.block_q)
     return Launcher(prepare_kernel, q_slots * tile.heads, table.STREAMING, (problem.rule, tile))
 
@@ -285,7 +252,9 @@ def finish_launcher(problem):
 
 
 def backward_launcher(problem):
-    plan, registers, _, k_slots, members = problem.cached(backward_plan)
+    plan, _, k_slots, members = problem.cached(backward_plan)
     constants = (problem.rule, plan, problem.is_ragged or problem.k_len % plan.block_k != 0)
     tiles = Launch(plan.block_q, plan.block_k, plan.warps, 1)
-    return Launcher(backward_kernel, k_slots * problem.tile.heads // members, tiles, constants, registers)
+    return Launcher(
+        backward_kernel, k_slots * problem.tile.heads // members, tiles, constants, REGISTERS[tile_dims(problem)]
+    )
