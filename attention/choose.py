@@ -5,7 +5,6 @@ import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from typing import NamedTuple
 
 import torch
 
@@ -96,8 +95,7 @@ def _choose(call):
     if asked == "auto" and q.dtype in DTYPES:
         inexpressible = None if q.is_cuda else sdpa_problem(call)
         dims = None if lack else hopper_dims(call)
-        choice = implementation(q.device, q.dtype, dims, not lack and call.is_ragged, inexpressible)
-        impl, reason = choice.name, choice.reason  # by name: Dynamo of PyTorch 2.11 cannot unpack a Choice
+        impl, reason, _ = implementation(q.device, q.dtype, dims, not lack and call.is_ragged, inexpressible)
         if impl == "triton" and lack and not no_hopper:
             reason = f"the Hopper kernels do not serve {lack}"
     elif asked == "auto":
@@ -112,18 +110,7 @@ def _choose(call):
 
 
 def by_reference(reason, lack):
-    return (
-        "reference",
-        f"{reason}; SDPA cannot express {lack}; the reference keeps all scores, and is many times slower",
-    )
-
-
-class Choice(NamedTuple):
-    """The implementation impl="auto" takes on a device, and why, in words."""
-
-    name: str
-    reason: str
-    failed: bool = False  # whether kernels failed their self-check
+    return "reference", f"{reason}; SDPA cannot express {lack}; the reference keeps all scores: many times slower"
 
 
 _CHOICES = {}
@@ -131,7 +118,9 @@ _CHOOSING = threading.Lock()  # threads whose first calls coincide share one che
 
 
 def implementation(device, dtype, dims, ragged, inexpressible=None):
-    """The Choice of impl="auto" on a torch.device for a dtype; decided once and said by the first call that asks.
+    """What impl="auto" means on a torch.device for a dtype; decided once and printed by the first call that asks.
+
+    Returns (name, reason in words, whether kernels failed their self-check).
 
     dims: hopper_dims() if the Hopper kernels could serve, else None; ragged: whether they would be those for lengths
     and packed sequences. inexpressible: elsewhere than on a CUDA GPU, what SDPA cannot express, in words, or None. On a
@@ -148,31 +137,31 @@ def implementation(device, dtype, dims, ragged, inexpressible=None):
                     "attention() checks itself when first called; call it once before capturing a CUDA graph"
                 )
             _CHOICES[key] = choice = _choose_for(*key)
-            _print_choice(choice, device, dtype, dims)
+            _print_choice(*choice, device, dtype, dims)
     return _CHOICES[key]
 
 
-def _print_choice(choice, device, dtype, dims):
+def _print_choice(name, reason, failed, device, dtype, dims):
     """On rank 0, and on each rank whose GPU fails: the others of torchrun's processes would say the same."""
     rank = os.environ.get("RANK", "0")
-    if rank == "0" or choice.failed:
+    if rank == "0" or failed:
         where = f"{device}, {str(dtype).removeprefix('torch.')}" + (f", rank {rank}" if rank != "0" else "")
         where += "" if dims is None else f", head dims up to {dims[0]}/{dims[1]}"
         with suppress(OSError):  # a full disk behind it
-            print(f"attention  {choice.name} on {where}: {choice.reason}", file=sys.stderr, flush=True)
+            print(f"attention  {name} on {where}: {reason}", file=sys.stderr, flush=True)
 
 
 def _choose_for(device, dtype, dims, ragged=False, inexpressible=None):
     if device.type != "cuda":
         reason = f"the Triton kernels need a CUDA GPU, this is {device.type}"
-        return Choice(*by_reference(reason, inexpressible) if inexpressible else ("sdpa", reason))
+        return *(by_reference(reason, inexpressible) if inexpressible else ("sdpa", reason)), False
     failures = []
     for impl in ("triton",) if dims is None else ("hopper", "triton"):
         passed, reason = _passes(device, dtype, dims or (64, 64), ragged, impl)
         if passed:
-            return Choice(impl, "; ".join([reason, *failures]), bool(failures))
+            return impl, "; ".join([reason, *failures]), bool(failures)
         failures.append(reason)
-    return Choice("sdpa", "; ".join(failures), True)
+    return "sdpa", "; ".join(failures), True
 
 
 def _passes(device, dtype, dims, ragged, impl):

@@ -40,12 +40,14 @@ def test_auto_survives_a_broken_kernel(device, monkeypatch):
         return choose._choose_for(torch.device("cuda"), torch.bfloat16, dims)
 
     monkeypatch.setattr(choose, "_self_check", broken)
-    assert choice().name == "sdpa" and choice().reason.count("no compiler") == 2
+    name, reason, failed = choice()
+    assert name == "sdpa" and reason.count("no compiler") == 2 and failed
     monkeypatch.setattr(choose, "_self_check", lambda *check: broken(*check) if check[-1] == "hopper" else 1e-3)
-    assert choice(dims=None).name == "triton" and "1.0e-03" in choice(dims=None).reason
-    assert choice().name == "triton" and "hopper" in choice().reason
+    assert choice(dims=None) == ("triton", "self-check passed, relative error 1.0e-03", False)
+    name, reason, failed = choice()
+    assert name == "triton" and "hopper" in reason and failed
     monkeypatch.setattr(choose, "_self_check", lambda *check: float("nan"))
-    assert choice().name == "sdpa"
+    assert choice()[0] == "sdpa"
 
 
 def test_every_rank_prints_its_own_failure(undecided, monkeypatch, capsys):
@@ -91,7 +93,7 @@ def test_threads_share_one_self_check(undecided, monkeypatch, capsys):
         assert torch.are_deterministic_algorithms_enabled()
     finally:
         torch.use_deterministic_algorithms(False)
-    assert modes == [2] and {x.name for x in choices} == {"triton"}
+    assert modes == [2] and {name for name, *_ in choices} == {"triton"}
     assert capsys.readouterr().err.count("attention ") == 1
 
 
