@@ -7,13 +7,13 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents
 
+from . import tiles
 from .features import Call
 from .gpu import can_overlap, processors, shared_memory
 from .launcher import wait_for_inputs
-from .portable.forward import Softmax
+from .portable.forward import Softmax, no_keys
 from .score import LOG2E, Rule, behind, end_softmax, shape_scores, slot, terms_of
 from .table import float32_precision
-from .tiles import STRIDE_UNIT, Sequence, Tile, address, aligned, dot, narrow, padded, rows_view, tile_lane, view, zeros
 
 # Not tuned; they compile without register spills for all chips of tests/test_compile.py.
 BLOCK_K = 64  # most keys per step
@@ -39,20 +39,8 @@ class QueryRows(NamedTuple):
 def row_pointers(x, row, rows, DIM: tl.constexpr):
     """Pointers to x[row, tokens, heads] of a [B, T, H, D] View: [rows, D padded]."""
     steps = tl.cast(row, tl.int64) * x.batch + tl.cast(rows.head, tl.int64) * x.head
-    start = steps * STRIDE_UNIT + tl.cast(rows.token, tl.int64) * x.seq
-    return x.ptr + start[:, None] + tl.arange(0, padded(DIM))[None, :]
-
-
-@triton.jit
-def load_keys(x, positions, RULE: tl.constexpr, BLOCK: tl.constexpr, DIM: tl.constexpr):
-    """Keys or values at positions of a Lane: [BLOCK, D padded]; columns past DIM are 0."""
-    column = tl.arange(0, padded(DIM))
-    pointers = x.ptr + (slot(positions, RULE) * x.stride)[:, None] + column[None, :]
-    if DIM != padded(DIM):
-        tile = tl.load(pointers, column[None, :] < DIM, 0.0)
-    else:
-        tile = tl.load(pointers)
-    return tile
+    start = steps * tiles.STRIDE_UNIT + tl.cast(rows.token, tl.int64) * x.seq
+    return x.ptr + start[:, None] + tl.arange(0, tiles.padded(DIM))[None, :]
 
 
 @triton.jit
@@ -63,16 +51,16 @@ def absorb(state, q_tile, rows, k, v, start, end, seq, terms, RULE: tl.constexpr
     so a step sums over the head dim only, and merge_rows() sums over the keys after the last step.
     """
     k_pos = start + tl.arange(0, TILE.block_k)
-    positions = tl.minimum(k_pos, end - 1)  # past the end the last key repeats: slots there may hold NaN
-    k_tile = load_keys(k, positions, RULE, TILE.block_k, TILE.dim)
-    v_tile = load_keys(v, positions, RULE, TILE.block_k, TILE.value_dim)
+    slots = slot(tl.minimum(k_pos, end - 1), RULE)  # past the end the last key repeats: slots there may hold NaN
+    k_tile = tiles.load_at(k, slots, TILE.dim)
+    v_tile = tiles.load_at(v, slots, TILE.value_dim)
     if TILE.block_q == 1:
         qk = tl.sum(k_tile.to(tl.float32) * q_tile.to(tl.float32), 1)
         scores, _ = shape_scores(qk, rows.pos, k_pos, rows.head, seq, terms, RULE, True)
         scores = tl.where(k_pos < end, scores, float("-inf"))
         top = tl.maximum(state.top, scores)
     else:
-        qk = dot(q_tile, tl.trans(k_tile), None, TILE)
+        qk = tiles.dot(q_tile, tl.trans(k_tile), None, TILE)
         scores, _ = shape_scores(qk, rows.pos[:, None], k_pos[None, :], rows.head[:, None], seq, terms, RULE, True)
         scores = tl.where((k_pos < end)[None, :], scores, float("-inf"))
         top = tl.maximum(state.top, tl.max(scores, 1))
@@ -85,7 +73,7 @@ def absorb(state, q_tile, rows, k, v, start, end, seq, terms, RULE: tl.constexpr
     else:
         weights = tl.exp2(scores - pivot[:, None])
         total = state.total * fade + tl.sum(weights, 1)
-        acc = dot(narrow(weights, v_tile), v_tile, state.acc * fade[:, None], TILE)
+        acc = tiles.dot(tiles.narrow(weights, v_tile), v_tile, state.acc * fade[:, None], TILE)
     return Softmax(acc, top, total)
 
 
@@ -114,9 +102,9 @@ def decode_kernel(
     wait_for_inputs(OVERLAP)
     kv_head, split = tl.program_id(1), tl.program_id(2)
     count = q_len * TILE.group
-    tiles = tl.cdiv(count, TILE.block_q)
-    row, tile = tl.program_id(0) // tiles, tl.program_id(0) % tiles
-    out_row = split * (tl.num_programs(0) // tiles) + row
+    q_tiles = tl.cdiv(count, TILE.block_q)
+    row, tile = tl.program_id(0) // q_tiles, tl.program_id(0) % q_tiles
+    out_row = split * (tl.num_programs(0) // q_tiles) + row
     length = tl.load(lengths + row)
     if RULE.ring == 0:
         length = tl.minimum(length, slots)
@@ -125,22 +113,18 @@ def decode_kernel(
     number = tl.minimum(number, count - 1)  # padding repeats the last query
     token = number // TILE.group
     rows = QueryRows(token, kv_head * TILE.group + number % TILE.group, exist, length - q_len + token)
-    seq = Sequence(row, row, 0, q_len, 0, length)
+    seq = tiles.Sequence(row, row, 0, q_len, 0, length)
 
     low = tl.maximum(length - q_len - behind(RULE), 0)  # the first key that a query of this row sees
     share = tl.cdiv(tl.cdiv(length - low, SPLITS), TILE.block_k) * TILE.block_k
     start = low + split * share
     end = tl.minimum(start + share, length)
-    column = tl.arange(0, padded(TILE.dim))
+    column = tl.arange(0, tiles.padded(TILE.dim))
     q_tile = tl.load(row_pointers(q, row, rows, TILE.dim), column[None, :] < TILE.dim, 0.0)
     ROWS: tl.constexpr = TILE.block_k if TILE.block_q == 1 else TILE.block_q
-    state = Softmax(
-        zeros(ROWS, TILE.value_dim),
-        tl.full([ROWS], float("-inf"), tl.float32),
-        tl.full([ROWS], 0.0, tl.float32),
-    )
-    k = tile_lane(k, row, kv_head, 0)
-    v = tile_lane(v, row, kv_head, 0)
+    state = no_keys(ROWS, TILE)
+    k = tiles.tile_lane(k, row, kv_head, 0)
+    v = tiles.tile_lane(v, row, kv_head, 0)
     for at in tl.range(start, end, TILE.block_k, num_stages=STAGES):
         state = absorb(state, q_tile, rows, k, v, at, end, seq, terms, RULE, TILE)
     if OVERLAP:
@@ -154,11 +138,11 @@ def decode_kernel(
         logit = tl.where((split == 0) & (rows.pos >= 0), logit, float("-inf"))
     lse, factor = end_softmax(state.top, state.total, logit)
     result = state.acc * factor[:, None]
-    column = tl.arange(0, padded(TILE.value_dim))
+    column = tl.arange(0, tiles.padded(TILE.value_dim))
     pointers = row_pointers(out, out_row, rows, TILE.value_dim)
     tl.store(pointers, result.to(out.ptr.dtype.element_ty), exist[:, None] & (column[None, :] < TILE.value_dim))
     if lse2 is not None:
-        tl.store(address(lse2, out_row, rows.head, rows.token), lse, exist)
+        tl.store(tiles.address(lse2, out_row, rows.head, rows.token), lse, exist)
 
 
 @triton.jit
@@ -167,25 +151,25 @@ def merge_kernel(parts, lse2, out, TILE: tl.constexpr, SPLITS: tl.constexpr, OVE
     wait_for_inputs(OVERLAP)
     row, head, token = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     BLOCK: tl.constexpr = SPLITS if SPLITS < MERGED else MERGED
-    column = tl.arange(0, padded(TILE.value_dim))
+    column = tl.arange(0, tiles.padded(TILE.value_dim))
     inside = column < TILE.value_dim
-    part = tile_lane(parts, row, head, token)
+    part = tiles.tile_lane(parts, row, head, token)
     every = tl.arange(0, SPLITS) * tl.num_programs(0) + row
-    top = tl.max(tl.load(address(lse2, every, head, token)), 0)
+    top = tl.max(tl.load(tiles.address(lse2, every, head, token)), 0)
     top = tl.where(top == float("-inf"), 0.0, top)
-    acc = tl.zeros([padded(TILE.value_dim)], tl.float32)
+    acc = tl.zeros([tiles.padded(TILE.value_dim)], tl.float32)
     total = 0.0
     for start in range(0, SPLITS, BLOCK):
         step = (start + tl.arange(0, BLOCK)) * tl.num_programs(0)
-        weights = tl.exp2(tl.load(address(lse2, step + row, head, token)) - top)
-        offset = tl.cast(step, tl.int64) * parts.batch * STRIDE_UNIT
+        weights = tl.exp2(tl.load(tiles.address(lse2, step + row, head, token)) - top)
+        offset = tl.cast(step, tl.int64) * parts.batch * tiles.STRIDE_UNIT
         values = tl.load(part.ptr + offset[:, None] + column[None, :], inside[None, :], 0.0)
         acc += tl.sum(values * weights[:, None], 0)
         total += tl.sum(weights, 0)
     if OVERLAP:
         gdc_launch_dependents()
     result = acc / tl.where(total == 0, 1.0, total)
-    tl.store(tile_lane(out, row, head, token).ptr + column, result.to(out.ptr.dtype.element_ty), inside)
+    tl.store(tiles.tile_lane(out, row, head, token).ptr + column, result.to(out.ptr.dtype.element_ty), inside)
 
 
 def splits_for(programs, keys, grouped, device):
@@ -197,7 +181,7 @@ def splits_for(programs, keys, grouped, device):
 
 def launch_decode(q, k, v, lengths, options):
     """out [B, Tq, H, Dv] of decode(), which has checked the arguments; options: DecodeOptions of decode.py."""
-    q, k, v = map(aligned, (q, k, v))
+    q, k, v = map(tiles.aligned, (q, k, v))
     (batch, q_len, heads, dim), (slots, kv_heads, value_dim) = q.shape, v.shape[1:]
     out = q.new_empty(batch, q_len, heads, value_dim)
     if out.numel() == 0 or slots == 0:
@@ -208,11 +192,11 @@ def launch_decode(q, k, v, lengths, options):
     block_q = block_q if block_q == 1 else max(block_q, 16)  # rows that tensor cores need
     part = 1 if block_q > 1 else 2 if widest <= 64 else 4
     block_k = min(BLOCK_K, TILE_BYTES // (part * widest * k.element_size()))
-    tiles = triton.cdiv(count, block_q)
+    q_tiles = triton.cdiv(count, block_q)
     rule = Rule(True, options.window, options.softcap, False, options.sink is not None, slots if options.ring else 0)
-    tile = Tile(block_q, block_k, dim, value_dim, heads, group, float32_precision(q.dtype))
+    tile = tiles.Tile(block_q, block_k, dim, value_dim, heads, group, float32_precision(q.dtype))
     most = min(slots, options.window + q_len - 1) if options.window else slots
-    splits = splits_for(kv_heads * tiles * batch, most, block_q > 1, q.device)
+    splits = splits_for(kv_heads * q_tiles * batch, most, block_q > 1, q.device)
     gate = None if options.decay_sum is None else options.decay_sum.transpose(1, 2)
     sink = None if options.sink is None else options.sink.contiguous()
     terms = terms_of(Call(q, k, v, decay=gate, alibi_slopes=options.alibi_slopes, scale=options.scale))
@@ -223,14 +207,14 @@ def launch_decode(q, k, v, lengths, options):
         parts = q.new_empty(splits * batch, q_len, heads, value_dim, dtype=torch.float32)
         lse2 = q.new_empty(splits * batch, heads, q_len, dtype=torch.float32)
     with torch.cuda.device_of(q):
-        decode_kernel[(tiles * batch, kv_heads, splits)](
-            view(q), view(k), view(v), view(parts), rows_view(lse2), lengths, sink, terms, q_len, slots,
+        decode_kernel[(q_tiles * batch, kv_heads, splits)](
+            *map(tiles.view, (q, k, v, parts)), tiles.rows_view(lse2), lengths, sink, terms, q_len, slots,
             rule, tile, splits, stages, overlap,
             num_warps=4, launch_pdl=overlap, enable_fp_fusion=True,
         )  # fmt: skip
         if splits > 1:
             merge_kernel[(batch, heads, q_len)](
-                view(parts), rows_view(lse2), view(out), tile, splits, overlap,
+                tiles.view(parts), tiles.rows_view(lse2), tiles.view(out), tile, splits, overlap,
                 num_warps=4, launch_pdl=overlap, enable_fp_fusion=True,
             )  # fmt: skip
     return out

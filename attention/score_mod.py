@@ -114,7 +114,7 @@ def check_score_mod(score_mod, *score_args, heads, length=64, sequences=2):
     Raises:
         ValueError: names the worst score, what was returned and what was expected.
     """
-    from .portable.score_mod import evaluate  # imports Triton
+    from .score import evaluate_score_mod  # imports Triton
 
     name = name_of(_remember(score_mod))
     default = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -126,7 +126,7 @@ def check_score_mod(score_mod, *score_args, heads, length=64, sequences=2):
     scores = (4 * torch.randn(sequences, heads, length, length, generator=generator, device="cpu")).to(device)
     step = 2**-7 * scores.abs().clamp(min=1)
     low, high = scores - step, scores + step
-    (new, slope), (below, _), (above, _) = (evaluate(score_mod, x, score_args) for x in (scores, low, high))
+    (new, slope), (below, _), (above, _) = (evaluate_score_mod(score_mod, x, score_args) for x in (scores, low, high))
     # between the slopes to both sides, which differ at a kink; apart from rounding
     sides = torch.stack(((new - below) / (scores - low), (above - new) / (high - scores)))
     error = torch.maximum(sides.amin(0) - slope, slope - sides.amax(0))

@@ -273,6 +273,12 @@ def load_tile(x, start, low, high, BLOCK: tl.constexpr, DIM: tl.constexpr, CLAMP
     positions = start + tl.arange(0, BLOCK)
     if CLAMPED:
         positions = tl.maximum(tl.minimum(positions, high - 1), low)
+    return load_at(x, positions, DIM)
+
+
+@triton.jit
+def load_at(x, positions, DIM: tl.constexpr):
+    """Positions of a Lane as [positions, DIM padded to a power of two]; columns past DIM are 0."""
     pointers = tile_pointers(x, positions, DIM)
     if DIM != padded(DIM):
         tile = tl.load(pointers, tl.arange(0, padded(DIM))[None, :] < DIM, 0.0)

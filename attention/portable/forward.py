@@ -17,6 +17,13 @@ class Softmax(NamedTuple):
     total: tl.tensor  # [queries] sum of exp2(score - top)
 
 
+@triton.jit
+def no_keys(ROWS: tl.constexpr, TILE: tl.constexpr):
+    """The Softmax of ROWS queries before the first key."""
+    total = tl.full([ROWS], 0.0, tl.float32)
+    return Softmax(tiles.zeros(ROWS, TILE.value_dim), tl.full([ROWS], float("-inf"), tl.float32), total)
+
+
 class QueryTile(NamedTuple):
     """A tile of queries of one head, and the span of keys that any of them can see."""
 
@@ -108,11 +115,7 @@ def forward_kernel(
         dropout_key(seq.index, head, terms.seed, RULE),
         first - behind(RULE),
     )
-    state = Softmax(
-        tiles.zeros(TILE.block_q, TILE.value_dim),
-        tl.full([TILE.block_q], float("-inf"), tl.float32),
-        tl.full([TILE.block_q], 0.0, tl.float32),
-    )
+    state = no_keys(TILE.block_q, TILE)
     state = attend(state, queries, k, v, k_tiles, v_tiles, seq, terms, span, RULE, TILE, MASKED=False)
     state = attend(state, queries, k, v, k_tiles, v_tiles, seq, terms, span, RULE, TILE, MASKED=True)
 
