@@ -48,17 +48,11 @@ def check_tensors(q, k, v):
         if x.dtype != q.dtype or x.device != q.device:
             raise ValueError(f"{name} is {x.dtype} on {x.device}, q is {q.dtype} on {q.device}; they must be the same")
         if x.shape[-1] % 8 or not 8 <= x.shape[-1] <= MAX_HEAD_DIM:
-            raise ValueError(
-                f"{name} has head dim {x.shape[-1]}; it must be a multiple of 8 up to {MAX_HEAD_DIM}: pad it"
-            )
+            raise ValueError(f"{name} has head dim {x.shape[-1]}, no multiple of 8 up to {MAX_HEAD_DIM}: pad it")
         if x.stride(-1) != 1:
-            raise ValueError(
-                f"{name} has stride {x.stride(-1)} in its last dimension; it must be 1: call .contiguous()"
-            )
+            raise ValueError(f"{name} has stride {x.stride(-1)} in its last dimension, not 1: call .contiguous()")
     if k.shape[:3] != v.shape[:3]:
-        raise ValueError(
-            f"k has shape {tuple(k.shape)}, v {tuple(v.shape)}; batch, sequence and heads must be the same"
-        )
+        raise ValueError(f"k has shape {tuple(k.shape)}, v {tuple(v.shape)}; batch, sequence and heads must be equal")
     if q.shape[0] != k.shape[0]:
         raise ValueError(f"q has batch {q.shape[0]}, k and v {k.shape[0]}; they must be the same")
     if q.shape[-1] != k.shape[-1]:
@@ -80,31 +74,34 @@ def check_qkv(qkv, n_head, n_kv_head):
         )
 
 
-def check_options(q, causal, window, scale, softcap, dropout, impl, return_lse, seed):
-    if impl not in IMPLEMENTATIONS:
-        raise ValueError(f"impl={impl!r} is unknown; choose one of {', '.join(IMPLEMENTATIONS)}")
-    check_is("causal", causal, bool)
-    check_is("return_lse", return_lse, bool)
+def check_options(call):
+    """Those of a Call that are no tensors, and the seed."""
+    window, scale, softcap = call.window, call.scale, call.softcap
+    check_impl(call.impl, IMPLEMENTATIONS)
+    for name in ("causal", "return_lse", "return_max_logit"):
+        check_is(name, getattr(call, name), bool)
     if window is not None:
         check_int("window", window, 1, MAX_LENGTH, "; it counts the query's own position, and None means no limit")
     if scale is not None:
         check_number("scale", scale, lambda x: abs(x) < MAX_FLOAT, "a finite float32; None means 1 / sqrt(head_dim)")
     if softcap is not None:
         check_number("softcap", softcap, lambda x: 1e-30 <= x <= 1e30, "from 1e-30 to 1e30; None = off")
-    check_number("dropout", dropout, lambda x: 0 <= x < 1, "in [0, 1)")
-    check_seed(seed, q.device)
-    if q.dtype == torch.float64 and impl == "triton":
-        raise ValueError(
-            "q is torch.float64; the kernels take float16, bfloat16 and float32: cast it or use 'reference'"
-        )
+    check_number("dropout", call.dropout, lambda x: 0 <= x < 1, "in [0, 1)")
+    check_seed(call.seed, call.q.device)
+    if call.q.dtype == torch.float64 and call.impl == "triton":
+        raise ValueError("q is torch.float64; the kernels take float16, bfloat16, float32: cast it or use 'reference'")
+
+
+def check_impl(impl, known):
+    if impl not in known:
+        raise ValueError(f"impl={impl!r} is unknown; choose one of {', '.join(known)}")
 
 
 def check_seed(seed, device):
     if isinstance(seed, torch.Tensor):
         if seed.dtype != torch.int64 or seed.numel() != 1 or seed.device != device:
-            raise ValueError(
-                f"seed is {seed.dtype} of {seed.numel()} elements on {seed.device}; it must be one int64 on {device}"
-            )
+            found = f"{seed.dtype} of {seed.numel()} elements on {seed.device}"
+            raise ValueError(f"seed is {found}; it must be one int64 on {device}")
     elif seed is not None:
         check_int("seed", seed, -(2**63), 2**63 - 1)
 
@@ -114,9 +111,10 @@ def count_sequences(q, cu_seqlens):
     return q.shape[0] if cu_seqlens is None else pair(cu_seqlens)[0].shape[0] - 1
 
 
-def check_ragged(q, k, lengths, cu_seqlens, max_seqlen):
-    """lengths, cu_seqlens and max_seqlen against the shapes of q [B, Tq, H, D] and k [B, Tk, Hkv, D]."""
-    batch, q_len, k_len = q.shape[0], q.shape[1], k.shape[1]
+def check_ragged(call):
+    """lengths, cu_seqlens and max_seqlen of a Call."""
+    q, lengths, cu_seqlens, max_seqlen = call.q, call.lengths, call.cu_seqlens, call.max_seqlen
+    batch, q_len, k_len = q.shape[0], q.shape[1], call.k.shape[1]
     starts, limits = pair(cu_seqlens), pair(max_seqlen)
     half = cu_seqlens is not None and any(x is None for x in starts)  # `None in starts` is slow: it compares tensors
     if len(starts) != 2 or half or isinstance(cu_seqlens, list):
@@ -128,9 +126,7 @@ def check_ragged(q, k, lengths, cu_seqlens, max_seqlen):
             continue
         check_is_tensor(name, x)
         if x.dtype != torch.int32 or x.dim() != 1 or x.device != q.device:
-            raise ValueError(
-                f"{name} is {x.dtype} of {x.dim()} dims on {x.device}; it must be int32, 1-D, on {q.device}"
-            )
+            raise ValueError(f"{name} is {x.dtype}, {x.dim()}-D, on {x.device}; it must be int32, 1-D, on {q.device}")
     if lengths is not None and lengths.shape[0] != batch:
         raise ValueError(f"lengths has {lengths.shape[0]} elements; it must have one for each of the {batch} rows of q")
     if starts[0] is not None:

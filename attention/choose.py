@@ -9,7 +9,7 @@ from contextlib import suppress
 import torch
 
 from . import ops
-from .checks import DTYPES, check_is, check_options, check_ragged, check_seed, check_tensors
+from .checks import DTYPES, check_options, check_ragged, check_seed, check_tensors
 from .features import GRADIENTS, Call, feature_lacking, features_of
 from .gpu import hopper_problem
 from .reference import reference_attention
@@ -35,7 +35,7 @@ def decide(call):
             key = None
     if found is not None:  # what the key leaves out
         if call.is_ragged:
-            check_ragged(call.q, call.k, call.lengths, call.cu_seqlens, call.max_seqlen)
+            check_ragged(call)
         if call.seed is not None:
             check_seed(call.seed, call.q.device)
         return found
@@ -71,13 +71,10 @@ def has_score_args(call):
 def check_call(call):
     """Every rule of a Call."""
     check_tensors(call.q, call.k, call.v)
-    check_options(
-        call.q, call.causal, call.window, call.scale, call.softcap, call.dropout, call.impl, call.return_lse, call.seed
-    )
-    check_is("return_max_logit", call.return_max_logit, bool)
+    check_options(call)
     if call.score_mod is None and has_score_args(call):
         raise ValueError("score_args were given without score_mod; leave them out")
-    check_ragged(call.q, call.k, call.lengths, call.cu_seqlens, call.max_seqlen)
+    check_ragged(call)
     for feature in features_of(call):
         feature.check(call, feature.name, getattr(call, feature.name))
 
@@ -133,9 +130,7 @@ def implementation(device, dtype, dims, ragged, inexpressible=None):
     with _CHOOSING:
         if key not in _CHOICES:
             if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
-                raise RuntimeError(
-                    "attention() checks itself when first called; call it once before capturing a CUDA graph"
-                )
+                raise RuntimeError("attention() checks itself first; call it once before capturing a CUDA graph")
             _CHOICES[key] = choice = _choose_for(*key)
             _print_choice(*choice, device, dtype, dims)
     return _CHOICES[key]

@@ -12,7 +12,7 @@ from torch.autograd import forward_ad
 
 from . import ops
 from .api import AUTOCAST_DEVICES
-from .checks import DTYPES, check_is, check_is_tensor, check_options, check_tensors
+from .checks import DTYPES, check_impl, check_is, check_is_tensor, check_options, check_tensors
 from .features import Call, features_of
 from .gpu import HAS_TRITON
 from .ops import LIBRARY, TAGS, outside_graphs
@@ -86,13 +86,13 @@ def check_decode(q, k, v, lengths, window, scale, softcap, decay_sum, alibi_slop
     for name, x in (("q", q), ("k", k), ("v", v), ("lengths", lengths)):
         check_is_tensor(name, x)
     check_tensors(q, k, v)
-    if impl not in IMPLEMENTATIONS:
-        raise ValueError(f"impl={impl!r} is unknown; choose one of {', '.join(IMPLEMENTATIONS)}")
+    check_impl(impl, IMPLEMENTATIONS)
     if impl == "triton" and not (q.is_cuda or os.environ.get("TRITON_INTERPRET") == "1"):
         raise ValueError(f"impl='triton' needs tensors on a CUDA GPU, got {q.device}; use impl='auto'")
-    check_options(q, True, window, scale, softcap, 0.0, impl if impl == "triton" else "auto", False, None)
     check_is("ring", ring, bool)
-    call = Call(q, k, v, alibi_slopes=alibi_slopes, sink=sink)
+    options = dict(window=window, scale=scale, softcap=softcap, impl="auto" if impl == "eager" else impl)
+    call = Call(q, k, v, alibi_slopes=alibi_slopes, sink=sink, **options)
+    check_options(call)
     for feature in features_of(call):
         feature.check(call, feature.name, getattr(call, feature.name))
     (batch, q_len, heads, _), slots = q.shape, k.shape[1]

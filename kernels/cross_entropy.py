@@ -225,9 +225,7 @@ def _save(ctx, inputs, output):
 
 def _backward(ctx, dtotal, *_):
     if torch.is_grad_enabled():  # with create_graph=True; as constants the stored gradients would be silently wrong
-        raise RuntimeError(
-            "linear_cross_entropy() has no second derivative; for one, use F.cross_entropy(x @ weight.T)"
-        )
+        raise RuntimeError("linear_cross_entropy() has no second derivative; use F.cross_entropy(x @ weight.T)")
     dx, dweight = ctx.saved_tensors
     return (dx.float() * dtotal).to(dx.dtype), (dweight * dtotal).to(ctx.weight_dtype), *(None,) * 7
 

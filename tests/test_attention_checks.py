@@ -93,7 +93,7 @@ OPTIONS = [
     (dict(lengths=[1, 2]), "lengths is list"),
     (dict(lengths=integers(1)), "lengths has 1 elements"),
     (dict(lengths=integers(1, 2).long()), "lengths is torch.int64"),
-    (dict(lengths=integers(1, 2)[None]), "lengths is torch.int32.*2 dims"),
+    (dict(lengths=integers(1, 2)[None]), "lengths is torch.int32.*2-D"),
     (dict(lengths=integers(1, 2).to("meta")), "lengths is torch.int32.*on meta"),
     (dict(lengths=integers(1, 2), cu_seqlens=integers(0, 10)), "leave them out"),
     (dict(cu_seqlens=integers(0, 10)), "batch 2"),
