@@ -49,7 +49,7 @@ def linear_cross_entropy(x, weight, targets, softcap=None, layer=None):
     fp8 = isinstance(layer, Float8Linear) and layer.training
     operands = layer.operands(x, MULTIPLE) if fp8 else (None,) * 4
     run = _chunked_cross_entropy if torch.compiler.is_compiling() else LossAndGradients.apply
-    total, _, _ = run(x, weight, targets, softcap or 0.0, needs_gradients, *operands)
+    total, _, _ = run(x, weight, targets, softcap, needs_gradients, *operands)
     return total / (targets >= 0).sum().clamp(min=1)
 
 
@@ -61,14 +61,14 @@ def cap(z, softcap):
 
 
 @triton.jit
-def load_capped(logits, column, vocabulary, softcap, CAPPED: tl.constexpr, MASKED: tl.constexpr):
+def load_capped(logits, column, vocabulary, softcap, MASKED: tl.constexpr):
     """Capped logits of a block of columns in float32, -inf from column `vocabulary` on, and the slope of the cap."""
     if MASKED:
         z = tl.load(logits + column, column < vocabulary, float("-inf")).to(tl.float32)
     else:
         z = tl.load(logits + column).to(tl.float32)
     slope = tl.full(z.shape, 1.0, tl.float32)
-    if CAPPED:
+    if softcap is not None:
         z, slope = cap(z, softcap)
         if MASKED:
             z = tl.where(column < vocabulary, z, float("-inf"))
@@ -76,20 +76,18 @@ def load_capped(logits, column, vocabulary, softcap, CAPPED: tl.constexpr, MASKE
 
 
 @triton.jit
-def accumulate(logits, column, vocabulary, top, total, softcap, CAPPED: tl.constexpr, MASKED: tl.constexpr):
+def accumulate(logits, column, vocabulary, top, total, softcap, MASKED: tl.constexpr):
     """One step of the online softmax: the largest logit of the row so far, and a sum of exponentials per lane."""
-    z, _ = load_capped(logits, column, vocabulary, softcap, CAPPED, MASKED)
+    z, _ = load_capped(logits, column, vocabulary, softcap, MASKED)
     higher = tl.maximum(top, tl.max(z, 0))
     pivot = tl.where(higher == float("-inf"), 0.0, higher)
     return higher, total * tl.exp(top - pivot) + tl.exp(z - pivot)
 
 
 @triton.jit
-def store_gradient(
-    logits, column, vocabulary, columns, top, share, softcap, CAPPED: tl.constexpr, MASKED: tl.constexpr
-):
+def store_gradient(logits, column, vocabulary, columns, top, share, softcap, MASKED: tl.constexpr):
     """logits <- share * exp(logit - top) * slope: the softmax times the slope of the cap."""
-    z, slope = load_capped(logits, column, vocabulary, softcap, CAPPED, MASKED)
+    z, slope = load_capped(logits, column, vocabulary, softcap, MASKED)
     gradient = (tl.exp(z - top) * share * slope).to(logits.dtype.element_ty)
     if MASKED:
         tl.store(logits + column, gradient, column < columns)
@@ -99,9 +97,8 @@ def store_gradient(
 
 @triton.jit
 def cross_entropy_kernel(
-    logits, targets, losses, stride, vocabulary, columns, softcap,
-    CAPPED: tl.constexpr, GRADIENTS: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
+    logits, targets, losses, stride, vocabulary, columns, softcap, GRADIENTS: tl.constexpr, BLOCK: tl.constexpr
+):
     """losses[row] = log sum exp(z) - z[target]; with GRADIENTS also logits[row] <- d loss / d logit.
 
     Loss and gradient are 0 where target < 0. One program reads its row twice; the second time it is in the L2 cache.
@@ -121,22 +118,22 @@ def cross_entropy_kernel(
     top = float("-inf")
     total = tl.zeros([BLOCK], tl.float32)
     for start in range(0, whole, BLOCK):
-        top, total = accumulate(logits, start + lane, vocabulary, top, total, softcap, CAPPED, False)
+        top, total = accumulate(logits, start + lane, vocabulary, top, total, softcap, False)
     for start in range(whole, vocabulary, BLOCK):
-        top, total = accumulate(logits, start + lane, vocabulary, top, total, softcap, CAPPED, True)
+        top, total = accumulate(logits, start + lane, vocabulary, top, total, softcap, True)
     denominator = tl.sum(total, 0)
     chosen = tl.load(logits + target, target < vocabulary, float("nan")).to(tl.float32)
     slope = 1.0
-    if CAPPED:
+    if softcap is not None:
         chosen, slope = cap(chosen, softcap)
     tl.store(losses + row, tl.log(denominator) + (top - chosen))
     if GRADIENTS:
         share = 1 / denominator
         tl.debug_barrier()  # all threads have read the target's logit before any overwrites it
         for start in range(0, whole, BLOCK):
-            store_gradient(logits, start + lane, vocabulary, columns, top, share, softcap, CAPPED, False)
+            store_gradient(logits, start + lane, vocabulary, columns, top, share, softcap, False)
         for start in range(whole, columns, BLOCK):
-            store_gradient(logits, start + lane, vocabulary, columns, top, share, softcap, CAPPED, True)
+            store_gradient(logits, start + lane, vocabulary, columns, top, share, softcap, True)
         tl.debug_barrier()  # the store below comes after the other threads' stores to the same element
         gradient = (tl.exp(chosen - top) * share - 1) * slope
         tl.store(logits + target, gradient.to(logits.dtype.element_ty), target < vocabulary)
@@ -149,7 +146,7 @@ def chunk_rows(x, columns):
 
 
 def chunked_cross_entropy(
-    x: Tensor, weight: Tensor, targets: Tensor, softcap: float, gradients: bool, x_fp8: Tensor | None = None,
+    x: Tensor, weight: Tensor, targets: Tensor, softcap: float | None, gradients: bool, x_fp8: Tensor | None = None,
     head_fp8: Tensor | None = None, scale: Tensor | None = None, head_scale: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """Sum of the losses and, with gradients, dx in the dtype of x and dweight [V, C] float32 (else empty tensors).
@@ -194,7 +191,7 @@ def _launch(logits, targets, losses, vocabulary, softcap, gradients):
     with torch.cuda.device_of(logits):
         cross_entropy_kernel[(rows,)](
             logits, targets, losses, columns, vocabulary, columns, softcap,
-            CAPPED=softcap > 0, GRADIENTS=gradients, BLOCK=block, num_warps=max(block // 1024, 1),
+            GRADIENTS=gradients, BLOCK=block, num_warps=max(block // 1024, 1),
         )  # fmt: skip
 
 

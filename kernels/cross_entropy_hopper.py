@@ -19,21 +19,19 @@ LOG2E = gl.constexpr(1.4426950408889634)
 
 
 @gluon.jit
-def capped(z, softcap, CAPPED: gl.constexpr):
-    """(Logits in base 2, capped if CAPPED; the slope of the cap)."""
+def capped(z, softcap):
+    """(Logits in base 2, capped unless softcap is None; the slope of the cap)."""
     slope = 1.0
-    if CAPPED:
+    if softcap is not None:
         t = 1 - 2 / (gl.exp2(z * (2 * LOG2E / softcap)) + 1)  # tanh
         z, slope = softcap * t, 1 - t * t
     return z * LOG2E, slope
 
 
 @gluon.jit
-def read_part(
-    parts, number, softcap, VOCABULARY: gl.constexpr, CAPPED: gl.constexpr, MASKED: gl.constexpr, TILE: gl.constexpr
-):
+def read_part(parts, number, softcap, VOCABULARY: gl.constexpr, MASKED: gl.constexpr, TILE: gl.constexpr):
     """(capped() of a part, float32 [SIDE, SIDE], its columns). MASKED: logits are -inf from column VOCABULARY on."""
-    z, slope = capped(parts.index(number).load(TILE).to(gl.float32), softcap, CAPPED)
+    z, slope = capped(parts.index(number).load(TILE).to(gl.float32), softcap)
     lines = gl.arange(0, SIDE, gl.SliceLayout(1, TILE))[:, None] * SIDE
     column = lines + gl.arange(0, SIDE, gl.SliceLayout(0, TILE))[None, :] + number * PART
     if MASKED:
@@ -46,27 +44,25 @@ def find_highest(highest, parts, full, number, VOCABULARY: gl.constexpr, MASKED:
     """highest and the logits of a part, which have no cap, whichever are higher."""
     mbarrier.wait(full.index(number), 0)
     TILE: gl.constexpr = highest.type.layout
-    z, _, _ = read_part(parts, number, 0.0, VOCABULARY, False, MASKED, TILE)
+    z, _, _ = read_part(parts, number, None, VOCABULARY, MASKED, TILE)
     return gl.maximum(highest, z)
 
 
 @gluon.jit
-def add_exponentials(
-    total, top, parts, full, number, softcap, VOCABULARY: gl.constexpr, CAPPED: gl.constexpr, MASKED: gl.constexpr
-):
-    if CAPPED:  # else find_highest() has waited
+def add_exponentials(total, top, parts, full, number, softcap, VOCABULARY: gl.constexpr, MASKED: gl.constexpr):
+    if softcap is not None:  # else find_highest() has waited
         mbarrier.wait(full.index(number), 0)
     TILE: gl.constexpr = total.type.layout
-    z, _, _ = read_part(parts, number, softcap, VOCABULARY, CAPPED, MASKED, TILE)
+    z, _, _ = read_part(parts, number, softcap, VOCABULARY, MASKED, TILE)
     return total + gl.exp2(z - top)
 
 
 @gluon.jit
 def store_gradient(
     logits, target, lse2, parts, number, softcap,
-    VOCABULARY: gl.constexpr, COLUMNS: gl.constexpr, CAPPED: gl.constexpr, MASKED: gl.constexpr, TILE: gl.constexpr,
+    VOCABULARY: gl.constexpr, COLUMNS: gl.constexpr, MASKED: gl.constexpr, TILE: gl.constexpr,
 ):  # fmt: skip
-    z, slope, column = read_part(parts, number, softcap, VOCABULARY, CAPPED, MASKED, TILE)
+    z, slope, column = read_part(parts, number, softcap, VOCABULARY, MASKED, TILE)
     gradient = (gl.exp2(z - lse2) - gl.where(column == target, 1.0, 0.0)) * slope
     gradient = gl.where(target < 0, 0.0, gradient)  # also where a logit is no number
     if MASKED:
@@ -77,9 +73,8 @@ def store_gradient(
 
 @gluon.jit
 def cross_entropy_hopper_kernel(
-    loads, logits, targets, losses, softcap,
-    VOCABULARY: gl.constexpr, COLUMNS: gl.constexpr, CAPPED: gl.constexpr, WARPS: gl.constexpr,
-):  # fmt: skip
+    loads, logits, targets, losses, softcap, VOCABULARY: gl.constexpr, COLUMNS: gl.constexpr, WARPS: gl.constexpr
+):
     """losses[row] = log sum exp(z) - z[target], and logits[row] <- d loss / d logit; both 0 where target < 0.
 
     loads: descriptor of the logits as [rows, lines, SIDE], in blocks of one part.
@@ -99,10 +94,10 @@ def cross_entropy_hopper_kernel(
     logits += row.to(gl.int64) * COLUMNS
     target = gl.load(targets + row)
     chosen = gl.load(logits + target, (target >= 0) & (target < VOCABULARY), float("nan")).to(gl.float32)
-    chosen2, _ = capped(chosen, softcap, CAPPED)
+    chosen2, _ = capped(chosen, softcap)
 
     top = 0.0  # enough if capped: see MOST_CAP
-    if not CAPPED:
+    if softcap is None:
         highest = gl.full([SIDE, SIDE], float("-inf"), gl.float32, TILE)
         for number in range(WHOLE):
             highest = find_highest(highest, parts, full, number, VOCABULARY, False)
@@ -111,16 +106,16 @@ def cross_entropy_hopper_kernel(
         top = gl.max(gl.max(highest, 1), 0)
     total = gl.zeros([SIDE, SIDE], gl.float32, TILE)
     for number in range(WHOLE):
-        total = add_exponentials(total, top, parts, full, number, softcap, VOCABULARY, CAPPED, False)
+        total = add_exponentials(total, top, parts, full, number, softcap, VOCABULARY, False)
     for number in range(WHOLE, PARTS):
-        total = add_exponentials(total, top, parts, full, number, softcap, VOCABULARY, CAPPED, True)
+        total = add_exponentials(total, top, parts, full, number, softcap, VOCABULARY, True)
     lse2 = top + gl.log2(gl.sum(gl.sum(total, 1), 0))
     gl.store(losses + row, gl.where(target < 0, 0.0, (lse2 - chosen2) / LOG2E))
 
     for number in range(WHOLE):
-        store_gradient(logits, target, lse2, parts, number, softcap, VOCABULARY, COLUMNS, CAPPED, False, TILE)
+        store_gradient(logits, target, lse2, parts, number, softcap, VOCABULARY, COLUMNS, False, TILE)
     for number in range(WHOLE, PARTS):
-        store_gradient(logits, target, lse2, parts, number, softcap, VOCABULARY, COLUMNS, CAPPED, True, TILE)
+        store_gradient(logits, target, lse2, parts, number, softcap, VOCABULARY, COLUMNS, True, TILE)
     # Until here the barriers are in use. Otherwise the compiler puts the maxima and sums above into their memory, and
     # in some rows these come out wrong or NaN.
     for number in gl.static_range(PARTS):
@@ -129,7 +124,7 @@ def cross_entropy_hopper_kernel(
 
 def supports(logits, softcap):
     """Whether the kernel computes the gradient of logits [N, columns]."""
-    return logits.dtype == torch.bfloat16 and softcap <= MOST_CAP and logits.shape[1] <= MOST_PARTS * PART.value
+    return logits.dtype == torch.bfloat16 and (softcap or 0) <= MOST_CAP and logits.shape[1] <= MOST_PARTS * PART.value
 
 
 def cross_entropy(logits, targets, losses, vocabulary, softcap):
@@ -141,6 +136,6 @@ def cross_entropy(logits, targets, losses, vocabulary, softcap):
     )
     with torch.cuda.device_of(logits):
         cross_entropy_hopper_kernel[(rows,)](
-            loads, logits, targets, losses, softcap, vocabulary, columns, softcap > 0, WARPS,
+            loads, logits, targets, losses, softcap, vocabulary, columns, WARPS,
             num_warps=WARPS, maxnreg=REGISTERS, enable_fp_fusion=True,
         )  # fmt: skip

@@ -31,6 +31,7 @@ ROWS = gl.constexpr(128)  # of a tile: 64 for each of two warpgroups
 COLUMNS = gl.constexpr(256)  # of a tile
 BYTES = gl.constexpr(128)  # of each row of a and b in a step
 PIECES = gl.constexpr(16)  # of a finished tile
+AHEAD = gl.constexpr(2)  # pieces of `other` loaded before they are needed
 STREAM = gl.constexpr(".cs")  # results are larger than the L2 cache, which is to keep operands
 # A piece is 64 rows, r or r + 8 of each 16, by 32 columns, as pairs [64, 16]; a thread has 4 neighbours of one row.
 PIECE = gl.constexpr(
@@ -49,12 +50,7 @@ class Plan(NamedTuple):
     epilogue: str  # "activate" or "slope"
     kind: str  # of the activation
     stages: int  # steps of operands in shared memory
-    ahead: int  # pieces of `other` loaded before they are needed
     fp8: bool  # operands are in FP8
-
-
-AHEAD = {"activate": 0, "slope": 2}  # of a Plan, for each epilogue
-STAGES = (4, 3)  # of a Plan: the first that divides the number of steps
 
 
 class Operands(NamedTuple):
@@ -181,20 +177,19 @@ def finish_piece(
 
 
 @gluon.jit
-def load_ahead(held, other, place, NUMBER: gl.constexpr, PAIRS: gl.constexpr, PLAN: gl.constexpr):
-    """held, and one more piece of `other` if the epilogue has one and there is a piece of this number."""
-    if PLAN.ahead > 0 and NUMBER < PIECES:
+def load_ahead(held, other, place, NUMBER: gl.constexpr, PAIRS: gl.constexpr):
+    """held, and one more piece of `other` if that is given and there is a piece of this number."""
+    if other is not None and NUMBER < PIECES:
         held += (load_piece(other, place, NUMBER, PAIRS),)
     return held
 
 
 @gluon.jit
-def load_first(other, place, PAIRS: gl.constexpr, PLAN: gl.constexpr):
-    """The first pieces of `other`; 0 comes before them, for an epilogue that has none."""
-    AHEAD: gl.constexpr = PLAN.ahead
+def load_first(other, place, PAIRS: gl.constexpr):
+    """The first pieces of `other`; 0 comes before them, for an epilogue without it."""
     held = (0,)
     for number in gl.static_range(AHEAD):
-        held = load_ahead(held, other, place, number, PAIRS, PLAN)
+        held = load_ahead(held, other, place, number, PAIRS)
     return held
 
 
@@ -267,12 +262,12 @@ def consumer(
     for tile in range(gl.program_id(0), tiles, gl.num_programs(0)):
         row = tile // ACROSS * ROWS
         column = tile % ACROSS * COLUMNS
-        held = load_first(other, before, PAIRS, PLAN)
+        held = load_first(other, before, PAIRS)
         sums = first_sums(bias, column, scale, LAYOUT)
         for step in gl.static_range(BUSY):
             sums = multiply(sums, operands, turn, step, step == 0 and bias is None)
             for number in gl.static_range(step * PIECES // BUSY, (step + 1) * PIECES // BUSY):
-                held = load_ahead(held, other, before, number + PLAN.ahead, PAIRS, PLAN)
+                held = load_ahead(held, other, before, number + AHEAD, PAIRS)
                 largest = finish_piece(pieces[number], held, outputs, factor, largest, before, number, PAIRS, PLAN)
             if step > 0:
                 sums = finish_steps(sums, operands, step - 1, 1)
@@ -285,9 +280,9 @@ def consumer(
         sums = finish_steps(sums, operands, STAGES - 1, 0)
         pieces = pieces_of(sums, scale)
         before = Place(row * PAIRS + column // 2, rows - row)
-    held = load_first(other, before, PAIRS, PLAN)
+    held = load_first(other, before, PAIRS)
     for number in gl.static_range(PIECES):
-        held = load_ahead(held, other, before, number + PLAN.ahead, PAIRS, PLAN)
+        held = load_ahead(held, other, before, number + AHEAD, PAIRS)
         largest = finish_piece(pieces[number], held, outputs, factor, largest, before, number, PAIRS, PLAN)
     if PLAN.fp8:
         found = gl.max(gl.max(gl.maximum(largest & 0xFFFF, largest >> 16), axis=1), axis=0)
@@ -314,21 +309,15 @@ def matmul_kernel(
     )
 
 
-def stages_of(steps):
-    """Stages for a number of steps; None if there are none."""
-    return next((stages for stages in STAGES if steps % stages == 0), None)
-
-
-def steps_of(depth, dtype):
-    """How many steps K columns of a dtype are; 0 if they are not whole steps."""
+def divide(depth, dtype):
+    """(Steps, stages) of K columns of a dtype, or None: the steps must be whole, and a multiple of the stages."""
     steps, rest = divmod(depth * dtype.itemsize, BYTES.value)
-    return 0 if rest else steps
+    return next(((steps, stages) for stages in (4, 3) if steps > 0 and not rest and steps % stages == 0), None)
 
 
 def supports(rows, depth, columns, dtype=torch.bfloat16):
     """Whether the kernel can multiply [rows, depth] by [columns, depth]^T; its offsets have 32 bits."""
-    steps = steps_of(depth, dtype)
-    return columns % COLUMNS.value == 0 and steps > 0 and stages_of(steps) is not None and 0 < rows * columns < 2**32
+    return columns % COLUMNS.value == 0 and divide(depth, dtype) is not None and 0 < rows * columns < 2**32
 
 
 def matmul(a, b, epilogue, *, kind, bias=None, other=None, scales=None):
@@ -356,8 +345,8 @@ def matmul(a, b, epilogue, *, kind, bias=None, other=None, scales=None):
     if fp8:
         active_fp8, largest = torch.empty_like(out, dtype=a.dtype), out.new_zeros((), dtype=torch.float32)
         scales = Scales(*scales)
-    steps, step = steps_of(depth, a.dtype), BYTES.value // a.itemsize
-    plan = Plan(epilogue, kind, stages_of(steps), AHEAD[epilogue], fp8)
+    (steps, stages), step = divide(depth, a.dtype), BYTES.value // a.itemsize
+    plan = Plan(epilogue, kind, stages, fp8)
     layout = gl.NVMMASharedLayout(BYTES.value, 8 * a.itemsize, 2)
     permuted = [columns // 32, 4, 4, 2, depth], [32 * depth, 2 * depth, 8 * depth, depth, 1]
     block = [COLUMNS.value // 32, 4, 4, 2, step]

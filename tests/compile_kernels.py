@@ -283,7 +283,7 @@ def launch_training_kernels(dtype, dim, causal, group, features=False, length=40
         copies, scales = (tensor.to(torch.float8_e4m3fn) for tensor in (x, weight)), [scale] * 3
         module.matmul(*copies, "activate", kind=kind, bias=bias if features else None, scales=scales)
     targets = x.new_empty(length, dtype=torch.int64)
-    for softcap in (0.0, 15.0):
+    for softcap in (None, 15.0):
         cross_entropy(x.new_empty(length, 50_304), targets, x.new_empty(length, dtype=torch.float32), 50_257, softcap)
     state = torch.empty_like(weight, dtype=torch.float32)
     muon.blend(state, state, weight, 0.05, scale, scale)
