@@ -155,7 +155,7 @@ def _attend(call, qkv=None):
         call = call._replace(q=qkv, k=None, v=None, kv_heads=k.shape[2])
     # else what the op does, since the way through PyTorch's dispatcher takes as long as a kernel
     if torch.compiler.is_compiling() or ops.transformed():
-        out, *rows = ops.forward(*call.for_op)
+        out, *rows = ops.forward_op(*call.for_op)
     else:
         out, *rows = ops.forward_with_gradient(call)
     rows = [x * math.log(2) for x in (rows if call.return_lse else rows[1:])]  # to natural units

@@ -195,7 +195,7 @@ def _self_check(device, dtype, dims, ragged, impl):
     q, k, v, dout = (x.detach().to(device, dtype) for x in tensors)
     starts = None if starts is None else starts.to(device)
     call = Call(q, k, v, q_starts=starts, k_starts=starts, scale=dim**-0.5, impl=impl)
-    kernels = ops.host(impl)
+    kernels = ops.backend(impl)
     out, lse2 = kernels.forward(call)
     wanted = {name: name in ("q", "k", "v") for name in GRADIENTS}
     own = dict(deterministic=False) if impl == "hopper" else {}  # else the portable backward might be checked

@@ -93,7 +93,7 @@ class Feature(NamedTuple):
     learned: bool = False  # whether it has a gradient
     # The gradient of a term by distance: (sums of dS, tensor as the kernels take it) -> gradient. sums: of the keys at
     # and before a query, and of those after, each [H, distances from 0 on].
-    by_distance: Callable | None = None
+    distance_gradient: Callable | None = None
 
 
 def check_floating(call, name, x):

@@ -89,7 +89,7 @@ def tma_tiles(x, rows):
     return TensorDescriptor(x, list(x.shape), list(x.stride()), [1, rows, 1, padded(x.shape[-1])])
 
 
-def tiles_for(problem, kernel, *tensors):
+def loop_descriptors(problem, kernel, *tensors):
     """TMA descriptors of the two tensors over which a kernel walks; None and None if it loads by pointers."""
     launch = problem.launches[kernel]
     if not launch.tma or any(0 in x.shape + x.stride() for x in tensors):  # empty, or expanded

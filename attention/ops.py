@@ -17,13 +17,13 @@ from torch.utils._pytree import tree_map
 
 from .features import GRADIENTS, OP_ARGUMENTS, TENSORS, Call
 
-HOSTS = {"triton": ".portable.launch", "hopper": ".hopper.launch"}  # modules that launch a backend's kernels
+BACKENDS = {"triton": ".portable.launch", "hopper": ".hopper.launch"}  # modules that launch kernels
 
 
 @cache
-def host(backend):
-    """The module of a backend, which imports Triton."""
-    return import_module(HOSTS[backend], __package__)
+def backend(impl):
+    """The module that launches the kernels of an implementation; it imports Triton."""
+    return import_module(BACKENDS[impl], __package__)
 
 
 # Dynamo would look into an op that runs outside of its graphs. This is torch.compiler.disable, but it imports Dynamo,
@@ -37,19 +37,17 @@ CALL = ", ".join(f"{KINDS[Call.__annotations__[name]]} {name}" for name in Call.
 LIBRARY = torch.library.Library("attention", "FRAGMENT")
 TAGS = (torch.Tag.pt2_compliant_tag, torch.Tag.needs_fixed_stride_order)
 LIBRARY.define(f"forward({CALL}) -> Tensor[]", tags=TAGS)
-LIBRARY.define(
-    f"backward(Tensor out, Tensor lse2, Tensor dout, Tensor? dlse, bool[] wanted, {CALL}) -> Tensor[]", tags=TAGS
-)
-forward = torch.ops.attention.forward.default
-backward = torch.ops.attention.backward.default
+RESULTS = "Tensor out, Tensor lse2, Tensor dout, Tensor? dlse, bool[] wanted"
+LIBRARY.define(f"backward({RESULTS}, {CALL}) -> Tensor[]", tags=TAGS)
+forward_op, backward_op = torch.ops.attention.forward.default, torch.ops.attention.backward.default
 
 
 @torch.library.impl(LIBRARY, "forward", "CompositeExplicitAutograd")
 @outside_graphs
-def _forward(*call):
+def _(*call):
     """out [B, Tq, H, Dv] in the dtype of q, lse2 [B, H, Tq] float32 and if asked max_logit2 [H] float32, base 2."""
     call = Call(*call)
-    return list(host(call.impl).forward(call))
+    return list(backend(call.impl).forward(call))
 
 
 @torch.library.register_fake("attention::forward", lib=LIBRARY)
@@ -63,7 +61,7 @@ def _(*call):
 
 @torch.library.impl(LIBRARY, "backward", "CompositeExplicitAutograd")
 @outside_graphs
-def _backward(out, lse2, dout, dlse, wanted, *call):
+def _(out, lse2, dout, dlse, wanted, *call):
     """The gradients of GRADIENTS that are wanted; dq is that of all three if k and v are None.
 
     dlse [B, H, Tq] is in natural units, or None.
@@ -74,7 +72,7 @@ def _backward(out, lse2, dout, dlse, wanted, *call):
 def launch_backward(call, out, lse2, dout, dlse, wanted):
     """The gradients of GRADIENTS by a backend's kernels; anything for those that are not wanted."""
     wanted = dict(zip(GRADIENTS, wanted, strict=True))
-    found = host(call.impl).backward(call, out, lse2, dout, dlse, wanted)
+    found = backend(call.impl).backward(call, out, lse2, dout, dlse, wanted)
     return [found.get(name) for name in GRADIENTS]
 
 
@@ -104,8 +102,8 @@ def one_by_one(op):
     torch.library.register_vmap(op, call_each, lib=LIBRARY)
 
 
-one_by_one(forward)
-one_by_one(backward)
+one_by_one(forward_op)
+one_by_one(backward_op)
 
 
 def transformed():
@@ -121,25 +119,25 @@ def _can_skip_dispatcher(*tensors):
     return PLAIN.issuperset(map(type, tensors)) and torch._C._len_torch_dispatch_stack() == 0 and not transformed()
 
 
-def _run_forward(call):
+def forward_without_gradient(call):
     """The op below autograd; called directly where that is the same, since the dispatcher takes as long as a kernel."""
     if _can_skip_dispatcher(*call.tensors):
-        return host(call.impl).forward(call)
+        return backend(call.impl).forward(call)
     with torch._C._AutoDispatchBelowAutograd():
-        return forward(*call.for_op)
+        return forward_op(*call.for_op)
 
 
-def _run_backward(call, out, lse2, dout, dlse, wanted):
-    """As _run_forward(); returns all gradients, anything for those that are not wanted."""
+def backward_without_gradient(call, out, lse2, dout, dlse, wanted):
+    """As forward_without_gradient(); returns all gradients, anything for those that are not wanted."""
     if _can_skip_dispatcher(*call.tensors, dout):
         return launch_backward(call, out, lse2, dout, dlse, wanted)
     with torch._C._AutoDispatchBelowAutograd():
-        return _call_backward(call, out, lse2, dout, dlse, wanted)
+        return call_backward_op(call, out, lse2, dout, dlse, wanted)
 
 
-def _call_backward(call, out, lse2, dout, dlse, wanted):
-    """The op, with None for those gradients that are not wanted."""
-    found = iter(backward(out, lse2, dout, dlse, wanted, *call.for_op))
+def call_backward_op(call, out, lse2, dout, dlse, wanted):
+    """All gradients by the op, None for those that are not wanted."""
+    found = iter(backward_op(out, lse2, dout, dlse, wanted, *call.for_op))
     return [next(found) if x else None for x in wanted]
 
 
@@ -171,7 +169,7 @@ class Attention(torch.autograd.Function):
     @staticmethod
     def forward(ctx, *inputs):
         *_, call = inputs
-        out, lse2, *max_logit = _keeping_outer_grad_mode(_run_forward, call)
+        out, lse2, *max_logit = _keeping_outer_grad_mode(forward_without_gradient, call)
         ctx.save_for_backward(out, lse2, *call.tensors)
         ctx.numbers = call[TENSORS + 1 : OP_ARGUMENTS]
         ctx.set_materialize_grads(False)
@@ -190,7 +188,7 @@ class Attention(torch.autograd.Function):
         if dout is None:
             dout = torch.zeros_like(out)
         dlse = None if dlse2 is None else dlse2 / math.log(2)  # lse2 = lse / ln 2
-        run = _call_backward if transformed() else _backward_or_error
+        run = call_backward_op if transformed() else backward_with_error
         return *run(call, out, lse2, dout, dlse, ctx.needs_input_grad[: len(GRADIENTS)]), None
 
 
@@ -199,7 +197,9 @@ class Backward(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, *inputs):
-        return tuple(_keeping_outer_grad_mode(_run_backward, *inputs[-6:]))  # autograd does not look into a Call
+        return tuple(
+            _keeping_outer_grad_mode(backward_without_gradient, *inputs[-6:])
+        )  # autograd does not look into a Call
 
     @staticmethod
     def backward(ctx, *gradients):
@@ -214,13 +214,13 @@ def _refuse_tangents(*tensors):
         raise RuntimeError("attention() has no forward-mode derivative; for one, use impl='reference'")
 
 
-def _backward_or_error(call, *inputs):
-    """_run_backward(), or with an error in place of its own gradient where one may be asked for."""
+def backward_with_error(call, *inputs):
+    """backward_without_gradient(), with an error in place of its own gradient where one may be asked for."""
     if forward_ad._current_level >= 0:
         _refuse_tangents(*call.tensors, *inputs[:-1])
     if torch.is_grad_enabled():
         return _apply(Backward, *call.tensors, call, *inputs)
-    return _run_backward(call, *inputs)
+    return backward_without_gradient(call, *inputs)
 
 
 def forward_with_gradient(call):
@@ -229,17 +229,16 @@ def forward_with_gradient(call):
         _refuse_tangents(*call.tensors)
     if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in call.learned):
         return _apply(Attention, *call.learned, call)
-    return _run_forward(call)
+    return forward_without_gradient(call)
 
 
-def backward_with_error(out, lse2, dout, dlse, wanted, *call):
-    """What the backward op does under autograd."""
-    return list(compress(_backward_or_error(Call(*call), out, lse2, dout, dlse, wanted), wanted))
-
-
-def _forward_with_gradient(*call):
+@torch.library.impl(LIBRARY, "forward", "Autograd")
+@outside_graphs
+def _(*call):
     return list(forward_with_gradient(Call(*call)))
 
 
-LIBRARY.impl("forward", outside_graphs(_forward_with_gradient), "Autograd")
-LIBRARY.impl("backward", outside_graphs(backward_with_error), "Autograd")
+@torch.library.impl(LIBRARY, "backward", "Autograd")
+@outside_graphs
+def _(out, lse2, dout, dlse, wanted, *call):
+    return list(compress(backward_with_error(Call(*call), out, lse2, dout, dlse, wanted), wanted))

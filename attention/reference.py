@@ -34,7 +34,7 @@ def reference_attention(
         visible = visible & (k_pos <= last)
     if window is not None:
         visible = visible & (q_pos - k_pos < window) & (k_pos - q_pos < window)
-    reach = visible
+    in_mask = visible
     k, v = (x.repeat_interleave(group, dim=2) for x in (k, v))
     places = q_pos, k_pos, torch.arange(heads, device=q.device).view(1, -1, 1, 1), sequence
     if bias is not None:
@@ -54,7 +54,7 @@ def reference_attention(
     if decay is not None and k_len > 0:  # the sum runs through all sequences of a row, which the difference cancels
         gate = decay if decay.device.type == "mps" else decay.double()  # MPS has no float64
         gate = gate.cumsum(1).transpose(1, 2)  # [B, H, Tk]
-        at = torch.where(reach, torch.arange(k_len, device=q.device), 0).amax(-1)  # last key a query sees: its own
+        at = torch.where(in_mask, torch.arange(k_len, device=q.device), 0).amax(-1)  # last key a query sees: its own
         # The float64 sum as two numbers in the dtype of decay, in which gradients are summed then, as in the kernels.
         high = gate.to(decay.dtype)
         for part in (high, (gate - high).to(decay.dtype)):
@@ -66,7 +66,7 @@ def reference_attention(
         slopes = slopes[sequence, torch.arange(heads, device=q.device)[:, None, None]]  # [B, H, 1 or Tq, 1]
         scores = scores - (slopes * (q_pos - k_pos).abs()).to(scores.dtype)
     if relative_bias is not None:
-        scores = scores + by_distance(relative_bias.to(scores.dtype), q_pos - k_pos)
+        scores = scores + relative_bias_at(relative_bias.to(scores.dtype), q_pos - k_pos)
     if bias is not None:
         scores = (scores + narrowed(bias, scores.dtype)).clamp(min=torch.finfo(scores.dtype).min)
 
@@ -101,7 +101,7 @@ def modified(scores, score_mod, places, score_args):
     return twin_of(score_mod)(scores, *places, *score_args).to(scores.dtype)
 
 
-def by_distance(tables, distance):
+def relative_bias_at(tables, distance):
     """Elements [.., H, Tq, Tk] of relative_bias for the distances q_pos - k_pos [.., 1, Tq, Tk]."""
     index = distance.abs().clamp(max=tables.shape[-1] - 1)
     if tables.dim() == 3:  # one after the other: the second begins behind the first

@@ -134,7 +134,7 @@ def test_custom_ops(name, device):
 
     class Log(TorchDispatchMode):
         def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-            if function in (ops.forward, ops.backward):
+            if function in (ops.forward_op, ops.backward_op):
                 calls[function] = [x.detach().clone() if isinstance(x, torch.Tensor) else x for x in args]
             return function(*args, **kwargs or {})
 
@@ -142,10 +142,10 @@ def test_custom_ops(name, device):
     with Log():
         found = results(call, problem, dtype)
     same(found, results(call, problem, dtype), name)
-    assert set(calls) == {ops.forward, ops.backward}
+    assert set(calls) == {ops.forward_op, ops.backward_op}
     for op, args in calls.items():
         tests = ["test_schema", "test_faketensor", "test_autograd_registration"]
-        if op is ops.forward:  # the backward op has no derivative to trace
+        if op is ops.forward_op:  # the backward op has no derivative to trace
             args = [x.requires_grad_() if isinstance(x, torch.Tensor) and x.is_floating_point() else x for x in args]
             tests.append("test_aot_dispatch_dynamic")
         torch.library.opcheck(op, tuple(args), test_utils=tests)

@@ -96,4 +96,4 @@ def test_compiles(device):
             assert ours.requires_grad == eager.requires_grad
             torch.testing.assert_close(ours, eager)
         tensors = [arguments[name] for name in "qkv"]
-        torch.library.opcheck(ops.forward, Call(*tensors, scale=0.1, impl=impl, return_max_logit=True).for_op)
+        torch.library.opcheck(ops.forward_op, Call(*tensors, scale=0.1, impl=impl, return_max_logit=True).for_op)

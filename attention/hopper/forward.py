@@ -78,12 +78,12 @@ def weigh(
     scores, factor = cap_scores(scores, sizes.scale, RULE)
     if RULE.alibi:
         rows = gl.arange(0, scores.shape[0], gl.SliceLayout(1, scores.type.layout))
-        ahead = ramp(scores, start - edge - rows, gl.float32)  # how far a key is ahead of a query
+        lead = ramp(scores, start - edge - rows, gl.float32)  # how far a key is ahead of a query
         slope = sizes.alibi_slope2 / factor
         if RULE.causal:
-            scores += ahead * slope
+            scores += lead * slope
         else:
-            scores -= gl.abs(ahead) * slope
+            scores -= gl.abs(lead) * slope
     if RULE.decay or tile_terms.terms.relative is not None:  # what is added has no factor
         scores *= factor
         factor = 1.0
@@ -93,7 +93,7 @@ def weigh(
     if tile_terms.terms.relative is not None:
         rows = gl.arange(0, scores.shape[0], gl.SliceLayout(1, scores.type.layout))
         distance = 0 - ramp(scores, start - edge - rows, gl.int32)
-        scores += relative_bias(tile_terms.terms, tile_terms.lane % TILE.heads, distance) * LOG2E
+        scores += relative_bias(tile_terms.terms, tile_terms.flat_head % TILE.heads, distance) * LOG2E
     if MASKED:
         scores = hide(scores, edge, start, sizes, RULE)
     new_top = gl.maximum(top, gl.max(scores, 1) * factor)
@@ -169,7 +169,7 @@ def attend(
 
 
 @gluon.jit
-def end_rows(state, edge, lane, decay, sink, sizes, RULE: gl.constexpr, TILE: gl.constexpr):
+def end_rows(state, edge, flat_head, decay, sink, sizes, RULE: gl.constexpr, TILE: gl.constexpr):
     """The log-sum-exp of a consumer's queries, their largest scores, and the factor of their sums."""
     top = state.top
     if RULE.decay:
@@ -177,7 +177,7 @@ def end_rows(state, edge, lane, decay, sink, sizes, RULE: gl.constexpr, TILE: gl
         top += log2_gate(decay, position, (position >= 0) & (position < sizes.k_len))
     logit = None
     if sink is not None:  # a row that sees no key has no sink either
-        logit = gl.load(sink + lane % TILE.heads).to(gl.float32) * LOG2E
+        logit = gl.load(sink + flat_head % TILE.heads).to(gl.float32) * LOG2E
         logit = gl.where(state.total > 0, logit, float("-inf"))
     lse, factor = end_softmax(top, state.total, logit)
     return lse, top, factor
@@ -233,38 +233,38 @@ def consumer(
     visit = 0
     message = receive(shared.mail, visit)
     while message[0] >= 0:
-        tile_start, lane = message[0], message[1]
-        first, first_key, bounds, dropout = unpack_message(message, sizes, RULE, PIPE)
+        tile_start, flat_head = message[0], message[1]
+        first, first_key, own, dropout = unpack_message(message, sizes, RULE, PIPE)
         q_start = tile_start + INDEX * PER_CONSUMER
-        tile_begin, _, _, tile_end = blocks(tile_start, TILE.block_q, bounds, RULE, TILE)
-        begin, full_begin, full_end, end = own_blocks(q_start, bounds, tile_end, RULE, TILE)
+        tile_begin, _, _, tile_end = blocks(tile_start, TILE.block_q, own, RULE, TILE)
+        begin, full_begin, full_end, end = own_blocks(q_start, own, tile_end, RULE, TILE)
         next_tile = count + tile_end - tile_begin
-        edge = q_start + bounds.k_len - bounds.q_len  # where its first query stands
+        edge = q_start + own.k_len - own.q_len  # where its first query stands
         decay = Decay(0, 0.0, 0.0)
         if RULE.decay:
-            own_gates = terms.gate + (lane.to(gl.int64) * sizes.k_len + first_key)
-            decay = decay_from(own_gates, edge, bounds.k_len)
-        tile_terms = TileTerms(dropout, decay, terms, lane)
+            own_gates = terms.gate + (flat_head.to(gl.int64) * sizes.k_len + first_key)
+            decay = decay_from(own_gates, edge, own.k_len)
+        tile_terms = TileTerms(dropout, decay, terms, flat_head)
 
         mbarrier.wait(shared.q.full.index(INDEX), visit & 1)
         count = skip(shared, count, tile_end - end, INDEX, PIPE)
         start = (end - 1) * TILE.block_k
         state = empty_state(dtype, TILE)
         state, count, start = attend(
-            state, q, shared, count, 1, edge, start, tile_terms, bounds,
+            state, q, shared, count, 1, edge, start, tile_terms, own,
             INDEX, RULE, TILE, PIPE, MASKED=True, FIRST=True,
         )  # fmt: skip
         state, count, start = attend(
-            state, q, shared, count, end - 1 - full_end, edge, start, tile_terms, bounds,
+            state, q, shared, count, end - 1 - full_end, edge, start, tile_terms, own,
             INDEX, RULE, TILE, PIPE, MASKED=True,
         )  # fmt: skip
         state, count, start = attend(
-            state, q, shared, count, full_end - full_begin, edge, start, tile_terms, bounds,
+            state, q, shared, count, full_end - full_begin, edge, start, tile_terms, own,
             INDEX, RULE, TILE, PIPE, MASKED=False,
         )  # fmt: skip
         if RULE.window > 0:
             state, count, start = attend(
-                state, q, shared, count, full_begin - begin, edge, start, tile_terms, bounds,
+                state, q, shared, count, full_begin - begin, edge, start, tile_terms, own,
                 INDEX, RULE, TILE, PIPE, MASKED=True,
             )  # fmt: skip
         if not PIPE.out_in_q_memory:
@@ -272,10 +272,10 @@ def consumer(
         v_tile = filled(shared.v, count - 1)
         acc = warpgroup_mma(unpack(state.weights, state.acc, dtype), v_tile, state.acc, is_async=True)  # (2)
 
-        lse, top, factor = end_rows(state, edge, lane, decay, sink, bounds, RULE, TILE)
+        lse, top, factor = end_rows(state, edge, flat_head, decay, sink, own, RULE, TILE)
         offset = q_start + gl.arange(0, PER_CONSUMER, lse.type.layout)
-        rows = lse2 + (lane.to(gl.int64) * sizes.q_len + first)
-        gl.store(rows + offset, lse, offset < bounds.q_len)
+        rows = lse2 + (flat_head.to(gl.int64) * sizes.q_len + first)
+        gl.store(rows + offset, lse, offset < own.q_len)
 
         acc = warpgroup_mma_wait(0, deps=(acc,))
         release(shared.v, count - 1)
@@ -284,30 +284,30 @@ def consumer(
             factor /= 1 - dropout.probability
         acc = acc * gl.convert_layout(factor, gl.SliceLayout(1, acc.type.layout))[:, None]
         out_tile = output_tile(acc, shared, out, INDEX)
-        row = lane // TILE.heads
-        queries = Rows(row, row * sizes.q_len + first + bounds.q_len, bounds.q_len)
-        tma_store(out, corner(queries, q_start, lane % TILE.heads, PIPE.ragged), out_tile)
+        row = flat_head // TILE.heads
+        queries = Rows(row, row * sizes.q_len + first + own.q_len, own.q_len)
+        tma_store(out, corner(queries, q_start, flat_head % TILE.heads, PIPE.ragged), out_tile)
         if PIPE.out_in_q_memory:
             tma_wait(0)
             mbarrier.arrive(shared.q.empty.index(INDEX))
         if max_logit2 is not None:  # last, when there are registers for it
-            largest = gl.max(gl.where(offset < bounds.q_len, top, float("-inf")), 0)
-            gl.atomic_max(max_logit2 + lane % TILE.heads, largest, sem="relaxed")
+            largest = gl.max(gl.where(offset < own.q_len, top, float("-inf")), 0)
+            gl.atomic_max(max_logit2 + flat_head % TILE.heads, largest, sem="relaxed")
         visit += 1
         message = receive(shared.mail, visit)
     tma_wait(0)
 
 
-@gluon.jit(do_not_specialize=["q_len", "k_len", "n_tiles", "lanes"])
+@gluon.jit(do_not_specialize=["q_len", "k_len", "n_tiles", "flat_heads"])
 def hopper_forward_kernel(
-    q, k, v, out, lse2, max_logit2, sink, tile_list, ragged, q_len, k_len, n_tiles, lanes, terms,
+    q, k, v, out, lse2, max_logit2, sink, tile_list, ragged, q_len, k_len, n_tiles, flat_heads, terms,
     RULE: gl.constexpr, TILE: gl.constexpr, PIPE: gl.constexpr,
 ):  # fmt: skip
     """out = softmax(rule(q k^T)) v and lse2 = log2 sum 2^score, for tiles of queries as long as there are any.
 
     max_logit2 [H], if not None, is raised to the largest score of each head.
     terms: Terms with a scale of at least 1e-30, and the gate of split_gate().
-    tile_list: those of ragged sequences as list_kernel lists them; else n_tiles of each lane, and a 0 to count them.
+    tile_list: those of ragged sequences as list_kernel lists them; else n_tiles of each head, and a 0 to count them.
     """
     sizes = Sizes(q_len, k_len, terms.scale, terms.dropout)
     # full barriers: the loader, or its TMA, arrives. Empty ones: each consumer; of q the one whose slot it is.
@@ -336,7 +336,7 @@ def hopper_forward_kernel(
             [
                 (consumer, (0, shared, out, lse2, max_logit2, sink, terms, sizes, RULE, TILE, PIPE)),
                 (consumer, (1, shared, out, lse2, max_logit2, sink, terms, sizes, RULE, TILE, PIPE)),
-                (loader, (shared, q, k, v, terms, sizes, n_tiles, lanes, tile_list, ragged, RULE, TILE, PIPE)),
+                (loader, (shared, q, k, v, terms, sizes, n_tiles, flat_heads, tile_list, ragged, RULE, TILE, PIPE)),
             ],
             [4, 1],
             [240, 24],
@@ -347,7 +347,7 @@ def hopper_forward_kernel(
                 (consumer, (0, shared, out, lse2, max_logit2, sink, terms, sizes, RULE, TILE, PIPE)),
                 (consumer, (1, shared, out, lse2, max_logit2, sink, terms, sizes, RULE, TILE, PIPE)),
                 (consumer, (2, shared, out, lse2, max_logit2, sink, terms, sizes, RULE, TILE, PIPE)),
-                (loader, (shared, q, k, v, terms, sizes, n_tiles, lanes, tile_list, ragged, RULE, TILE, PIPE)),
+                (loader, (shared, q, k, v, terms, sizes, n_tiles, flat_heads, tile_list, ragged, RULE, TILE, PIPE)),
             ],
             [4, 4, 1],
             [160, 160, 32],

@@ -84,7 +84,7 @@ def described_tiles(x, rows, ragged):
     return described(x, (1, *block), end_shape(x), end_strides(x)) if ragged else described(x, block)
 
 
-def tiles_of(problem, name, x, rows):
+def tiled(problem, name, x, rows):
     """TMA descriptor of a [B, T, H, D] tensor in tiles of `rows` positions of one head."""
     return descriptor(problem, name, x, described_tiles, rows, problem.is_ragged)
 
@@ -140,8 +140,8 @@ def forward(call):
         else:
             tile_list = q.new_zeros(1, dtype=torch.int32)
         problem.cached(forward_launcher).start(
-            tiles_of(problem, "q", q, rows), tiles_of(problem, "k", k, block_k), tiles_of(problem, "v", v, block_k),
-            tiles_of(problem, "out", out, rows), lse2, max_logit2,
+            tiled(problem, "q", q, rows), tiled(problem, "k", k, block_k), tiled(problem, "v", v, block_k),
+            tiled(problem, "out", out, rows), lse2, max_logit2,
             None if call.sink is None else call.sink.contiguous(), tile_list, problem.ragged, problem.q_len,
             problem.k_len, n_tiles, tile.heads * problem.batch,
             problem.terms._replace(scale=scale, gate=split_gate(call.decay)),
@@ -193,8 +193,8 @@ def backward(call, out, lse2, dout, dlse, wanted, deterministic=None):
     # keys before every window are left out too (bounds() in ragged.py): only then is all filled with zeros
     new = partial(output, problem) if problem.rule.window else empty
     (dq, dk, dv), found = gradients(q, k, v, call.kv_heads > 0, empty, new)
-    by_distance = portable.by_distance(wanted)
-    delta = None if call.sink is None and not by_distance else output(problem, lse2)
+    with_distances = bool(portable.features_by_distance(wanted))
+    delta = None if call.sink is None and not with_distances else output(problem, lse2)
     gate = call.decay
     dgate = None if gate is None else empty(gate, dtype=torch.float32).zero_()
     parts = [None, None]
@@ -214,14 +214,14 @@ def backward(call, out, lse2, dout, dlse, wanted, deterministic=None):
             view("delta", delta), view("gate", gate), *where,
         )  # fmt: skip
         problem.cached(backward_launcher).start(
-            tiles_of(problem, "q", q, block_q), tiles_of(problem, "k", k, block_k), tiles_of(problem, "v", v, block_k),
-            tiles_of(problem, "dout", dout, block_q), descriptor(problem, "rows", rows, described, (block_q,)), sums,
-            tiles_of(problem, "dk", dk, block_k), tiles_of(problem, "dv", dv, block_k), *parts,
+            tiled(problem, "q", q, block_q), tiled(problem, "k", k, block_k), tiled(problem, "v", v, block_k),
+            tiled(problem, "dout", dout, block_q), descriptor(problem, "rows", rows, described, (block_q,)), sums,
+            tiled(problem, "dk", dk, block_k), tiled(problem, "dv", dv, block_k), *parts,
             q_len, k_len, batch, heads, group, members, problem.terms._replace(gate=split_gate(gate)), dgate, k_list,
             problem.ragged, q_slots,
         )  # fmt: skip
         problem.cached(finish_launcher).start(dq_sum, view("dq", dq), *where, call.scale)
-        if by_distance:
+        if with_distances:
             tensors = dict(q=q, k=k, v=v, dout=dout, lse2=lse2, delta=delta)
             inputs = [view(name, x) for name, x in tensors.items()]
             found |= portable.launch_distances(problem, inputs, call, wanted)

@@ -52,7 +52,7 @@ class TileTerms(NamedTuple):
     dropout: Dropout
     decay: Decay  # if there are gates
     terms: Terms  # of the call
-    lane: gl.tensor  # head, counted over all rows of the batch
+    flat_head: gl.tensor  # head, counted over all rows of the batch
 
 
 @gluon.jit
@@ -164,7 +164,7 @@ def tile_at(
 
 @gluon.jit
 def loader(
-    shared, q, k, v, terms, sizes, n_tiles, lanes, tile_list, ragged,
+    shared, q, k, v, terms, sizes, n_tiles, flat_heads, tile_list, ragged,
     RULE: gl.constexpr, TILE: gl.constexpr, PIPE: gl.constexpr,
 ):  # fmt: skip
     """Choose tiles, and load what the consumers will need in the order in which they will."""
@@ -172,7 +172,7 @@ def loader(
     count = 0  # of blocks
     visit = 0  # of tiles
     number = gl.program_id(0)
-    total = n_tiles * lanes
+    total = n_tiles * flat_heads
     if PIPE.ragged:
         total = gl.load(tile_list + 1) * TILE.heads
     while number < total:

@@ -37,17 +37,17 @@ def distance_kernel(
         seq = sequence(index, q_len, k_len, ragged)
         shift = seq.k_len - seq.q_len
         rest = (shift % BLOCK + BLOCK) % BLOCK
-        ahead = (shift - rest) // BLOCK - diagonal  # the tile of keys that meets tile 0 of queries
+        offset = (shift - rest) // BLOCK - diagonal  # the tile of keys that meets tile 0 of queries
         q_lane = query_lanes(q, dout, lse2, delta, head, seq)
         k_lane = tile_lane(k, seq.row, head // TILE.group, seq.k_start)
         v_lane = tile_lane(v, seq.row, head // TILE.group, seq.k_start)
-        end = tl.minimum(tl.cdiv(seq.q_len, BLOCK), tl.cdiv(seq.k_len, BLOCK) - ahead)
+        end = tl.minimum(tl.cdiv(seq.q_len, BLOCK), tl.cdiv(seq.k_len, BLOCK) - offset)
         # element [i, b] is from the key whose distance to query i has the remainder b modulo BLOCK
         key = (rest + row + BLOCK - column) % BLOCK
         block = (rest + row - key + BLOCK) // BLOCK
-        for tile in range(tl.maximum(-ahead, 0), end):
+        for tile in range(tl.maximum(-offset, 0), end):
             queries = load_queries(q_lane, head, tile * BLOCK, seq, terms, RULE, TILE, DELTA=True)
-            start = (tile + ahead) * BLOCK
+            start = (tile + offset) * BLOCK
             _k_tile, _weights, dscores, _slope = meet_keys(
                 queries, k_lane, v_lane, None, None, start, 0, seq.k_len, seq, terms, RULE, TILE, MASKED=True
             )

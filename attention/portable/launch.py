@@ -9,7 +9,7 @@ import torch
 
 from ..features import FEATURES, GRADIENTS
 from ..gpu import processors
-from ..launcher import Launcher, tiles_for
+from ..launcher import Launcher, loop_descriptors
 from ..problem import describe, empty, gradients, output
 from ..score import LOG2E
 from ..table import STREAMING, loops_over_group
@@ -45,7 +45,7 @@ def launch_forward(problem, q, k, v, out, lse2, max_logit2, sink):
     """Fill out, lse2 and, unless it is None, max_logit2."""
     view = problem.view
     problem.cached(forward_launcher).start(
-        view("q", q), view("k", k), view("v", v), *tiles_for(problem, "forward", k, v), view("out", out),
+        view("q", q), view("k", k), view("v", v), *loop_descriptors(problem, "forward", k, v), view("out", out),
         view("lse2", lse2), max_logit2, sink, problem.q_len, problem.k_len, problem.ragged, problem.terms,
     )  # fmt: skip
 
@@ -87,7 +87,7 @@ def backward(call, out, lse2, dout, dlse, wanted):
             launch_dkdv(problem, inputs, dk, dv, k_gate)
         if bias is not None:
             found["bias"] = launch_dbias(problem, inputs, bias)
-        if by_distance(wanted):
+        if features_by_distance(wanted):
             found |= launch_distances(problem, inputs, call, wanted)
 
     if wanted["decay"]:
@@ -112,7 +112,7 @@ def launch_dq(problem, inputs, out, dlse, sink, bias, dq, q_gate, wanted):
     walks = dq.element_size() > 2 or (bias is not None and bias.shape[-1] < problem.k_len)
     _, k, v, *_ = inputs
     args = (
-        *inputs, *tiles_for(problem, "dq", k.ptr, v.ptr), None if walks else problem.view("out", out), dlse,
+        *inputs, *loop_descriptors(problem, "dq", k.ptr, v.ptr), None if walks else problem.view("out", out), dlse,
         None if sink is None else sink.contiguous(), problem.view("dq", dq), problem.view("q_gate", q_gate),
         problem.q_len, problem.k_len, problem.ragged, problem.terms,
     )  # fmt: skip
@@ -148,7 +148,7 @@ def launch_dkdv(problem, inputs, dk, dv, k_gate):
     )  # fmt: skip
     q, _, _, dout, *_ = inputs
     for outputs in kernels:
-        tiles = tiles_for(problem, outputs, q.ptr, dout.ptr)
+        tiles = loop_descriptors(problem, outputs, q.ptr, dout.ptr)
         problem.cached(dkdv_launcher, outputs, kv_heads).start(*inputs, *tiles, *args)
     if partials:
         launch_group_sum(problem, dk_sum, dk)
@@ -209,20 +209,21 @@ def dbias_launcher(problem, rows, bias_heads, q_len, k_len):
     return Launcher(dbias_kernel, programs * parts, launch, (problem.rule, tile, spread._replace(parts=parts)))
 
 
-def by_distance(wanted):
+def features_by_distance(wanted):
     """The features whose gradient is wanted, {name: bool}, and follows from sums of dS by distance."""
-    return [feature for feature in FEATURES if feature.by_distance and wanted[feature.name]]
+    return [feature for feature in FEATURES if feature.distance_gradient and wanted[feature.name]]
 
 
 def launch_distances(problem, inputs, call, wanted):
-    """{name: gradient} of the features by_distance()."""
+    """{name: gradient} of features_by_distance()."""
     launcher = problem.cached(distance_launcher)
     tile, first, diagonals, parts = launcher.constants[1:]
     shape = parts, problem.tile.heads, diagonals, 3, tile.block_q
     sums = torch.empty(shape, dtype=torch.float32, device=problem.device)
     launcher.start(*inputs, sums, problem.q_len, problem.k_len, problem.sequences, problem.ragged, problem.terms)
     sides = of_diagonals(sums.sum(0), first)
-    return {feature.name: feature.by_distance(sides, getattr(call, feature.name)) for feature in by_distance(wanted)}
+    found = features_by_distance(wanted)
+    return {x.name: x.distance_gradient(sides, getattr(call, x.name)) for x in found}
 
 
 def distance_launcher(problem):
