@@ -32,7 +32,6 @@ LONGEST = 300 if ON_GPU else 40
 FOR_HOPPER = PARAMETERS | {  # what the Hopper kernels support
     "dim": [dim for dim in PARAMETERS["dim"] if dim >= 40],
     "value_dim": [None],
-    "relative": [None],
     "score_mod": [None],
     "dtype": [torch.float16, torch.bfloat16],
     "bias": [None],
