@@ -146,13 +146,7 @@ def _apply(function, *inputs):
     if not transformed():
         return function.apply(*inputs)
     with enable_single_level_autograd_function():
-        return _for_one_level(function).apply(*inputs)
-
-
-@cache
-def _for_one_level(function):
-    methods = {name: staticmethod(getattr(function, name)) for name in ("forward", "backward")}
-    return type(function.__name__, (_SingleLevelFunction,), methods)
+        return function.apply(*inputs)
 
 
 def _keeping_outer_grad_mode(run, *inputs):
@@ -163,7 +157,7 @@ def _keeping_outer_grad_mode(run, *inputs):
         return run(*inputs)
 
 
-class Attention(torch.autograd.Function):
+class Attention(_SingleLevelFunction):
     """The gradient of forward by backward. inputs: call.learned, for autograd to see them, and a Call."""
 
     @staticmethod
@@ -192,7 +186,7 @@ class Attention(torch.autograd.Function):
         return *run(call, out, lse2, dout, dlse, ctx.needs_input_grad[: len(GRADIENTS)]), None
 
 
-class Backward(torch.autograd.Function):
+class Backward(_SingleLevelFunction):
     """Has no gradient, and says so."""
 
     @staticmethod
