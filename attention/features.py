@@ -185,7 +185,11 @@ def of_each_sequence(call, slopes):
 
 
 def as_tables(call, x):
-    return x.reshape(-1, *x.shape[-2:])
+    return x.reshape(-1, *x.shape[-2:]).contiguous()
+
+
+def contiguous(call, x):
+    return x.contiguous()
 
 
 def relative_bias_gradient(sums, tables):
@@ -200,10 +204,10 @@ def relative_bias_gradient(sums, tables):
 FEATURES = (  # those that are learned come first, in the order of Call
     Feature("bias", check_bias, ("triton", "sdpa"), four_dims, learned=True),
     Feature("decay", check_decay, ("triton", "hopper"), cumulative, learned=True),
-    Feature("sink", check_per_head, ("triton", "hopper"), learned=True),
+    Feature("sink", check_per_head, ("triton", "hopper"), contiguous, learned=True),
     Feature("relative_bias", check_relative_bias, ("triton", "hopper"), as_tables, True, relative_bias_gradient),
     Feature("alibi_slopes", check_alibi, ("triton", "hopper"), of_each_sequence),
-    Feature("prefix_lengths", check_prefixes, ("triton",), lambda call, x: x.contiguous()),
+    Feature("prefix_lengths", check_prefixes, ("triton",), contiguous),
     Feature("score_mod", check_score_args, ("triton",)),
 )
 # The tensors of a call that may have gradients, in the order of the fields of Call.

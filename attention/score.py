@@ -81,7 +81,7 @@ def terms_of(call):
     args = join_args(call)
     slopes, tables = call.alibi_slopes, call.relative_bias
     if tables is not None:
-        tables, (sides, heads, size) = tables.contiguous(), tables.shape
+        sides, heads, size = tables.shape
     return terms_type(len(args))(
         call.scale, drop_probability(call.dropout), call.seed,
         *(pair_view(call.bias) or [None] * 5),

@@ -229,12 +229,8 @@ def query_tile(number, count, n_tiles, k_len, RULE: tl.constexpr, TILE: tl.const
 @triton.jit
 def address(x, row, head, position):
     """Pointer to x[row, position, head] of a [B, T, H] tensor; widened before multiplying, where it could overflow."""
-    return (
-        x.ptr
-        + tl.cast(row, tl.int64) * x.batch
-        + tl.cast(position, tl.int64) * x.seq
-        + tl.cast(head, tl.int64) * x.head
-    )
+    start = x.ptr + tl.cast(row, tl.int64) * x.batch + tl.cast(position, tl.int64) * x.seq
+    return start + tl.cast(head, tl.int64) * x.head
 
 
 @triton.constexpr_function

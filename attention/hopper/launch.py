@@ -142,7 +142,7 @@ def forward(call):
         problem.cached(forward_launcher).start(
             tiled(problem, "q", q, rows), tiled(problem, "k", k, block_k), tiled(problem, "v", v, block_k),
             tiled(problem, "out", out, rows), lse2, max_logit2,
-            None if call.sink is None else call.sink.contiguous(), tile_list, problem.ragged, problem.q_len,
+            call.sink, tile_list, problem.ragged, problem.q_len,
             problem.k_len, n_tiles, tile.heads * problem.batch,
             problem.terms._replace(scale=scale, gate=split_gate(call.decay)),
         )  # fmt: skip
@@ -161,15 +161,22 @@ def forward_launcher(problem):
     return Launcher(hopper_forward_kernel, programs, launch, (rule, tile, pipe), REGISTERS[dims])
 
 
-def backward_plan(problem):
-    """(Plan, tiles of queries of a head in all sequences together, of keys, query heads of a program)."""
-    plan = BACKWARD[tile_dims(problem)]
+def backward_launchers(problem):
+    """(Plan, tiles of queries of a head in all sequences together, query heads of a program, three Launchers)."""
+    dims, rule = tile_dims(problem), problem.rule
+    plan = BACKWARD[dims]._replace(ragged=problem.is_ragged)
     heads, group = problem.tile.heads, problem.tile.group
     programs = -(-problem.k_len // plan.block_k) * problem.batch * (heads // group)
     # the group in one program if that leaves two programs per multiprocessor, else each query head in its own
     members = group if programs >= 2 * processors(problem.device) else 1
     q_slots, k_slots = slots(problem, problem.q_len, plan.block_q), slots(problem, problem.k_len, plan.block_k)
-    return plan._replace(ragged=problem.is_ragged), q_slots, k_slots, members
+    tile = problem.tile._replace(block_q=plan.block_q, block_k=plan.block_q)
+    prepare = Launcher(prepare_kernel, q_slots * heads, table.STREAMING, (rule, tile))
+    finish = Launcher(finish_kernel, q_slots * heads, table.STREAMING, (tile,))
+    constants = (rule, plan, problem.is_ragged or problem.k_len % plan.block_k != 0)
+    launch = Launch(plan.block_q, plan.block_k, plan.warps, 1)
+    multiply = Launcher(backward_kernel, k_slots * heads // members, launch, constants, REGISTERS[dims])
+    return plan, q_slots, members, prepare, multiply, finish
 
 
 def backward(call, out, lse2, dout, dlse, wanted, deterministic=None):
@@ -186,7 +193,7 @@ def backward(call, out, lse2, dout, dlse, wanted, deterministic=None):
     problem = describe(q, k, v, call, out, lse2, dout, dlse)
     view, batch, q_len, k_len = problem.view, problem.batch, problem.q_len, problem.k_len
     heads, group = problem.tile.heads, problem.tile.group
-    plan, q_slots, _, members = problem.cached(backward_plan)
+    plan, q_slots, members, prepare, multiply, finish = problem.cached(backward_launchers)
     block_q, block_k = plan.block_q, plan.block_k
     q_list = k_list = None
 
@@ -209,18 +216,18 @@ def backward(call, out, lse2, dout, dlse, wanted, deterministic=None):
         dq_sum = empty(q, (q_slots * heads * size, WIDTH.value), dtype=torch.float32)
         sums = descriptor(problem, "dq_sum", dq_sum, described, (size, WIDTH.value)) if plan.dq_stages > 0 else dq_sum
         where = (q_list, problem.ragged, q_slots, q_len, k_len)
-        problem.cached(prepare_launcher).start(
+        prepare.start(
             view("out", out), view("dout", dout), view("lse2", lse2), view("dlse", dlse), rows, dq_sum,
             view("delta", delta), view("gate", gate), *where,
         )  # fmt: skip
-        problem.cached(backward_launcher).start(
+        multiply.start(
             tiled(problem, "q", q, block_q), tiled(problem, "k", k, block_k), tiled(problem, "v", v, block_k),
             tiled(problem, "dout", dout, block_q), descriptor(problem, "rows", rows, described, (block_q,)), sums,
             tiled(problem, "dk", dk, block_k), tiled(problem, "dv", dv, block_k), *parts,
             q_len, k_len, batch, heads, group, members, problem.terms._replace(gate=split_gate(gate)), dgate, k_list,
             problem.ragged, q_slots,
         )  # fmt: skip
-        problem.cached(finish_launcher).start(dq_sum, view("dq", dq), *where, call.scale)
+        finish.start(dq_sum, view("dq", dq), *where, call.scale)
         if with_distances:
             tensors = dict(q=q, k=k, v=v, dout=dout, lse2=lse2, delta=delta)
             inputs = [view(name, x) for name, x in tensors.items()]
@@ -238,23 +245,3 @@ def backward(call, out, lse2, dout, dlse, wanted, deterministic=None):
     if call.sink is not None:
         found["sink"] = portable.sink_gradient(call.sink, lse2, delta)
     return found
-
-
-def prepare_launcher(problem):
-    plan, q_slots, _, _ = problem.cached(backward_plan)
-    tile = problem.tile._replace(block_q=plan.block_q, block_k=plan.block_q)
-    return Launcher(prepare_kernel, q_slots * tile.heads, table.STREAMING, (problem.rule, tile))
-
-
-def finish_launcher(problem):
-    before = problem.cached(prepare_launcher)
-    return Launcher(finish_kernel, before.programs, before.launch, before.constants[1:])
-
-
-def backward_launcher(problem):
-    plan, _, k_slots, members = problem.cached(backward_plan)
-    constants = (problem.rule, plan, problem.is_ragged or problem.k_len % plan.block_k != 0)
-    tiles = Launch(plan.block_q, plan.block_k, plan.warps, 1)
-    return Launcher(
-        backward_kernel, k_slots * problem.tile.heads // members, tiles, constants, REGISTERS[tile_dims(problem)]
-    )

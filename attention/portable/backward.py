@@ -82,15 +82,8 @@ def load_queries(lanes, head, start, seq, terms, RULE: tl.constexpr, TILE: tl.co
         delta = load_rows(lanes.delta, start, seq.q_len, 0.0, TILE.block_q, True)
     else:
         delta = tl.full([TILE.block_q], 0.0, tl.float32)
-    return Queries(
-        tile,
-        dout_tile,
-        lse2,
-        delta,
-        start + seq.k_len - seq.q_len + tl.arange(0, TILE.block_q),
-        head,
-        dropout_key(seq.index, head, terms.seed, RULE),
-    )
+    pos = start + seq.k_len - seq.q_len + tl.arange(0, TILE.block_q)
+    return Queries(tile, dout_tile, lse2, delta, pos, head, dropout_key(seq.index, head, terms.seed, RULE))
 
 
 @triton.jit

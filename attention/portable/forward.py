@@ -108,13 +108,9 @@ def forward_kernel(
     k = tiles.tile_lane(k, seq.row, head // TILE.group, seq.k_start)
     v = tiles.tile_lane(v, seq.row, head // TILE.group, seq.k_start)
     out = tiles.tile_lane(out, seq.row, head, seq.q_start)
-    queries = QueryTile(
-        tiles.load_tile(q, q_start, 0, seq.q_len, TILE.block_q, TILE.dim, True),
-        first + tl.arange(0, TILE.block_q),
-        head,
-        dropout_key(seq.index, head, terms.seed, RULE),
-        first - behind(RULE),
-    )
+    tile = tiles.load_tile(q, q_start, 0, seq.q_len, TILE.block_q, TILE.dim, True)
+    pos = first + tl.arange(0, TILE.block_q)
+    queries = QueryTile(tile, pos, head, dropout_key(seq.index, head, terms.seed, RULE), first - behind(RULE))
     state = no_keys(TILE.block_q, TILE)
     state = attend(state, queries, k, v, k_tiles, v_tiles, seq, terms, span, RULE, TILE, MASKED=False)
     state = attend(state, queries, k, v, k_tiles, v_tiles, seq, terms, span, RULE, TILE, MASKED=True)

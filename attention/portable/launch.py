@@ -33,11 +33,10 @@ def forward(call):
     value_dim = problem.tile.value_dim
     out = output(problem, q, None if value_dim == dim else (batch, q_len, heads, value_dim))
     lse2 = output(problem, q, (batch, heads, q_len), fill=float("-inf"), dtype=torch.float32)
-    sink = None if call.sink is None else call.sink.contiguous()
     max_logit2 = q.new_full((heads,), float("-inf"), dtype=torch.float32) if call.return_max_logit else None
     if out.numel() > 0:
         with torch.cuda.device_of(q):
-            launch_forward(problem, q, k, v, out, lse2, max_logit2, sink)
+            launch_forward(problem, q, k, v, out, lse2, max_logit2, call.sink)
     return (out, lse2, max_logit2)[: 2 + call.return_max_logit]
 
 
@@ -113,7 +112,7 @@ def launch_dq(problem, inputs, out, dlse, sink, bias, dq, q_gate, wanted):
     _, k, v, *_ = inputs
     args = (
         *inputs, *loop_descriptors(problem, "dq", k.ptr, v.ptr), None if walks else problem.view("out", out), dlse,
-        None if sink is None else sink.contiguous(), problem.view("dq", dq), problem.view("q_gate", q_gate),
+        sink, problem.view("dq", dq), problem.view("q_gate", q_gate),
         problem.q_len, problem.k_len, problem.ragged, problem.terms,
     )  # fmt: skip
     for outputs in ("delta",) if not wanted else ("delta", "dq") if walks else ("both",):
@@ -190,13 +189,8 @@ def launch_dbias(problem, inputs, bias):
 
 def dbias_launcher(problem, rows, bias_heads, q_len, k_len):
     """rows: of dbias, without parts; the rest is the shape of the bias."""
-    spread = Spread(
-        batches=max(1, problem.batch // rows),
-        heads=problem.tile.heads // bias_heads,
-        queries=q_len == 1,
-        keys=k_len == 1,
-        parts=1,
-    )
+    batches, heads = max(1, problem.batch // rows), problem.tile.heads // bias_heads
+    spread = Spread(batches, heads, queries=q_len == 1, keys=k_len == 1, parts=1)
     tile = problem.tile_for(launch := problem.launches["dq"], heads=bias_heads)
     down, across = problem.tiles(problem.q_len, tile.block_q), -(-problem.k_len // tile.block_k)
     if spread.queries:  # one axis holds the tiles of all packed sequences
