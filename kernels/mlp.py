@@ -1,6 +1,8 @@
 """The MLP of a block: y = W2 activation(W1 x + b1) + b2.
 
-On Hopper GPUs, the activation and its derivative are computed inside the matmuls before them (kernels/matmul.py).
+On Hopper GPUs, the activation and its derivative are computed inside the matmuls before them (kernels/matmul.py). With
+Float8Linear layers both products are in FP8, and the activation and its FP8 copy are made in the first; gradients are
+computed as without FP8.
 
 Letters: M tokens, C width, N inner width.
 """
@@ -14,7 +16,7 @@ from torch.autograd.function import once_differentiable
 
 from attention.gpu import hopper_problem
 from kernels.activation import activate, activate_backward
-from kernels.fp8 import Float8Linear
+from kernels.fp8 import MULTIPLE, Float8Linear, find_largest, multiply, quantise
 
 
 def mlp(x, expand, project, kind):
@@ -23,9 +25,7 @@ def mlp(x, expand, project, kind):
     Args:
         x: [..., C]. expand: nn.Linear from C to N. project: nn.Linear from N to C. kind: a name in ACTIVATIONS.
     """
-    if isinstance(project, Float8Linear):
-        from kernels.fp8_mlp import mlp_fp8  # not at the top, because it imports this module
-
+    if isinstance(project, Float8Linear) and project.training:
         return mlp_fp8(x, expand, project, kind)
     device = x.device.type
     dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x.dtype
@@ -112,3 +112,59 @@ class EagerMLP(torch.autograd.Function):
 
     forward, setup_context = staticmethod(forward), staticmethod(_save)
     backward = staticmethod(once_differentiable(partial(backward, find_dh)))
+
+
+def multiply_and_activate(
+    x: Tensor, weight: Tensor, bias: Tensor | None, scale: Tensor, weight_scale: Tensor, active_scale: Tensor, kind: str
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """(h = x weight^T + bias, activation(h), the same quantised, its largest absolute value), by kernels/matmul.py."""
+    from kernels.matmul import matmul
+
+    return matmul(x, weight, "activate", kind=kind, bias=bias, scales=(scale, weight_scale, active_scale))
+
+
+_multiply_and_activate = torch.library.custom_op("gpt::mlp_fp8", multiply_and_activate, mutates_args=())
+
+
+@_multiply_and_activate.register_fake
+def _(x, weight, bias, scale, weight_scale, active_scale, kind):
+    h = x.new_empty(len(x), len(weight), dtype=torch.bfloat16)
+    return h, torch.empty_like(h), torch.empty_like(h, dtype=x.dtype), scale.new_empty(())
+
+
+class TwoProducts(torch.autograd.Function):
+    """(W2 a + b2, largest |x|, largest |a|) where a = activation(W1 x + b1). Gradients as above."""
+
+    @staticmethod
+    def forward(ctx, x, w1, b1, w2, b2, w1_fp8, w2_fp8, scale, w1_scale, active_scale, w2_scale, kind):
+        x_fp8 = quantise(x, scale)
+        if fused(x_fp8, x_fp8.dtype, w1):
+            run = _multiply_and_activate if torch.compiler.is_compiling() else multiply_and_activate
+            h, active, active_fp8, largest = run(x_fp8, w1_fp8, b1, scale, w1_scale, active_scale, kind)
+        else:
+            h = multiply(x_fp8, w1_fp8, scale, w1_scale, x.dtype, b1)
+            active = activate(h, kind)
+            active_fp8, largest = quantise(active, active_scale), find_largest(active)
+        y, largest_x = multiply(active_fp8, w2_fp8, active_scale, w2_scale, x.dtype, b2), find_largest(x)
+        ctx.save_for_backward(x, w1, w2, h, active)
+        ctx.kind, ctx.has_bias = kind, (b1 is not None, b2 is not None)
+        ctx.mark_non_differentiable(largest_x, largest)
+        return y, largest_x, largest
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, dy, *_):
+        run = _dh if torch.compiler.is_compiling() else find_dh
+        return *backward(run, ctx, dy), *[None] * 6
+
+
+def mlp_fp8(x, expand, project, kind):
+    """project(activation(expand(x))) as mlp(), of two Float8Linear layers in training mode."""
+    rows, w1, b1 = expand.cast(x)
+    _, w2, b2 = project.cast(x)
+    copies = [layer.quantised_weight(MULTIPLE) for layer in (expand, project)]
+    scales = expand.scale, expand.weight_scale, project.scale, project.weight_scale
+    y, *largest = TwoProducts.apply(rows, w1, b1, w2, b2, *copies, *scales, kind)
+    for layer, value in zip((expand, project), largest, strict=True):
+        layer.record(value)
+    return y.unflatten(0, x.shape[:-1])
