@@ -38,7 +38,7 @@ from .pipeline import (
     unpack_message,
     words,
 )
-from .ragged import Rows, corner
+from .ragged import Extent, corner
 from .tiles import cap_scores, end_softmax, keep_columns, kept, ramp, relative_bias
 
 
@@ -285,7 +285,7 @@ def consumer(
         acc = acc * gl.convert_layout(factor, gl.SliceLayout(1, acc.type.layout))[:, None]
         out_tile = output_tile(acc, shared, out, INDEX)
         row = flat_head // TILE.heads
-        queries = Rows(row, row * sizes.q_len + first + own.q_len, own.q_len)
+        queries = Extent(row, row * sizes.q_len + first + own.q_len, own.q_len)
         tma_store(out, corner(queries, q_start, flat_head % TILE.heads, PIPE.ragged), out_tile)
         if PIPE.out_in_q_memory:
             tma_wait(0)

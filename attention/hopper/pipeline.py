@@ -7,7 +7,7 @@ from ..tiles import Sequence
 from .channel import Channel, acquire, barriers, commit, fill, filled, release, shared_layout, wait_full
 from .decay import Decay
 from .gluon import gl, gluon, mbarrier
-from .ragged import Rows, corner
+from .ragged import Extent, corner
 from .tiles import Dropout, alibi_slope2, bounds, dropout_key, listed, meeting_range, query_tile
 
 PER_CONSUMER = gl.constexpr(64)  # queries of a consumer: what one warpgroup multiplies at a time
@@ -179,11 +179,11 @@ def loader(
         tile, head, seq = tile_at(number, total, n_tiles, tile_list, ragged, sizes, RULE, TILE, PIPE)
         q_start = tile * TILE.block_q
         send(shared.mail, visit, pack_message(q_start, head, seq, terms, RULE, TILE, PIPE))
-        queries = Rows(seq.row, seq.row * sizes.q_len + seq.q_start + seq.q_len, seq.q_len)
+        queries = Extent(seq.row, seq.row * sizes.q_len + seq.q_start + seq.q_len, seq.q_len)
         for index in gl.static_range(CONSUMERS):
             at = corner(queries, q_start + index * PER_CONSUMER, head, PIPE.ragged)
             fill(shared.q, visit * CONSUMERS + index, q, at)
-        keys = Rows(seq.row, seq.row * sizes.k_len + seq.k_start + seq.k_len, seq.k_len)
+        keys = Extent(seq.row, seq.row * sizes.k_len + seq.k_start + seq.k_len, seq.k_len)
         kv_head = head // TILE.group
         own = Sizes(seq.q_len, seq.k_len, sizes.scale, sizes.dropout)
         begin, _, _, end = blocks(q_start, TILE.block_q, own, RULE, TILE)

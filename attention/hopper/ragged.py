@@ -22,7 +22,7 @@ POSITIONS = tl.constexpr(32)
 COLUMNS = tl.constexpr(1024)
 
 
-class Rows(NamedTuple):
+class Extent(NamedTuple):
     """Where the positions of a sequence lie in [B, T, H, D] tensors."""
 
     row: tl.tensor  # of the batch

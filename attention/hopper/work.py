@@ -7,7 +7,7 @@ import triton.language as tl
 from ..score import ahead, behind
 from ..tiles import Sequence
 from .gluon import gl, gluon
-from .ragged import Rows, first_slot
+from .ragged import Extent, first_slot
 from .tiles import bounds, listed, meeting_range
 
 # Bytes of queries, dO and dQ sums of the teams that take turns, counting one query head of each. From T 1024 on these
@@ -67,8 +67,8 @@ class Work(NamedTuple):
     """What a program does: its keys, its query heads, and the tiles of queries that meet the keys."""
 
     index: gl.tensor  # of the sequence
-    queries: Rows
-    keys: Rows
+    queries: Extent
+    keys: Extent
     k_rows: gl.tensor  # keys of a row of the batch
     kv_head: gl.tensor
     head: gl.tensor  # first of `members` query heads
@@ -163,8 +163,8 @@ def plan_work(
         if PLAN.ragged:  # a program past the end of the list has none
             tiles = gl.maximum(tiles, 1)
         start = lo + tile * (hi - lo) // tiles
-    queries = Rows(seq.row, seq.row * q_rows + seq.q_start + q_len, q_len)
-    keys = Rows(seq.row, seq.row * k_rows + seq.k_start + k_len, k_len)
+    queries = Extent(seq.row, seq.row * q_rows + seq.q_start + q_len, q_len)
+    keys = Extent(seq.row, seq.row * k_rows + seq.k_start + k_len, k_len)
     return Work(
         seq.index, queries, keys, k_rows, head // group, head, members, heads, k_start, shift, first_tile, q_tiles, lo,
         full_lo, full_hi, hi, start, (hi - lo) * members,
