@@ -139,28 +139,27 @@ class Driver:
         return lambda *args: None
 
 
+def feature_values(q, sequences):
+    """Fields of a Call with every feature that all kernels serve; q: [B, T, H, D], and as many keys as queries."""
+    batch, length, heads, _ = q.shape
+    values = dict(window=1000, softcap=30.0, sink=q.new_empty(heads), return_max_logit=True, dropout=0.1)
+    values["seed"] = q.new_empty(1, dtype=torch.int64)
+    values["alibi_slopes"] = q.new_empty(heads, dtype=torch.float32).expand(sequences, -1)
+    values["decay"] = q.new_empty(batch, heads, length, dtype=torch.float64)
+    values["relative_bias"] = q.new_empty(2, heads, 128)
+    return values
+
+
 def launch_kernels(dtype, dim, causal, group, features=False, length=4096, ways=("loop", "partials")):
     """Forward and backward of one problem; with grouped queries, dk/dv in each of `ways`."""
     portable.processors = lambda device: 132
     q, k = (torch.empty(2, length, heads, dim, dtype=dtype, device="meta") for heads in (2 * group, 2))
     call = Call(q, k, k, causal=causal, scale=dim**-0.5, impl="triton")
     if features:
-        call = call._replace(
-            bias=q.new_empty(2, 2 * group, length, length),
-            decay=q.new_empty(2, 2 * group, length, dtype=torch.float64) if causal else None,
-            sink=q.new_empty(2 * group),
-            relative_bias=q.new_empty(2, 2 * group, 128),
-            alibi_slopes=q.new_empty(2 * group, dtype=torch.float32).expand(2, -1),
-            seed=q.new_empty(1, dtype=torch.int64),
-            lengths=q.new_empty(2, dtype=torch.int32),
-            window=1000,
-            softcap=30.0,
-            dropout=0.1,
-            return_max_logit=True,
-            score_mod=key_of_function(score_mods.alibi),
-            score_tensors=[q.new_empty(2 * group, dtype=torch.float32)],
-            score_numbers=[0],
-        )
+        values = feature_values(q, 2) | dict(bias=q.new_empty(2, 2 * group, length, length))
+        values |= dict(lengths=q.new_empty(2, dtype=torch.int32), score_mod=key_of_function(score_mods.alibi))
+        values |= dict(score_tensors=[q.new_empty(2 * group, dtype=torch.float32)], score_numbers=[0])
+        call = call._replace(**values if causal else values | dict(decay=None))
     wanted = {name: x is not None for name, x in zip(GRADIENTS, call.learned, strict=True)}
     out, lse2, *_ = portable.forward(call)
     for way in ways[: 1 if group == 1 else 2]:
@@ -195,13 +194,10 @@ def launch_hopper_kernels(dtype, dim, causal, group, features=(), length=4096, b
         elif bounds == "packed":
             starts = q.new_empty(batch + 1, dtype=torch.int32)
             call = call._replace(q_starts=starts, k_starts=starts)
-        values = dict(window=1000, softcap=30.0, sink=q.new_empty(2 * group), return_max_logit=True, dropout=0.1)
-        values["alibi_slopes"] = q.new_empty(2 * group, dtype=torch.float32).expand(batch, -1)
-        values["decay"] = q.new_empty(rows, 2 * group, length_of_row, dtype=torch.float64)
-        values["relative_bias"] = q.new_empty(2, 2 * group, 128)
+        values = feature_values(q, batch)
         call = call._replace(**{name: values[name] for name in features})
         if call.dropout:
-            call = call._replace(seed=q.new_empty(1, dtype=torch.int64))
+            call = call._replace(seed=values["seed"])
         for dropout in {call.dropout, 2 * call.dropout}:  # another probability compiles nothing
             call = call._replace(dropout=dropout)
             out, lse2, *_ = hopper.forward(call)
