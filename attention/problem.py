@@ -52,14 +52,14 @@ class Problem(NamedTuple):
         """The Tile of a kernel."""
         return self.tile._replace(block_q=launch.block_q, block_k=launch.block_k, **changes)
 
-    def tiles(self, length, block):
-        """How many a row has of each head: at most, since of each packed sequence one may not be full."""
+    def tiles_per_head(self, length, block):
+        """How many there are in a row: at most, since of each packed sequence one may not be full."""
         return -(-length // block) if self.ragged.q_starts is None else length // block + self.sequences
 
     def programs(self, tile, axis="q"):
         """One per tile of queries ("q") or keys ("k") and head."""
-        tiles = self.tiles(self.q_len, tile.block_q) if axis == "q" else self.tiles(self.k_len, tile.block_k)
-        return tiles * tile.heads * self.batch
+        length, block = (self.q_len, tile.block_q) if axis == "q" else (self.k_len, tile.block_k)
+        return self.tiles_per_head(length, block) * tile.heads * self.batch
 
 
 PROBLEMS = {}

@@ -192,9 +192,9 @@ def dbias_launcher(problem, rows, bias_heads, q_len, k_len):
     batches, heads = max(1, problem.batch // rows), problem.tile.heads // bias_heads
     spread = Spread(batches, heads, queries=q_len == 1, keys=k_len == 1, parts=1)
     tile = problem.tile_for(launch := problem.launches["dq"], heads=bias_heads)
-    down, across = problem.tiles(problem.q_len, tile.block_q), -(-problem.k_len // tile.block_k)
+    down, across = problem.tiles_per_head(problem.q_len, tile.block_q), -(-problem.k_len // tile.block_k)
     if spread.queries:  # one axis holds the tiles of all packed sequences
-        down, across = 1, problem.tiles(problem.k_len, tile.block_k)
+        down, across = 1, problem.tiles_per_head(problem.k_len, tile.block_k)
     if spread.keys:
         across = 1
     programs = down * across * bias_heads * rows
