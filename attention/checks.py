@@ -17,6 +17,16 @@ def check_is_tensor(name, x):
         raise ValueError(f"{name} is {type(x).__name__}; it must be a torch.Tensor")
 
 
+def check_tensor(name, x, device, dtypes=None, shapes=(), meaning=""):
+    """dtypes: those allowed, None = the floating ones; shapes: those allowed, if any, and what they mean, in words."""
+    check_is_tensor(name, x)
+    if x.device != device or (x.dtype not in dtypes if dtypes else not x.is_floating_point()):
+        wanted = " or ".join(map(str, dtypes)) if dtypes else "floating point"
+        raise ValueError(f"{name} is {x.dtype} on {x.device}; it must be {wanted} on {device}")
+    if shapes and all(tuple(x.shape) != shape for shape in shapes):
+        raise ValueError(f"{name} has shape {tuple(x.shape)}; it must be {meaning}{' or '.join(map(str, shapes))}")
+
+
 def check_is(name, x, kind):
     """kind: bool, int, or float, which may be given as an int."""
     if not isinstance(x, (int, float) if kind is float else kind) or (isinstance(x, bool) and kind is not bool):
@@ -122,23 +132,19 @@ def check_ragged(call):
     if len(limits) != 2 or isinstance(max_seqlen, list):
         raise ValueError(f"max_seqlen={max_seqlen} must be one int, or a tuple of two, for queries and for keys")
     for name, x in (("lengths", lengths), ("cu_seqlens", starts[0]), ("cu_seqlens", starts[1])):
-        if x is None:
-            continue
-        check_is_tensor(name, x)
-        if x.dtype != torch.int32 or x.dim() != 1 or x.device != q.device:
-            raise ValueError(f"{name} is {x.dtype}, {x.dim()}-D, on {x.device}; it must be int32, 1-D, on {q.device}")
-    if lengths is not None and lengths.shape[0] != batch:
-        raise ValueError(f"lengths has {lengths.shape[0]} elements; it must have one for each of the {batch} rows of q")
+        if x is not None:
+            check_tensor(
+                name, x, q.device, (torch.int32,), [(batch,)] if x is lengths else (), "one for each row of q, "
+            )
     if starts[0] is not None:
         if lengths is not None:
             raise ValueError("lengths and cu_seqlens were both given; packed sequences need no lengths: leave them out")
         if batch != 1:
             raise ValueError(f"q has batch {batch}; with cu_seqlens all sequences lie in one row: reshape to batch 1")
-        if starts[0].shape != starts[1].shape or starts[0].shape[0] < 2:
-            raise ValueError(
-                f"cu_seqlens has {starts[0].shape[0]} and {starts[1].shape[0]} elements for queries and keys; "
-                "both need one more than there are sequences"
-            )
+        shapes = [tuple(x.shape) for x in starts]
+        if shapes[0] != shapes[1] or len(shapes[0]) != 1 or shapes[0][0] < 2:
+            found = "{} and {}".format(*shapes)
+            raise ValueError(f"cu_seqlens has shapes {found} for queries and keys; both must be [N + 1] of N sequences")
         if not isinstance(cu_seqlens, tuple) and q_len != k_len:
             raise ValueError(f"q has {q_len} tokens, k {k_len}; give two cu_seqlens, a tuple, for queries and for keys")
     elif max_seqlen is not None:

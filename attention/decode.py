@@ -12,7 +12,7 @@ from torch.autograd import forward_ad
 
 from . import ops
 from .api import AUTOCAST_DEVICES
-from .checks import DTYPES, check_impl, check_is, check_is_tensor, check_options, check_tensors
+from .checks import DTYPES, check_impl, check_is, check_is_tensor, check_options, check_tensor, check_tensors
 from .features import Call, features_of
 from .gpu import HAS_TRITON
 from .ops import LIBRARY, TAGS, outside_graphs
@@ -83,7 +83,7 @@ def decode(
 
 def check_decode(q, k, v, lengths, window, scale, softcap, decay_sum, alibi_slopes, sink, ring, impl):
     """Check all rules of a call, except the values of lengths, for which the host would have to wait."""
-    for name, x in (("q", q), ("k", k), ("v", v), ("lengths", lengths)):
+    for name, x in (("q", q), ("k", k), ("v", v)):
         check_is_tensor(name, x)
     check_tensors(q, k, v)
     check_impl(impl, IMPLEMENTATIONS)
@@ -96,22 +96,15 @@ def check_decode(q, k, v, lengths, window, scale, softcap, decay_sum, alibi_slop
     for feature in features_of(call):
         feature.check(call, feature.name, getattr(call, feature.name))
     (batch, q_len, heads, _), slots = q.shape, k.shape[1]
-    if lengths.dtype != torch.int32 or lengths.shape != (batch,) or lengths.device != q.device:
-        raise ValueError(
-            f"lengths is {lengths.dtype} of shape {tuple(lengths.shape)} on {lengths.device}; "
-            f"it must be int32 of shape ({batch},) on {q.device}"
-        )
+    check_tensor("lengths", lengths, q.device, (torch.int32,), [(batch,)], "[B] = ")
     if ring and (window is None or window + q_len - 1 > slots):
         raise ValueError(
             f"ring with window={window} and {q_len} new tokens needs a window of at most {slots - q_len + 1}, "
             f"because the cache has {slots} slots"
         )
     if decay_sum is not None:
-        check_is_tensor("decay_sum", decay_sum)
-        if tuple(decay_sum.shape) != (batch, slots, heads):
-            raise ValueError(f"decay_sum has shape {tuple(decay_sum.shape)}; it must be {(batch, slots, heads)}")
-        if decay_sum.dtype not in (torch.float32, torch.float64) or decay_sum.device != q.device:
-            raise ValueError(f"decay_sum is {decay_sum.dtype} on {decay_sum.device}; it must be float64 on {q.device}")
+        dtypes, shape = (torch.float32, torch.float64), (batch, slots, heads)
+        check_tensor("decay_sum", decay_sum, q.device, dtypes, [shape], "[B, S, H] = ")
     if torch.compiler.is_compiling() or not ops.transformed():  # else the op checks, level by level
         check_no_gradient(q, k, v, decay_sum, sink)
 

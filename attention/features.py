@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .checks import check_is_tensor, count_sequences
+from .checks import check_tensor, count_sequences
 from .score_mod import check_score_args
 
 MAX_ALIBI_LENGTH = 2**24  # distances are float32
@@ -96,16 +96,9 @@ class Feature(NamedTuple):
     distance_gradient: Callable | None = None
 
 
-def check_floating(call, name, x):
-    device = call.q.device
-    check_is_tensor(name, x)
-    if not x.is_floating_point() or x.device != device:
-        raise ValueError(f"{name} is {x.dtype} on {x.device}; it must be floating point on {device}")
-
-
 def check_bias(call, name, x):
     q = call.q
-    check_floating(call, name, x)
+    check_tensor(name, x, q.device)
     full = (q.shape[0], q.shape[2], q.shape[1], call.k.shape[1])
     shape = (1,) * (4 - x.dim()) + tuple(x.shape)
     if len(shape) != 4 or any(n != 1 and n != m for n, m in zip(shape, full, strict=True)):  # Dynamo errs at `in`
@@ -113,40 +106,27 @@ def check_bias(call, name, x):
 
 
 def check_decay(call, name, x):
-    check_floating(call, name, x)
-    shape = (call.q.shape[0], call.k.shape[1], call.q.shape[2])
-    if tuple(x.shape) != shape:
-        raise ValueError(f"{name} has shape {tuple(x.shape)}; it must be [B, Tk, H] = {shape}")
-    if x.dtype not in (torch.float32, torch.float64):
-        raise ValueError(f"{name} is {x.dtype}; a sum over the sequence needs float32: compute the gates in it")
+    q, dtypes = call.q, (torch.float32, torch.float64)  # others do not hold a sum over the sequence
+    check_tensor(name, x, q.device, dtypes, [(q.shape[0], call.k.shape[1], q.shape[2])], "[B, Tk, H] = ")
     if not call.causal:
         raise ValueError(f"{name} with causal=False has no meaning for keys after the query; use causal=True")
 
 
 def check_per_head(call, name, x):
-    heads = call.q.shape[2]
-    check_floating(call, name, x)
-    if tuple(x.shape) != (heads,):
-        raise ValueError(f"{name} has shape {tuple(x.shape)}; it must be [H] = ({heads},)")
+    check_tensor(name, x, call.q.device, None, [(call.q.shape[2],)], "[H] = ")
 
 
 def check_relative_bias(call, name, x):
     heads = call.q.shape[2]
-    check_floating(call, name, x)
+    check_tensor(name, x, call.q.device)
     if x.dim() not in (2, 3) or x.shape[-2] != heads or x.shape[:-2] not in ((), (2,)) or x.shape[-1] == 0:
         raise ValueError(f"{name} has shape {tuple(x.shape)}; it must be [H, R] or [2, H, R] with H = {heads}, R >= 1")
 
 
 def check_alibi(call, name, x):
     q, heads, sequences = call.q, call.q.shape[2], count_sequences(call.q, call.cu_seqlens)
-    check_is_tensor(name, x)
-    if x.dtype != torch.float32 or x.device != q.device:
-        raise ValueError(f"{name} is {x.dtype} on {x.device}; it must be torch.float32 on {q.device}")
-    if tuple(x.shape) not in ((heads,), (sequences, heads)):
-        raise ValueError(
-            f"{name} has shape {tuple(x.shape)}; it must be [H] = ({heads},), or one row for each sequence, "
-            f"({sequences}, {heads})"
-        )
+    shapes = (heads,), (sequences, heads)
+    check_tensor(name, x, q.device, (torch.float32,), shapes, "[H], or one row for each sequence: ")
     if x.requires_grad and torch.is_grad_enabled():
         raise ValueError(f"{name} requires a gradient, but gets none: detach() it")
     longest = max(q.shape[1], call.k.shape[1])
@@ -155,13 +135,7 @@ def check_alibi(call, name, x):
 
 
 def check_prefixes(call, name, x):
-    q = call.q
-    check_is_tensor(name, x)
-    if x.dtype != torch.int32 or x.shape != q.shape[:1] or x.device != q.device:
-        raise ValueError(
-            f"{name} is {x.dtype} of shape {tuple(x.shape)} on {x.device}; it must be int32 of shape "
-            f"({q.shape[0]},) on {q.device}"
-        )
+    check_tensor(name, x, call.q.device, (torch.int32,), [(call.q.shape[0],)], "[B] = ")
     if not call.causal or any(x is not None for x in (call.window, call.decay, call.cu_seqlens)):
         raise ValueError(f"{name} needs causal=True, without window, decay and cu_seqlens: use a bias there")
 

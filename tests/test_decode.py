@@ -238,7 +238,7 @@ def test_one_graph_serves_all_lengths(dtype, device):
     "change, words",
     [
         (dict(lengths=torch.tensor([1, 2])), "lengths is torch.int64"),
-        (dict(lengths=torch.ones(3, dtype=torch.int32)), "shape (2,)"),
+        (dict(lengths=torch.ones(3, dtype=torch.int32)), "lengths has shape (3,); it must be [B] = (2,)"),
         (dict(lengths=[1, 2]), "lengths is list"),
         (dict(ring=True), "at most 8"),
         (dict(ring=True, window=9), "at most 8"),
