@@ -14,6 +14,7 @@ from .features import GRADIENTS, Call, feature_lacking, features_of
 from .gpu import hopper_problem
 from .reference import reference_attention
 from .sdpa import sdpa_problem
+from .table import settings_dim
 
 MAX_HOPPER_LENGTH = 2**20  # products of lengths in its kernels are 32-bit
 
@@ -210,8 +211,7 @@ implementation._dynamo_marked_constant = True  # as hopper_problem() of gpu.py
 
 def hopper_dims(call):
     """Head dims of keys and values as the tiles of the Hopper kernels hold them: each pair is a setting of its own."""
-    dim, value_dim = call.q.shape[-1], call.v.shape[-1]  # compared, since torch.compile may have symbols for them
-    return 64 if dim <= 64 else 128 if dim <= 128 else 256, 64 if value_dim <= 64 else 128 if value_dim <= 128 else 256
+    return settings_dim(call.q.shape[-1]), settings_dim(call.v.shape[-1])
 
 
 def call_problem(call):

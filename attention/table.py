@@ -63,6 +63,11 @@ def keys_per_program(q_len, k_len, rule):
     return longest // 2 if rule.causal or rule.window > 0 else longest
 
 
+def settings_dim(dim):
+    """The head dim whose settings serve: 64, 128 or 256. Tiles of the Hopper kernels have as many columns."""
+    return 64 if dim <= 64 else 128 if dim <= 128 else 256  # compared, since torch.compile may have symbols for it
+
+
 @lru_cache(4096)
 def launches_for(dim, keys, element_size, device):
     """{kernel: Launch} for the larger head dim, keys per program, bytes per element and device."""
@@ -70,11 +75,11 @@ def launches_for(dim, keys, element_size, device):
         launch = INTERPRETER._replace(tma=dim <= 16)  # both ways of loading
         return {"forward": launch, "dq": launch, "dkdv": launch}
     settings, for_few_keys = CHIPS.get(chip(device), (PORTABLE, {}))
-    column, largest = (0, 64) if dim <= 64 else (1, 128) if dim <= 128 else (2, 256)
+    dim = settings_dim(dim)
     chosen = {}
     for (kernel, size), row in settings.items():
-        launch, most = for_few_keys.get((kernel, size, largest), (None, -1))
-        launch = launch if keys <= most else row[column]
+        launch, most = for_few_keys.get((kernel, size, dim), (None, -1))
+        launch = launch if keys <= most else row[(64, 128, 256).index(dim)]
         if size == element_size and launch is not None:
             chosen[kernel] = launch
     return chosen

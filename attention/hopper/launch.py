@@ -7,14 +7,13 @@ is there: ragged.py. What they do not serve goes to the portable kernels: see ca
 from functools import lru_cache, partial
 
 import torch
-import triton
 
 from .. import table
 from ..gpu import processors
 from ..launcher import Launcher, descriptor
 from ..portable import launch as portable
 from ..problem import describe, empty, gradients, output
-from ..table import Launch
+from ..table import Launch, settings_dim
 from ..tiles import aligned
 from .backward import backward_kernel
 from .decay import split_gate
@@ -44,14 +43,9 @@ BACKWARD = {
 }
 
 
-def tile_dim(dim):
-    """Head dim as tiles hold it."""
-    return max(64, triton.next_power_of_2(dim))
-
-
 def tile_dims(problem):
     """Head dims of keys and values as tiles hold them."""
-    return tile_dim(problem.tile.dim), tile_dim(problem.tile.value_dim)
+    return settings_dim(problem.tile.dim), settings_dim(problem.tile.value_dim)
 
 
 def reachable(x, ragged):
@@ -80,7 +74,7 @@ def described(x, block, shape=None, strides=None):
 
 def described_tiles(x, rows, ragged):
     """The same of a [B, T, H, D] tensor in tiles of `rows` positions of one head, at corner()."""
-    block = (1, rows, 1, tile_dim(x.shape[-1]))
+    block = (1, rows, 1, settings_dim(x.shape[-1]))
     return described(x, (1, *block), end_shape(x), end_strides(x)) if ragged else described(x, block)
 
 
