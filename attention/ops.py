@@ -187,13 +187,11 @@ class Attention(_SingleLevelFunction):
 
 
 class Backward(_SingleLevelFunction):
-    """Has no gradient, and says so."""
+    """Has no gradient, and says so. inputs: tensors for autograd, which does not look into a Call, and the six."""
 
     @staticmethod
     def forward(ctx, *inputs):
-        return tuple(
-            _keeping_outer_grad_mode(backward_without_gradient, *inputs[-6:])
-        )  # autograd does not look into a Call
+        return tuple(_keeping_outer_grad_mode(backward_without_gradient, *inputs[-6:]))
 
     @staticmethod
     def backward(ctx, *gradients):
