@@ -3,8 +3,6 @@
 Formulas and shared parts are in backward.py.
 """
 
-from typing import NamedTuple
-
 import triton
 import triton.language as tl
 
@@ -14,26 +12,20 @@ from .backward import Gradients, Queries, gate_zeros, load_queries, meet_keys, q
 from .forward import keys_seen, locate_queries
 
 
-class Mean(NamedTuple):
-    """Of dP in a row, with weights P."""
-
-    total: tl.tensor  # [queries] sum of P dP
-    weight: tl.tensor  # [queries] sum of P
-
-
 @triton.jit
 def gather_mean(
-    mean, queries, k, v, k_tiles, v_tiles, low, span, seq, terms,
+    total, weight, queries, k, v, k_tiles, v_tiles, low, span, seq, terms,
     RULE: tl.constexpr, TILE: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
-    """Add P dP and P over the keys of a span: its interior, or (MASKED) its edges."""
+    """Add P dP to total and P to weight [queries], over the keys of a span: its interior, or (MASKED) its edges."""
     for step in range(tiles.first_step(span, MASKED), tiles.last_step(span, MASKED), TILE.block_k):
         start = tiles.position(step, span, MASKED)
         _k_tile, weights, weighted, _slope = meet_keys(  # with a delta of 0 dS is P dP
             queries, k, v, k_tiles, v_tiles, start, low, span.hi, seq, terms, RULE, TILE, MASKED
         )
-        mean = Mean(mean.total + tl.sum(weighted, 1), mean.weight + tl.sum(weights, 1))
-    return mean
+        total += tl.sum(weighted, 1)
+        weight += tl.sum(weights, 1)
+    return total, weight
 
 
 @triton.jit
@@ -47,13 +39,14 @@ def find_delta(
     over what the recomputed P do add up to, so that sums of dS over a row err no more than eager PyTorch's.
     """
     if out is None:
-        mean = Mean(tl.full([TILE.block_q], 0.0, tl.float32), tl.full([TILE.block_q], 0.0, tl.float32))
-        mean = gather_mean(mean, queries, k, v, k_tiles, v_tiles, low, span, seq, terms, RULE, TILE, MASKED=False)
-        mean = gather_mean(mean, queries, k, v, k_tiles, v_tiles, low, span, seq, terms, RULE, TILE, MASKED=True)
-        weight = mean.weight
+        total = tl.full([TILE.block_q], 0.0, tl.float32)
+        weight = total
+        args = queries, k, v, k_tiles, v_tiles, low, span, seq, terms
+        total, weight = gather_mean(total, weight, *args, RULE, TILE, MASKED=False)
+        total, weight = gather_mean(total, weight, *args, RULE, TILE, MASKED=True)
         if RULE.sink:
             weight += tl.exp2(tl.load(sink + queries.head).to(tl.float32) * LOG2E - queries.lse2)
-        delta = mean.total / tl.where(weight > 0, weight, 1.0)
+        delta = total / tl.where(weight > 0, weight, 1.0)
     else:
         out = tiles.tile_lane(out, seq.row, queries.head, seq.q_start)
         out_tile = tiles.load_tile(out, start, 0, seq.q_len, TILE.block_q, TILE.value_dim, True)
