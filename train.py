@@ -75,14 +75,16 @@ def evaluate(model, batches, config, ranks):
     return total / tokens
 
 
-def train(config):
-    """One run; returns the best validation loss in nats per token."""
+def train(config, argv=()):
+    """One run; returns the best validation loss in nats per token. argv: the command line that --depth needs again."""
     clock = StartClock()
     ranks = start_distributed(config)
     config = ranks.broadcast(config)  # with --resume alone, ranks may have found different runs
     set_precision(config.deterministic, ranks.on_gpu)
     saved = load_first(checkpoints(config.resume)) if config.resume else {}
     corpus = open_on_all_ranks(config, ranks, saved.get("tokens_sha256"))
+    if config.depth and not config.resume:
+        config = load_config(argv, corpus)
     batches = Batches(corpus.train, config.block_size, config.batch_size, config.seed)
     config = config.with_steps(batches.windows_per_epoch)
     if saved and ranks.rank == 0:
@@ -171,7 +173,7 @@ def write_sample(model, corpus, config):
 def main(argv):
     try:
         with command("give a smaller --micro_batch, or --checkpoint_activations blocks", fail), lost_rank():
-            train(load_config(argv))
+            train(load_config(argv), argv)
     finally:
         end_distributed()
 

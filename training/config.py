@@ -39,6 +39,12 @@ class Config(GPTConfig):
     CONFIG.py: one of the files in configs/, or one of your own with lines such as n_layer = 12
     """
 
+    # one number for all
+    depth: int = 0
+    """Layers of configs/modern.py, whose dial() sets width, heads, batch, rates and steps from it; flags win."""
+    tokens: int = 0
+    """With --depth: tokens to train on. 0 takes 10 for each weight of the blocks and the head."""
+
     # data
     data: Literal["shakespeare", "text", "chat", "fineweb-edu", "openwebtext", "tokens"] = "shakespeare"
     """Corpus: tiny Shakespeare, text, conversations (chat) or tokens of yours with --input, or a data set that
@@ -147,7 +153,7 @@ class Config(GPTConfig):
         at_least_1 = ("batch_size", "steps", "eval_every", "log_every", "keep", "max_bad_steps")
         at_least_0 = (
             "micro_batch", "warmup_steps", "eval_batches", "save_every", "sample_every", "weight_decay", "grad_clip",
-            "min_learning_rate", "seed", "epochs",
+            "min_learning_rate", "seed", "epochs", "depth", "tokens",
         )  # fmt: skip
         for name in at_least_1 + at_least_0:
             value, least = getattr(self, name), int(name in at_least_1)
@@ -182,13 +188,16 @@ class Config(GPTConfig):
         return GPTConfig(**values | {"vocab_size": max(self.vocab_size, count), "end_of_text": end})
 
 
-def load_config(argv):
+def load_config(argv, corpus=None):
     """Config from the command line `[configs/NAME.py] [--flag value ...]`, in any order.
 
     A config file holds only assignments, which flags override. On a machine without a GPU its dictionary `cpu`, if any,
     replaces values, and TOY those of a large network. With --init_from the network of the weights replaces the file's,
     but for a smaller block_size. With --resume [FOLDER] the run's config.json takes the file's place, and a flag that
     would change the result needs --allow_changes.
+
+    With --depth, call it again when the corpus is open: the config file's function dial() gives further options, which
+    replace the file's. They are stored as numbers, so a run resumes with them whatever its formulas become.
 
     Raises:
         UserError: one sentence that says what to do.
@@ -210,6 +219,7 @@ def load_config(argv):
         require(known.init_from is None, "--resume goes on with the weights of the run; leave out --init_from")
         require(not settings, "--resume takes the options of the run; leave out the config file")
         return resumed_config(find_run(known.resume, "config.json"), flags)
+    dial = settings.pop("dial", None)
     if resolve_device(known.device or "auto") == "cpu":
         if not cpu and settings.get("n_embd", 0) >= TOO_WIDE and known.init_from is None:
             cpu = {name: value for name, value in TOY.items() if f"--{name}" not in given}
@@ -225,7 +235,15 @@ def load_config(argv):
         theirs = network_options(settings["init_from"])
         block_size = min(settings.get("block_size", theirs["block_size"]), theirs["block_size"])
         settings |= theirs | {"block_size": block_size}
-    return parse_flags(Config, flags, settings)
+    config = parse_flags(Config, flags, settings)
+    require(
+        dial or not config.depth,
+        f"depth={config.depth} needs a config file with a function dial(), such as configs/modern.py",
+    )
+    require(not (config.depth and config.init_from), "--depth sets the network, and so does --init_from; give one")
+    if corpus and config.depth:
+        config = parse_flags(Config, flags, settings | dial(config, corpus.tokenizer.n_vocab, len(corpus.train)))
+    return config
 
 
 def pop_config_file(argv):
@@ -261,7 +279,7 @@ def resumed_config(folder, flags):
 
 
 def read_config_file(path):
-    """The assignments of a config file, by name, without modules, functions and classes."""
+    """The assignments of a config file, by name, and its function dial(), without modules, functions and classes."""
     require(path.is_file(), f"config file {path} does not exist; configs/ has some")
     try:
         found = runpy.run_path(str(path))
@@ -270,7 +288,7 @@ def read_config_file(path):
     settings = {
         name: value
         for name, value in found.items()
-        if not (name.startswith("_") or callable(value) or isinstance(value, ModuleType))
+        if name == "dial" or not (name.startswith("_") or callable(value) or isinstance(value, ModuleType))
     }
     allowed = isinstance(settings.get("cpu", {}), dict) and "resume" not in settings
     require(allowed, f"in {path}, cpu must be a dict of options, and resume cannot be set: it is a flag")
@@ -278,6 +296,6 @@ def read_config_file(path):
     for name, value in (settings | settings.get("cpu", {})).items():
         refuse_nanogpt(name, value, names, f"in {path}, ")
         near = difflib.get_close_matches(name, names, 1)
-        known = name in (*names, "cpu")
+        known = name in (*names, "cpu", "dial")
         require(known, f"{path} sets {name}, which is no option; {f'perhaps {near[0]}' if near else 'see --help'}")
     return {"name": path.stem} | settings

@@ -114,6 +114,11 @@ class Report:
             step=f"{self.tokens_per_step:,} tokens ({config.batch_size:,} sequences, {micro_batch:,} at a time), "
             f"{config.steps:,} steps = {epochs:.1f} epochs",
         )
+        if config.depth:
+            rates = (
+                f"rate {config.learning_rate:.2g}, weight decay {config.weight_decay:.2g}, dropout {config.dropout:.2g}"
+            )
+            fields["depth"] = f"{config.depth}: {config.steps * self.tokens_per_step / 1e6:,.0f}M tokens, {rates}"
         for name, text in fields.items():
             show_field(name, text)
 

@@ -1,0 +1,62 @@
+# One number sets the run: --depth is the number of layers, and dial() derives the rest from it, but for given flags.
+#     python train.py configs/modern.py --tokens 48_000_000        GPT-2's size, on books: docs/recipes.md
+#     python train.py configs/modern.py --depth 4 --data text --input FOLDER --tokenizer bpe:8192
+# docs/recipes.md says what each part of the network and of the optimizer gives, and how far the formulas were tried.
+import math
+
+data = "text"
+input = "books/train"
+tokenizer = "gpt2"
+depth = 12
+cpu = dict(depth=2, tokenizer="bpe:2048", block_size=256)  # ten minutes on two cores
+
+block_size = 1024
+norm = "rmsnorm"
+norm_weight = False
+position = "rope"
+mlp = "relu2"
+qk_norm = True
+logit_softcap = 15.0
+tie_head = False
+embed_skip = True
+value_residual = True
+
+optimizer = "muon"
+muon_scale = 0.5
+embed_scale = 16.0  # a row of an embedding has a gradient only where its token occurs
+cooldown = 0.5
+beta2 = 0.99
+
+
+def dial(config, vocab_size, corpus_tokens):
+    """Options that follow from depth, for a tokenizer of vocab_size tokens and a corpus of corpus_tokens.
+
+    The numbers hold for the recipe found at depth 12 with 48M tokens: 32 sequences of 1,024, rate 2e-3, weight decay
+    0.1. Exponents: width and rates as nanochat's --depth; batch from Bergsma et al. 2025, Power lines; weight decay
+    keeps rate x decay x steps (Wang and Aitchison 2024, How to set AdamW's weight decay).
+    """
+    width = -(-64 * config.depth // 128) * 128
+    vocab_size = -(-vocab_size // 128) * 128  # matmuls of even tiles are faster
+    weights = 12 * config.depth * width**2 + vocab_size * width  # of the blocks and the head
+    tokens = config.tokens or 10 * weights
+    batch = 2 ** round(math.log2(32_768 * (tokens / 48e6) ** 0.383))  # tokens of a step
+    batch_size = max(1, batch // config.block_size)
+    steps = max(1, round(tokens / batch_size / config.block_size))
+    rate = 2e-3 * math.sqrt(batch / 32_768) * math.sqrt(768 / width)
+    epochs = tokens / corpus_tokens
+    again = max(0.0, math.log2(epochs / 4))  # doublings beyond four epochs, from where on a network overfits
+    return dict(
+        n_layer=config.depth,
+        n_head=width // (128 if width >= 512 else 64),  # attention is faster with a head dim of 128
+        n_embd=width,
+        vocab_size=vocab_size,
+        batch_size=batch_size,
+        steps=steps,
+        warmup_steps=steps // 30,
+        learning_rate=rate,
+        min_learning_rate=rate / 20,
+        weight_decay=0.1 * (2e-3 * 1465) / (rate * steps) * 2**again,
+        dropout=min(0.1 * again, 0.3),
+        eval_every=max(1, steps // 8),
+        eval_batches=max(1, steps // 40),
+    )
