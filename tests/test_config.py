@@ -5,6 +5,7 @@ import os
 import re
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from helpers import ROOT, in_process
@@ -70,9 +71,48 @@ def test_shipped_configs(path, tmp_path, monkeypatch, capsys):
     weights = ("--init_from", str(tmp_path)) if path.stem in ("finetune_shakespeare", "chat") else ()
     weights += ("--input", "x.jsonl") if path.stem == "chat" else ()
     config = load_config([str(path), "--device", "cpu", *weights])
-    assert config.n_layer == 4 and config.name == path.stem
+    assert (config.n_layer == 4 or config.depth == 2) and config.name == path.stem
     assert config.eval_batches > 0  # a long text must not take minutes at each evaluation
     assert ("note: without a GPU this is a toy" in capsys.readouterr().err) == ("cpu = " not in path.read_text())
+
+
+def test_depth_sets_the_rest(folder, capsys):
+    """The file's formulas need the corpus; given flags win, and a resumed run has the numbers, not the formulas."""
+    (folder / "corpus.txt").write_text("To be, or not to be. " * 200)
+    (folder / "mine.py").write_text(
+        "data, input, tokenizer, device = 'text', 'corpus.txt', 'bytes', 'cpu'\n"
+        "block_size, depth, learning_rate = 32, 2, 1e-2\n"
+        "def dial(config, vocab_size, corpus_tokens):\n"
+        "    return dict(n_layer=config.depth, n_head=1, n_embd=vocab_size // 8, steps=corpus_tokens // 1000,\n"
+        "                batch_size=2, eval_batches=1, learning_rate=5e-3)\n"
+    )
+    result = in_process(capsys, "mine.py", "--depth", "1", "--batch_size", "3")
+    config = json.loads(Path("runs/mine/config.json").read_text())
+    assert not result.returncode and "depth      1: " in result.stdout
+    names = ("n_layer", "n_embd", "batch_size", "learning_rate", "depth")
+    assert [config[name] for name in names] == [1, 32, 3, 5e-3, 1] and 1 < config["steps"] < 5
+    (folder / "mine.py").unlink()
+    again = load_config(["--resume", "--steps", "9", "--allow_changes"])
+    assert (again.n_embd, again.steps, again.depth) == (32, 9, 1)
+    assert not in_process(capsys, "--resume", "--steps", "9", "--allow_changes").returncode
+
+
+@pytest.mark.parametrize(
+    "depth, vocab_size, tokens, expected",
+    [(12, 50257, 48_000_000, (768, 6, 50304, 32, 1465)), (4, 8192, 0, (256, 4, 8192, 32, 1600))],
+)
+def test_dial_of_the_shipped_config(depth, vocab_size, tokens, expected):
+    """Depth 12 with 48M tokens is the recipe that was tuned."""
+
+    def config(corpus_tokens):
+        corpus = SimpleNamespace(tokenizer=SimpleNamespace(n_vocab=vocab_size), train=range(corpus_tokens))
+        flags = to_flags(dict(device="cpu", block_size=1024, depth=depth, tokens=tokens))
+        return load_config([str(ROOT / "configs" / "modern.py"), *flags], corpus)
+
+    found, again = config(45_000_000), config(1_000_000)
+    assert found.n_layer == depth and found.dropout == 0
+    assert (found.n_embd, found.n_head, found.vocab_size, found.batch_size, found.steps) == expected
+    assert again.dropout > 0 and again.weight_decay > found.weight_decay  # 48 epochs and more
 
 
 def test_values_of_every_kind(config_file):
@@ -103,6 +143,7 @@ def test_a_config_file_may_stand_after_flags(config_file):
         ("--learning_rate 1e-5", ["learning_rate=1e-05", "min_learning_rate=0.0001"]),
         ("--device cuda:99", ["device='cuda:99'"]),
         ("--data text", ["--input"]),
+        ("--depth 4", ["depth=4", "configs/modern.py"]),
         ("--name ../x", ["name='../x'"]),
         ("nowhere.py", ["nowhere.py"]),
         ("--max_iters 5", ["max_iters", "nanoGPT", "--steps"]),
