@@ -29,6 +29,7 @@ from typing import NamedTuple
 
 from harness import ROOT, Run, table
 
+from data.files import read_json
 from errors import command, require
 from training.config import load_config
 
@@ -89,14 +90,14 @@ def read_changes(path):
     return changes
 
 
-def run(name, argv, seed, tokens, per_step, args):
-    """The Outcome of one run of train.py. argv: config file and options. args: of the series."""
-    steps, start, test_loss = tokens // per_step, time.perf_counter(), math.nan
-    every = dict(eval_every=math.ceil(steps / args.evaluations), save_every=steps, log_every=max(1, steps // 100))
-    with Run(*argv, steps=steps, seed=seed, keep=1, **every) as process:
+def run(name, argv, seed, tokens, length, args):
+    """The Outcome of one run of train.py. argv: config file and options. length: more options. args: of the series."""
+    start, test_loss = time.perf_counter(), math.nan
+    with Run(*argv, seed=seed, keep=1, **length) as process:
         process.wait()
         seconds = time.perf_counter() - start
         losses, reports = process.records("val_loss"), process.records("tokens_per_second")
+        config = read_json(process.folder / "config.json")
         if args.test:
             options = [process.folder / "checkpoint.pt", f"--text={args.test}", "--json"]
             printed = subprocess.run(
@@ -104,6 +105,7 @@ def run(name, argv, seed, tokens, per_step, args):
             ).stdout
             test_loss = json.loads(printed)["results"][str(args.test)]["loss"]
     rates = [record["tokens_per_second"] for record in reports]
+    per_step = config["batch_size"] * config["block_size"]
     curve = [f"{record['step'] * per_step / 1e6:.1f}:{record['seconds']:.1f}:{record['val_loss']}" for record in losses]
     return Outcome(
         name, seed, tokens, losses[-1]["val_loss"] or math.nan, losses[-1]["val_bpb"] or math.nan, test_loss,
@@ -147,8 +149,15 @@ def series(args):
             argv = [args.base, *args.options, *options]
             config = load_config(argv)  # a mistake shows before the run
             require(not (args.test and config.ema), "--test reads checkpoint.pt, without the average; leave out --ema")
-            per_step = config.batch_size * config.block_size
-            tokens = max(1, round(args.tokens / per_step)) * per_step
+            if config.depth:  # steps follow from the tokens
+                tokens = round(args.tokens)
+                length = dict(tokens=tokens)
+            else:
+                steps = max(1, round(args.tokens / config.batch_size / config.block_size))
+                tokens = steps * config.batch_size * config.block_size
+                length = dict(
+                    steps=steps, eval_every=math.ceil(steps / args.evaluations), log_every=max(1, steps // 100)
+                )
             key = name, seed, tokens, shlex.join(argv)
             alike = [x for x in read_outcomes(args.csv) if (x.name, x.seed, x.tokens, x.command) == key]
             alike = [x for x in alike if not (args.test and math.isnan(x.test))]
@@ -157,7 +166,7 @@ def series(args):
                     print(f"{name} seed {seed}: no time is left", flush=True)
                     continue
                 try:
-                    alike = [run(name, argv, seed, tokens, per_step, args)]
+                    alike = [run(name, argv, seed, tokens, length, args)]
                 except (RuntimeError, subprocess.CalledProcessError) as error:
                     print(f"{name} seed {seed}: {error}", flush=True)
                     continue
