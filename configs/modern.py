@@ -42,7 +42,7 @@ def dial(config, vocab_size, corpus_tokens):
     batch = 2 ** round(math.log2(32_768 * (tokens / 48e6) ** 0.383))  # tokens of a step
     batch_size = max(1, batch // config.block_size)
     steps = max(1, round(tokens / batch_size / config.block_size))
-    rate = 2e-3 * math.sqrt(batch / 32_768) * math.sqrt(768 / width)
+    rate = 2e-3 * math.sqrt(batch / 32_768) * 768 / width
     epochs = tokens / corpus_tokens
     again = max(0.0, math.log2(epochs / 4))  # doublings beyond four epochs, from where on a network overfits
     return dict(
