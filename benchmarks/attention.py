@@ -27,6 +27,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from attention import attention
 from attention.simple import simple_attention
+from kernels.documents import find_documents
 
 RESULTS = ROOT / "benchmarks" / "results"
 TOKENS = 16_384  # batch * length, except in the GPT-2 cell and the small ones
@@ -43,6 +44,7 @@ class Cell(NamedTuple):
     causal: bool = True
     window: int | None = None
     documents: int | None = None  # mean length of packed documents
+    rows: int | None = None  # of tokens in the packed row, whose documents find_documents() found
     distances: int | None = None  # R of a learned relative_bias [H, R]
 
     def pairs(self, starts):
@@ -72,14 +74,18 @@ def cells(small=False):
     yield Cell("GPT-2 124M layer", 32, 1024, 12, 12, 64)
     yield Cell("d128 window 1024", 1, TOKENS, 16, 16, 128, window=1024)
     yield Cell("d128 documents of 512", 1, TOKENS, 16, 16, 128, documents=512)
+    yield Cell("GPT-2 documents of 800", 1, 32 * 1024, 12, 12, 64, documents=800, rows=32)
     yield Cell("GPT-2 relative bias", 32, 1024, 12, 12, 64, distances=128)
     for length in (4096, TOKENS):
         yield Cell("d64 relative bias", TOKENS // length, length, 12, 12, 64, distances=128)
 
 
-def document_starts(mean):
+def document_starts(cell):
     """cu_seqlens of documents of random lengths around the mean."""
-    lengths, generator = [], torch.Generator().manual_seed(0)
+    mean, lengths, generator = cell.documents, [], torch.Generator().manual_seed(0)
+    if cell.rows:
+        tokens = torch.randint(mean, (cell.rows, cell.length // cell.rows), generator=generator)
+        return find_documents(tokens.to(DEVICE), end=0)[0]
     while sum(lengths) < TOKENS:
         lengths.append(int(torch.randint(mean // 2, mean * 3 // 2, (1,), generator=generator)))
     lengths[-1] -= sum(lengths) - TOKENS
@@ -225,7 +231,7 @@ class Contender:
 
 def run(cell, names, seconds):
     """Rows of the table for one cell."""
-    starts = None if cell.documents is None else document_starts(cell.documents)
+    starts = None if cell.documents is None else document_starts(cell)
     q, k, v = (
         torch.randn(cell.batch, cell.length, n, cell.dim, device=DEVICE, dtype=torch.bfloat16, requires_grad=True)
         for n in (cell.heads, cell.kv_heads, cell.kv_heads)

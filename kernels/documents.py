@@ -3,7 +3,8 @@
 import torch
 import torch.nn.functional as F
 
-SHORTEST = 8  # tokens: mean length of the shortest documents of a row that are told apart
+SHORTEST = 32  # tokens: mean length of the shortest documents of a batch of long rows that are told apart
+FEWEST = 8  # documents of a row, as a mean over the batch, that are told apart in any case
 
 
 def find_documents(tokens, end):
@@ -11,15 +12,16 @@ def find_documents(tokens, end):
 
     Returns:
         starts: int32 cu_seqlens of the documents in the row of all B T tokens. Its length does not depend on the
-            tokens, which torch.compile and CUDA graphs need; so if documents of a row have less than SHORTEST tokens on
-            average, its last ones count as one.
+            tokens, which torch.compile and CUDA graphs need. So if a batch has more documents than B (T / SHORTEST +
+            FEWEST), the last ones of its last rows count as one in each row.
         positions: [B, T] of each token in its document.
     """
     B, T = tokens.shape
-    limit = T // SHORTEST + 1
-    begins = F.pad(tokens[:, :-1] == end, (1, 0), value=True)
-    begins = begins & (begins.cumsum(1) <= limit)
+    limit = B * (T // SHORTEST + FEWEST)
+    later = F.pad(tokens[:, :-1] == end, (1, 0), value=False)
+    later = later & (later.flatten().cumsum(0) <= limit - B).view(B, T)  # a row's first document always begins
+    begins = F.pad(later[:, 1:], (1, 0), value=True)
     number = begins.flatten().cumsum(0) - 1  # of each token's document
-    starts = torch.searchsorted(number, torch.arange(B * limit + 1, device=tokens.device), out_int32=True)
+    starts = torch.searchsorted(number, torch.arange(limit + 1, device=tokens.device), out_int32=True)
     positions = torch.arange(B * T, device=tokens.device) - starts[number]
     return starts, positions.view(B, T)
