@@ -72,11 +72,6 @@ class Cache:
         # PyTorch's attention has nothing to compile, so the first token comes sooner
         self.impl = "sdpa" if config.attention == "auto" else config.attention
 
-    @staticmethod
-    def size(config, dtype):
-        """Bytes of a row."""
-        return 2 * config.n_layer * config.block_size * config.kv_heads * config.head_dim * dtype.itemsize
-
     def prefill(self, tokens, rows, sources):
         """View for tokens [N, T]: their row sources[i] becomes the beginning of row rows[i] of the cache.
 

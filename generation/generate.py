@@ -10,7 +10,6 @@ import time
 import weakref
 from collections import deque
 from contextlib import contextmanager
-from pathlib import Path
 
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -18,7 +17,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from attention.gpu import HAS_TRITON
 from data.chat import TURNS, encode_prompt
 from data.tokenizer import end_of_text
-from errors import UserError, require
+from errors import require
 from generation.cache import Cache
 from generation.choose import Sampling, choose, sample_keys
 from generation.text import TextStream, encode
@@ -27,7 +26,6 @@ from training.device import WARM_UPS, CUDAGraph
 
 DELAY = 3  # steps after which the host reads the tokens of a GPU
 PREFILL = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]  # cuDNN is slow at first calls
-LOGITS = 16  # bytes per token of the vocabulary: logits, scores and intermediate results
 THREAD_WORK = 2**25  # multiplications per CPU thread; with fewer, threads mostly wait for each other
 
 
@@ -97,7 +95,7 @@ class Generator:
         new_tokens, new_seconds: of the last batch, after the first token of each sample.
 
     Raises:
-        UserError: the model is in training mode, or the batch does not fit into memory.
+        UserError: the model is in training mode.
     """
 
     def __init__(self, model, tokenizer, batch=1, sampling=None, seed=1337, graph=None):
@@ -114,7 +112,6 @@ class Generator:
         lacks = self.config.embed_norm or self.config.embed_skip or self.config.value_residual
         lacks |= self.config.qk_norm and self.config.norm_eps > 0
         self.fused = has_kernels and not lacks  # generation.fused does not have these
-        check_memory(batch, Cache.size(model.config, dtype) + LOGITS * tokenizer.n_vocab, self.device)
         self.cache = Cache(model.config, batch, self.device, dtype)
 
         def integers():
@@ -329,25 +326,3 @@ class Generator:
         if text not in self.noted:
             self.noted.add(text)
             print(f"note: {text}", file=sys.stderr)
-
-
-def check_memory(batch, row, device):
-    """UserError if a batch of `row` bytes per sample does not fit into the free memory of the device."""
-    free = free_memory(device)
-    if free is not None and batch * row > free:
-        raise UserError(
-            f"num_samples={batch} needs {batch * row / 2**30:.1f} GiB for keys, values and logits, but {device} has "
-            f"{free / 2**30:.1f} GiB free; take at most {free // row} samples at a time"
-        )
-
-
-def free_memory(device):
-    """Bytes, or None if they are unknown."""
-    if device.type == "cuda":
-        cached = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)  # PyTorch would use it again
-        return torch.cuda.mem_get_info(device)[0] + cached
-    report = Path("/proc/meminfo")  # Linux
-    if device.type != "cpu" or not report.exists():
-        return None
-    lines = dict(line.split(":") for line in report.read_text().splitlines())
-    return int(lines["MemAvailable"].split()[0]) * 1024
