@@ -1,6 +1,5 @@
 # GPT-2 124M on 10 billion tokens of FineWeb-Edu, with nanoGPT's hyperparameters for a shorter run. Prepare them first:
 #     python -m data.prepare fineweb-edu --tokenizer gpt2
-# To try it on any text: python train.py configs/gpt2.py --data text --input FOLDER --steps 2000 --batch_size 32
 # Larger sizes are flags. Weights, gradients and moments take 5.7 and 24.9 GB on a GPU; --parallel fsdp spreads them.
 #     350M   --n_layer 24 --n_head 16 --n_embd 1024 --micro_batch 16 --learning_rate 3e-4 --min_learning_rate 3e-5
 #     1.5B   --n_layer 48 --n_head 25 --n_embd 1600 --micro_batch 8 --learning_rate 2e-4 --min_learning_rate 2e-5
@@ -14,7 +13,6 @@ n_head = 12
 n_embd = 768
 block_size = 1024
 vocab_size = 50304  # 50257 rounded up to a multiple of 128: matmuls of even tiles are faster
-bias = False
 
 batch_size = 512  # x 1024 = 524,288 tokens
 micro_batch = 32  # on a small GPU: --micro_batch auto

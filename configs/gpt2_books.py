@@ -1,5 +1,4 @@
-# The control of the recipes (benchmarks/recipes.py): nanoGPT's GPT-2 124M and AdamW on 150 million tokens of books. Its
-# batch size, learning rate, warm-up, beta2 and weight decay are tuned for these books (docs/recipes.md).
+# The control of the recipes: nanoGPT's GPT-2 124M and AdamW, tuned for these books (docs/recipes.md).
 #     python benchmarks/recipes.py split classic-books-markdown books --megabytes 220     docs/data.md: how to get them
 #     python train.py configs/gpt2_books.py
 data = "text"
@@ -11,7 +10,6 @@ n_head = 12
 n_embd = 768
 block_size = 1024
 vocab_size = 50304  # 50257 rounded up to a multiple of 128: matmuls of even tiles are faster
-bias = False
 
 batch_size = 16  # x 1024 = 16,384 tokens
 steps = 9156  # 150 million tokens, about three epochs

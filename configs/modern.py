@@ -1,4 +1,4 @@
-# One number sets the run: --depth is the number of layers, and dial() derives the rest from it, but for given flags.
+# One number sets the run: --depth is the number of layers. dial() derives the rest, but for given flags.
 #     python train.py configs/modern.py --tokens 48_000_000        GPT-2's size, on books: docs/recipes.md
 #     python train.py configs/modern.py --depth 4 --data text --input FOLDER --tokenizer bpe:8192
 # docs/recipes.md says what each part of the network and of the optimizer gives, and how far the formulas were tried.
@@ -29,11 +29,10 @@ beta2 = 0.99
 
 
 def dial(config, vocab_size, corpus_tokens):
-    """Options that follow from depth, for a tokenizer of vocab_size tokens and a corpus of corpus_tokens.
+    """Options that follow from depth. At depth 12 and 48M tokens they are those of the recipe found there.
 
-    The numbers hold for the recipe found at depth 12 with 48M tokens: 32 sequences of 1,024, rate 2e-3, weight decay
-    0.1. Exponents: width and rates as nanochat's --depth; batch from Bergsma et al. 2025, Power lines; weight decay
-    keeps rate x decay x steps (Wang and Aitchison 2024, How to set AdamW's weight decay).
+    Exponents: width and rates as nanochat's --depth; batch from Bergsma et al. 2025, Power lines; weight decay keeps
+    rate x decay x steps (Wang and Aitchison 2024, How to set AdamW's weight decay).
     """
     width = -(-64 * config.depth // 128) * 128
     vocab_size = -(-vocab_size // 128) * 128  # matmuls of even tiles are faster
@@ -43,8 +42,7 @@ def dial(config, vocab_size, corpus_tokens):
     batch_size = max(1, batch // config.block_size)
     steps = max(1, round(tokens / batch_size / config.block_size))
     rate = 2e-3 * math.sqrt(batch / 32_768) * 768 / width
-    epochs = tokens / corpus_tokens
-    again = max(0.0, math.log2(epochs / 4))  # doublings beyond four epochs, from where on a network overfits
+    again = max(0.0, math.log2(tokens / corpus_tokens / 4))  # doublings beyond four epochs: it overfits
     return dict(
         n_layer=config.depth,
         n_head=width // (128 if width >= 512 else 64),  # attention is faster with a head dim of 128
