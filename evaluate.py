@@ -25,9 +25,9 @@ import numpy as np
 import tyro
 from tqdm import tqdm
 
-from data import end_of_text, open_corpus
+from data.corpus import open_corpus
 from data.documents import read_text
-from data.tokenizer import encode
+from data.tokenizer import encode, end_of_text
 from generation import generate_batch
 from generation.score import evaluate_text, score
 from hf.weights import load

@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 from tqdm import tqdm
 
-from data import Batches, validation_batches
+from data.loader import Batches, validation_batches
 from generation import Generator
 from hf.weights import load_pretrained
 from training.batches import choose_micro_batch, training_batches

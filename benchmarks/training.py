@@ -33,7 +33,7 @@ from typing import NamedTuple
 import numpy as np
 from harness import ROOT, machine, table
 
-from data import open_corpus
+from data.corpus import open_corpus
 from training.config import load_config
 
 

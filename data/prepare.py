@@ -4,6 +4,11 @@ python -m data.prepare chat --input FILE.jsonl --tokenizer gpt2         conversa
 python -m data.prepare hub:OWNER/NAME --tokenizer gpt2                  parquet files of the hub, of texts or messages
 """
 
+from errors import catch_ctrl_c, command
+
+if __name__ == "__main__":
+    catch_ctrl_c()
+
 import time
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -14,7 +19,6 @@ from data.build import Options
 from data.corpus import prepare
 from data.documents import MESSAGES
 from data.hub import HUB
-from errors import command
 
 
 @dataclass(frozen=True, kw_only=True)

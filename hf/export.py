@@ -22,10 +22,9 @@ from typing import Literal
 import torch
 import tyro
 
-from data import end_of_text, to_state
 from data.chat import END, TEMPLATE, has_turns
 from data.files import optional, writing
-from data.tokenizer import END_OF_TEXT, STORED
+from data.tokenizer import END_OF_TEXT, STORED, end_of_text, to_state
 from generation import Sampling
 from hf.architectures import config_json, their_weights
 from hf.gguf import make_writer, write_gguf

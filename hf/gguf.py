@@ -4,11 +4,10 @@ llama.cpp has GPT-2, Llama, Qwen3 and Arcee, and byte-level BPE for all our toke
 approximation, on a CPU rounded to float16. Each changes logits by a thousandth, so exact GELU is written too.
 """
 
-from data import end_of_text
 from data.chat import END, TEMPLATE, has_turns
 from data.files import optional
 from data.hub_tokenizer import HubTokenizer
-from data.tokenizer import GPT2_PATTERN, GPT4_PATTERN, LINE_PATTERN, CharTokenizer
+from data.tokenizer import GPT2_PATTERN, GPT4_PATTERN, LINE_PATTERN, CharTokenizer, end_of_text
 from errors import require
 from hf.architectures import is_transposed, require_writable, their_weights
 from hf.tokenizer_json import letters_of, merged_pairs, vocabulary_of

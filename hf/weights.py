@@ -10,11 +10,10 @@ from typing import NamedTuple
 
 import torch
 
-from data import from_state, make_tokenizer, to_state
 from data.chat import has_turns, with_turns
 from data.files import optional, read_json
 from data.hub import download_files
-from data.tokenizer import STORED, UNTRAINED
+from data.tokenizer import STORED, UNTRAINED, from_state, make_tokenizer, to_state
 from errors import UserError, require
 from generation.generate import to_bfloat16
 from hf.architectures import GPT2_VOCABULARY, exchange_halves, is_transposed, kind_of, parameters_of, read_config

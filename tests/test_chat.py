@@ -16,9 +16,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_sample import SCRIPT
 
-from data import Batches, end_of_text, make_tokenizer, prepare, to_state, validation_batches
 from data.build import Options
 from data.chat import best_fit, encode_prompt, encode_turns, has_turns, read_messages, with_turns
+from data.corpus import prepare
+from data.loader import Batches, validation_batches
+from data.tokenizer import end_of_text, make_tokenizer, to_state
 from errors import UserError
 from generation import Chat, Generator, Sampling, generate
 from hf import weights

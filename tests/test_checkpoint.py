@@ -22,7 +22,8 @@ from helpers import (
 )
 
 import sample
-from data import open_corpus, validation_batches
+from data.corpus import open_corpus
+from data.loader import validation_batches
 from errors import UserError
 from hf.weights import load
 from model import GPT, GPTConfig

@@ -8,7 +8,7 @@ import pytest
 from helpers import FAST, ROOT, environment, finish, in_process, one_sentence, run_script, start
 from test_sample import save
 
-from data import make_tokenizer
+from data.tokenizer import make_tokenizer
 from model import Block
 
 

@@ -11,7 +11,8 @@ import torch
 from helpers import PATHS, ROOT, metrics, run_script
 from test_sample import save
 
-from data import make_tokenizer, open_corpus
+from data.corpus import open_corpus
+from data.tokenizer import make_tokenizer
 from evaluate import evaluate_tasks, load_tasks, read_file
 from generation.score import evaluate_text
 from model import GPT, GPTConfig

@@ -10,8 +10,7 @@ from problems import ON_GPU
 
 from attention import decode
 from attention.decode import HAS_TRITON
-from data import make_tokenizer
-from data.tokenizer import LINE_PATTERN, _encoding
+from data.tokenizer import LINE_PATTERN, _encoding, make_tokenizer
 from generation import Generator, Sampling, generate, generate_batch
 from generation.choose import choose, exponential, mix, sample_keys
 from generation.generate import to_bfloat16

@@ -5,8 +5,7 @@ import pytest
 import torch
 from test_weights import MODERN, NANOCHAT, RECIPE, TEXT, assert_close, make_run
 
-from data import make_tokenizer
-from data.tokenizer import GPT2_PATTERN, CharTokenizer, _encoding
+from data.tokenizer import GPT2_PATTERN, CharTokenizer, _encoding, make_tokenizer
 from errors import UserError
 from hf.architectures import their_weights
 from hf.export import export

@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 from helpers import assert_same_runs, contents, equal, losses, metrics
 
-from data import validation_batches
+from data.loader import validation_batches
 from data.shards import Tokens
 from model import GPT, GPTConfig
 from train import evaluate, take_step

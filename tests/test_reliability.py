@@ -33,8 +33,8 @@ from helpers import (
 )
 
 import train
-from data import Batches
 from data.corpus import prepare
+from data.loader import Batches
 from training.device import autocast
 
 CHECKPOINT = "runs/run/checkpoint.pt"

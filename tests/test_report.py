@@ -14,7 +14,7 @@ from helpers import FAST, ROOT, at_step, in_process, losses, metrics, run_script
 from matplotlib.figure import Figure
 
 import train
-from data import make_tokenizer
+from data.tokenizer import make_tokenizer
 from model import GPT
 from training.config import Config
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 from helpers import ROOT, finish, run_script, start, wait_for
 
-from data import make_tokenizer, to_state
+from data.tokenizer import make_tokenizer, to_state
 from generation import Generator
 from model import GPT, GPTConfig
 from sample import generate, load

@@ -13,8 +13,8 @@ from helpers import contents, equal, in_process, losses, refused
 from hub_server import running
 from huggingface_hub import constants
 
-from data import end_of_text, make_tokenizer, to_state, tokenizer
-from data.tokenizer import GPT2_PATTERN, CharTokenizer, _encoding
+from data import tokenizer
+from data.tokenizer import GPT2_PATTERN, CharTokenizer, _encoding, end_of_text, make_tokenizer, to_state
 from errors import UserError
 from hf import weights
 from hf.architectures import config_json

@@ -6,7 +6,7 @@ from contextlib import nullcontext
 import numpy as np
 import torch
 
-from data import map_ahead
+from data.loader import map_ahead
 from errors import require
 from training.device import autocast
 

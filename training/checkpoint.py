@@ -25,9 +25,8 @@ import torch
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_map_only
 
-from data import atomic_file, to_state
-from data.files import lock_file
-from data.tokenizer import STORED
+from data.files import atomic_file, lock_file
+from data.tokenizer import STORED, to_state
 from errors import UNFINISHED, UserError, require
 from model import GPT, GPTConfig
 from training.fsdp import gather, spread_like

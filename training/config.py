@@ -9,9 +9,9 @@ from pathlib import Path
 from types import ModuleType
 from typing import Literal
 
-from data import end_of_text
 from data.chat import has_turns
 from data.files import read_json
+from data.tokenizer import end_of_text
 from errors import UserError, require
 from hf.weights import network_options
 from model import GPTConfig

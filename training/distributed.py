@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.nn  # before any group exists: imported later, it would keep the group in default arguments
 
-from data import open_corpus
+from data.corpus import open_corpus
 from errors import UserError, require
 from training.device import resolve_device
 

@@ -16,7 +16,7 @@ from statistics import median_low
 
 import torch
 
-from data import atomic_file
+from data.files import atomic_file
 from training.device import resolve_dtype
 
 # Dense bf16/fp16 tensor-core peaks from the vendors' data sheets, in TFLOP/s, by a part of the device's name.
