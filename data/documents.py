@@ -13,7 +13,6 @@ import gzip
 import hashlib
 import io
 import json
-import re
 import zlib
 from contextlib import contextmanager
 from functools import partial
@@ -26,8 +25,7 @@ from data.tokenizer import CHUNK, chunks
 from errors import UserError, require
 
 BLOCK_BYTES = 1 << 20
-TEXT_TYPE = re.compile("(dictionary<values=)?(large_)?(string|binary)|null")  # of a parquet column
-ROWS = 64  # of a parquet file that are read at once: a row may be a whole book
+ROWS = 64  # of a parquet file that are a block: a row may be a whole book
 MESSAGES = ("messages", "conversations")  # fields of conversations
 SUFFIXES = (".txt", ".md", ".jsonl", ".ndjson", ".parquet")  # of files that are read in a folder
 
@@ -97,26 +95,20 @@ def _opened(path, is_text=True):
         except UnicodeDecodeError as error:
             raise UserError(f"{path} is not UTF-8 text ({error}); convert it with iconv") from None
         except (OSError, EOFError, zlib.error) as error:
-            wide = "too much memory" in str(error)  # of zstd, whose window is above 128 MB
-            remedy = f"unpack it first: zstd -d --long=31 {path}" if wide else "get the file again"
-            raise UserError(f"{path} cannot be read ({error}); {remedy}") from None
+            raise UserError(f"{path} cannot be read ({error}); get the file again") from None
 
 
 def _whole(path):
-    """Blocks of a text file that is one document."""
+    """Blocks of a text file that is one document, which is read twice: first for its digest and length."""
+    sha256, length, blank, offset = hashlib.sha256(), 0, True, 0
+    for piece in read_text(path):
+        sha256.update(piece.encode())
+        length += len(piece)
+        blank &= not piece.strip()
     with _opened(path) as (file, raw):
-        pieces, digest, offset = _pieces(file), None, 0
-        piece = next(pieces, "")
-        for following in chain(pieces, [None]):
-            if following is not None and digest is None:
-                sha256 = hashlib.sha256()
-                for text in read_text(path):
-                    sha256.update(text.encode())
-                digest = sha256.digest()
-            if digest or piece.strip():
-                yield Block([piece], raw.tell(), 0, digest, offset, last=following is None)
+        for piece in () if blank else _pieces(file):
             offset += len(piece)
-            piece = following
+            yield Block([piece], raw.tell(), 0, sha256.digest(), offset - len(piece), last=offset == length)
 
 
 def _separated(path, separator):
@@ -171,21 +163,15 @@ def _rows(path, names, chat):
     options = dict(pre_buffer=False, buffer_size=BLOCK_BYTES, page_checksum_verification=True)
     try:
         with parquet.ParquetFile(path, **options) as file:
-            columns = [field.name for field in file.schema_arrow if chat or TEXT_TYPE.match(str(field.type))]
-            others = f"name a --text_field: {', '.join(columns)}" if columns else "other columns have none either"
+            columns, size, done = file.schema_arrow.names, path.stat().st_size, 0
             column = next((name for name in names if name in columns), None)
-            kind = "messages" if chat else "text"
-            require(column, f"{path} has no {kind} in column {names[0]!r}; {others}")
-            size, count, rows, length, done = path.stat().st_size, file.metadata.num_rows, [], 0, 0
+            require(column, f"{path} has no column {names[0]!r}; name a --text_field: {', '.join(columns)}")
             for batch in file.iter_batches(ROWS, columns=[column]):
-                length += batch.nbytes
+                rows, done = batch.column(0), done + len(batch)
                 if chat:
-                    rows += [json.dumps({column: messages}).encode() for messages in batch.column(0).to_pylist()]
+                    rows = [json.dumps({column: messages}).encode() for messages in rows.to_pylist()]
                 else:  # text may be another than UTF-8
-                    rows += batch.column(0).cast(pyarrow.large_binary()).to_pylist()
-                done += len(batch)
-                if length >= BLOCK_BYTES or done == count:
-                    yield rows, size * done // count
-                    rows, length = [], 0
+                    rows = rows.cast(pyarrow.large_binary()).to_pylist()
+                yield rows, size * done // file.metadata.num_rows
     except (pyarrow.ArrowException, OSError) as error:
         raise UserError(f"{path} cannot be read ({str(error).splitlines()[0]}); get the file again") from None

@@ -58,7 +58,7 @@ def blocks_of(path, *args):
 def read(path, *args):
     """The documents of a file, which is read in blocks of one document or more."""
     blocks = blocks_of(path, *args)
-    assert all(block.last and block.digest is None for block in blocks)
+    assert all(block.last for block in blocks)
     return [text for block in blocks for text in block.texts]
 
 
@@ -91,11 +91,8 @@ def test_parquet_columns(tmp_path, kind, small):
     texts = pyarrow.array([None, *TEXTS, None, "", *TEXTS], types.get(kind) or getattr(pyarrow, kind)())
     parquet.write_table(pyarrow.table({"id": range(len(texts)), "body": texts}), tmp_path / "a", row_group_size=3)
     assert read((tmp_path / "a").rename(tmp_path / "a.parquet"), "body") == TEXTS * 2
-    for column in ("text", "id"):
-        message = f"no text in column '{column}'; name a --text_field: body"
-        assert error_of(tmp_path / "a.parquet", column).endswith(message)
-    parquet.write_table(pyarrow.table({"id": [1]}), tmp_path / "b.parquet")
-    assert error_of(tmp_path / "b.parquet").endswith("other columns have none either")
+    assert error_of(tmp_path / "a.parquet").endswith("no column 'text'; name a --text_field: id, body")
+    assert "cannot be read" in error_of(tmp_path / "a.parquet", "id")
 
 
 @pytest.mark.parametrize("line_end, mark", [("\n", ""), ("\r\n", "\ufeff")])
@@ -148,17 +145,6 @@ def test_damaged_file(tmp_path, suffix, damage):
     path = write(tmp_path / f"a{suffix}", [f"{number} {os.urandom(40).hex()}" for number in range(100)])
     path.write_bytes(damage(path.read_bytes()))
     assert "get the file again" in error_of(path)
-
-
-def test_large_window(tmp_path):
-    """zstd --long=31, as for dumps of Reddit: a frame with the window's size and one block that is not compressed."""
-    path = tmp_path / "a.jsonl.zst"
-    line, magic = b'{"text": "the river bends"}\n', bytes.fromhex("28b52ffd")
-    for log in (27, 31):
-        path.write_bytes(magic + bytes([0, log - 10 << 3]) + (len(line) << 3 | 1).to_bytes(3, "little") + line)
-        if log == 27:
-            assert read(path) == ["the river bends"]
-    assert error_of(path).endswith("unpack it first: zstd -d --long=31 " + str(path))
 
 
 BAD_LINES = {
