@@ -85,10 +85,7 @@ def build(folder, source, request, tokenizer_spec, options, threads):
         manifest = {"request": request} | _new_manifest(source, tokenizer_spec, options)
         shutil.rmtree(folder, ignore_errors=True)
         folder.mkdir()
-    for path in folder.glob(".*.tmp"):  # of a process that was killed
-        path.unlink()
-    cores = len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count()
-    _write_all(folder, source, options, manifest, threads or cores)
+    _write_all(folder, source, options, manifest, threads or len(os.sched_getaffinity(0)))
     remedy = "give more text, in documents that differ, more --tokens, or another --val_share"
     for split in SPLITS:
         require(manifest[split]["tokens"], f"{source.title} has no text for the split {split}; {remedy}")

@@ -37,8 +37,6 @@ def index_tokens(source, tokenizer_spec):
             require(same, f"{path} has ids of another type than the files before it; take files of one program")
             require(tokens, f"{path} has no tokens; get the file again")
             ids = map_shard(path, dtype, tokens, offset)
-            narrow = offset or tokens == 1 or ids[1:CHUNK:2].max() > tokenizer.n_vocab - 1 >> 16
-            require(narrow, f"{path} has ids of 32 or 64 bits, for which there must be a header; write them as uint16")
             for start in range(0, tokens, CHUNK):
                 found = ids[start : start + CHUNK]
                 known = f"{tokenizer_spec} has {len(counts):,} tokens; name the --tokenizer that made it"

@@ -5,7 +5,7 @@ from functools import cache, cached_property
 import numpy as np
 
 from data.files import optional, read_json
-from errors import UserError, require
+from errors import require
 
 END_OF_TEXT = "<|endoftext|>"
 TURNS = ("<|system|>", "<|user|>", "<|assistant|>", "<|end|>")  # see data.chat
@@ -59,17 +59,11 @@ class HubTokenizer:
 def read_tokenizer_json(folder):
     """The HubTokenizer of a folder; UserError if its tokens do not stand for bytes."""
     path, config = folder / "tokenizer.json", folder / "tokenizer_config.json"
-    decoder = read_json(path).get("decoder")
-    kind = decoder.get("type") if isinstance(decoder, dict) else None
+    kind = (read_json(path).get("decoder") or {}).get("type")
     require(kind == "ByteLevel", f"{path} has the decoder {kind}, but only ByteLevel can be read; take another model")
     end = read_json(config).get("eos_token") if config.is_file() else None
     end = end.get("content") if isinstance(end, dict) else end  # of older versions
-    try:
-        return HubTokenizer(path.read_text(encoding="utf-8"), end)
-    except UserError:
-        raise
-    except Exception as error:  # the package's own exception
-        raise UserError(f"{path} cannot be read ({error}); get it again") from None
+    return HubTokenizer(path.read_text(encoding="utf-8"), end)
 
 
 @cache

@@ -8,7 +8,6 @@ id.
 import base64
 import os
 import re
-from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
@@ -123,20 +122,8 @@ def make_tokenizer(spec, texts=(), many_documents=False):
 
 def encode(tokenizer, text):
     """[count] uint32 ids of a text of any length."""
-    with matching():
-        ids = [tokenizer.encode_to_numpy(chunk, disallowed_special=()) for chunk in chunks([text])]
+    ids = [tokenizer.encode_to_numpy(chunk, disallowed_special=()) for chunk in chunks([text])]
     return np.concatenate(ids) if ids else np.empty(0, np.uint32)
-
-
-@contextmanager
-def matching():
-    """Turn the errors of tiktoken and rustbpe on a text that is too hard for their regex engines into a UserError."""
-    try:
-        yield
-    except BaseException as error:  # a panic of Rust is no Exception
-        if "Regex error" not in str(error) and type(error).__name__ != "PanicException":
-            raise
-        raise UserError(f"the tokenizer cannot split a text into words ({error}); leave this text out") from None
 
 
 def chunks(pieces, size=CHUNK):
@@ -167,8 +154,7 @@ def to_state(tokenizer):
         return {"kind": "hub", "json": tokenizer.text, "end": tokenizer.end}
     ranks, special = tokenizer._mergeable_ranks, dict(tokenizer._special_tokens)
     tokens = [base64.b64encode(token).decode() for token in sorted(ranks, key=ranks.get)]
-    names = {"kind": "bpe", "name": tokenizer.name, "pattern": tokenizer._pat_str}
-    return names | {"tokens": tokens, "special": special}
+    return dict(kind="bpe", name=tokenizer.name, pattern=tokenizer._pat_str, tokens=tokens, special=special)
 
 
 def from_state(state):
@@ -192,8 +178,7 @@ def _train_bpe(name, size, texts, many_documents):
     trainer = rustbpe.Tokenizer()
     texts = tqdm(texts, desc="learning tokens", unit=" texts", unit_scale=True, disable=None, leave=False)
     learned = (chunk for text in texts for chunk in chunks([text]))
-    with matching():
-        trainer.train_from_iterator(learned, size - many_documents, pattern=GPT4_PATTERN)
+    trainer.train_from_iterator(learned, size - many_documents, pattern=GPT4_PATTERN)
     # two merges may give the same bytes; tiktoken identifies tokens by their bytes, so keep one
     tokens = list(dict.fromkeys(bytes(token) for token, _ in trainer.get_mergeable_ranks()))
     return _encoding(name, GPT4_PATTERN, tokens, {END_OF_TEXT: len(tokens)} if many_documents else {})

@@ -146,7 +146,6 @@ def test_what_the_network_lacks_is_named(change, words):
     "change, words",
     [
         (dict(decoder=None), "tokenizer.json has the decoder None, but only ByteLevel can be read"),
-        (dict(model=dict(type="new")), "tokenizer.json cannot be read"),
         (None, "unknown tokenizer"),
     ],
 )
