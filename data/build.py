@@ -79,7 +79,7 @@ def build(folder, source, request, tokenizer_spec, options, threads):
     The caller holds the folder's lock. request: what the corpus is made from, and how.
     """
     if source.others:
-        print(f"files of {source.title} that are left out: {source.others}", file=sys.stderr)
+        print(f"files of {source.title} that are left out: {source.others:,}", file=sys.stderr)
     manifest = read_manifest(folder)
     if not manifest or manifest["request"] != request:
         manifest = {"request": request} | _new_manifest(source, tokenizer_spec, options)

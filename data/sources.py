@@ -3,7 +3,6 @@
 import hashlib
 import re
 import sys
-from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
@@ -12,16 +11,13 @@ from pathlib import Path
 
 from data.documents import SUFFIXES, suffix_of
 from data.external import token_files
-from data.files import atomic_file, data_folder, download
+from data.files import data_folder, download
 from data.hub import DATASETS, HUB, download_file, list_dataset
 from data.shards import SPLITS, file_sha256
 from errors import UserError, require
 
-SHAKESPEARE = "tiny Shakespeare"
 SHAKESPEARE_URL = "https://raw.githubusercontent.com/karpathy/char-rnn/master/data/tinyshakespeare/input.txt"
 SHAKESPEARE_SHA256 = "86c4e6aa9db7c042ec79f339dcb96d42b0075e16b8fc2e86bf0ca57e2dc565ed"
-SHAKESPEARE_FILE = "tinyshakespeare.txt"  # its name in downloads/
-PLAY = "the embedded play"
 PLAY_FILE = Path(__file__).parent / "play.txt"
 
 SMALL = 1 << 25  # bytes up to which a corpus is compared by contents when it is opened; above, by names and sizes
@@ -36,7 +32,7 @@ class Source:
     names: list[str]  # of the files in the folder
     sizes: list[int]
     sha256: str  # of names and sizes, and of the contents if they are small or on the hub
-    others: str = ""  # number and kinds of files in the folder that are left out
+    others: int = 0  # files in the folder that are left out
     fetch: Callable | None = None  # downloads the file with a name to the folder
     chat: bool = False  # whether the files hold conversations
 
@@ -64,63 +60,54 @@ def find_source(name, input=None, sample="10BT"):
     sample: of fineweb-edu.
     """
     if name == "shakespeare":
-        title, path = _find_shakespeare(input)
-        return _source_of(title, path.parent, [path])
+        return _find_shakespeare(input)
     chat, place = name == "chat", str(input or "")
     if name in DATASETS and not input:
         place = DATASETS[name][0].format(sample)
+        return _on_the_hub(f"{name} {sample}" if name == "fineweb-edu" else name, place, chat)
     if place.startswith(HUB) and name != "tokens":
-        found = re.fullmatch(r"hub:([^/]+/[^/]+)/?(.*?)/?", place)
-        require(found, f"input={place!r} must be hub:OWNER/NAME or hub:OWNER/NAME/FOLDER, as the hub writes them")
-        commit, files = list_dataset(*found.groups())
-        about = [f"{found[1]}@{commit}/{path}, sha256 {sha256}" for path, (_, sha256) in files.items()]
-        digest, downloads = hashlib.sha256(repr(about).encode()).hexdigest(), data_folder(f"downloads/{found[1]}")
-        title = place.removeprefix(HUB) if input else f"{name} {sample}" if name == "fineweb-edu" else name
-        fetch = partial(download_file, found[1], commit, files, downloads)
-        return Source(title, downloads, list(files), [size for size, _ in files.values()], digest, "", fetch, chat)
+        return _on_the_hub(place.removeprefix(HUB), place, chat)
     rule = f"must be shakespeare; {' or '.join(DATASETS)}, without --input; or text, chat or tokens, with --input"
     require(name in ("text", "chat", "tokens") and input, f"corpus {name!r} {rule}")
-    path, others = Path(input), ""
-    folder, title = path if path.is_dir() else path.parent, path.resolve().name
+    path = Path(input)
     if name == "tokens":
         require(path.is_dir(), f"--data tokens needs --input FOLDER, and {path} is no folder")
-        files = [file for split in SPLITS for file in token_files(path, split)]
-    elif path.is_dir():
-        files, others = _files_below(path)
-    else:
-        files = [path]
-    return replace(_source_of(title, folder, files, others), chat=chat)
+        return _of_files(path, [file for split in SPLITS for file in token_files(path, split)])
+    if not path.is_dir():
+        return replace(_of_files(path.parent, [path], path.resolve().name), chat=chat)
+    files = [file for file in path.rglob("*") if file.is_file()]
+    files = [file for file in files if not any(part[0] == "." for part in file.relative_to(path).parts)]  # hidden
+    known = sorted(file for file in files if suffix_of(file) in SUFFIXES)
+    require(known, f"{path} has no file to read; their names must end in one of {' '.join(SUFFIXES)}")
+    return replace(_of_files(path, known), others=len(files) - len(known), chat=chat)
 
 
-def _source_of(title, folder, files, others=""):
+def _on_the_hub(title, place, chat):
+    found = re.fullmatch(r"hub:([^/]+/[^/]+)/?(.*?)/?", place)
+    require(found, f"input={place!r} must be hub:OWNER/NAME or hub:OWNER/NAME/FOLDER, as the hub writes them")
+    commit, files = list_dataset(*found.groups())
+    about = [f"{found[1]}@{commit}/{path}, sha256 {sha256}" for path, (_, sha256) in files.items()]
+    digest, downloads = hashlib.sha256(repr(about).encode()).hexdigest(), data_folder(f"downloads/{found[1]}")
+    fetch = partial(download_file, found[1], commit, files, downloads)
+    return Source(title, downloads, list(files), [size for size, _ in files.values()], digest, 0, fetch, chat)
+
+
+def _of_files(folder, files, title=None):
     """The Source of local files."""
     names, sizes = [str(file.relative_to(folder)) for file in files], [file.stat().st_size for file in files]
     contents = [file_sha256(file) for file in files] if sum(sizes) <= SMALL else []
     digest = hashlib.sha256(repr((names, sizes, contents)).encode()).hexdigest()
-    return Source(title, folder, names, sizes, digest, others)
-
-
-def _files_below(folder):
-    """(all files of known formats below a folder, by name, without hidden ones; number and kinds of the others)."""
-    files = [file for file in folder.rglob("*") if file.is_file()]
-    files = [file for file in files if not any(name[0] == "." for name in file.relative_to(folder).parts)]
-    known = [file for file in files if suffix_of(file) in SUFFIXES]
-    require(known, f"{folder} has no file to read; their names must end in one of {' '.join(SUFFIXES)}")
-    kinds = Counter(sorted(file.suffix.lower() or "no suffix" for file in set(files) - set(known)))
-    return sorted(known), ", ".join(f"{count} {kind}" for kind, count in kinds.most_common())
+    return Source(title or folder.resolve().name, folder, names, sizes, digest)
 
 
 def _find_shakespeare(input):
-    """(title, path); a user's copy is kept where the download would be."""
     if input:
-        contents = Path(input).read_bytes()
-        same = hashlib.sha256(contents).hexdigest() == SHAKESPEARE_SHA256
-        require(same, f"{input} is not {SHAKESPEARE} (its sha256 differs); for another text give --data text")
-        with atomic_file(data_folder("downloads") / SHAKESPEARE_FILE) as file:
-            file.write(contents)
+        same = file_sha256(input) == SHAKESPEARE_SHA256
+        require(same, f"{input} is not tiny Shakespeare (its sha256 differs); for another text give --data text")
     try:
-        return SHAKESPEARE, download(SHAKESPEARE_URL, SHAKESPEARE_FILE, SHAKESPEARE_SHA256)
+        path = Path(input) if input else download(SHAKESPEARE_URL, "tinyshakespeare.txt", SHAKESPEARE_SHA256)
+        return _of_files(path.parent, [path], "tiny Shakespeare")
     except UserError:
-        notice = f"{SHAKESPEARE} could not be downloaded; this is {PLAY}, data/play.txt"
+        notice = "tiny Shakespeare could not be downloaded; this is the embedded play, data/play.txt"
         print(f"NOTICE: {notice}. --input FILE reads a copy of the former.", file=sys.stderr)
-        return PLAY, PLAY_FILE
+        return _of_files(PLAY_FILE.parent, [PLAY_FILE], "the embedded play")
