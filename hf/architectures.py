@@ -158,7 +158,10 @@ def config_json(config, end, dtype):
         common |= {name: getattr(config, name) for name in KESTREL_DEFAULTS}
         common |= dict(
             auto_map={name: f"modeling_kestrel.Kestrel{value}" for name, value in classes.items()},
-            sliding_window=config.window, layer_types=_layer_types(config.window, config.n_layer),
+            sliding_window=config.window, layer_types=[
+                "full_attention" if config.window is None or i % 4 == 3 else "sliding_attention"
+                for i in range(config.n_layer)
+            ],
         )  # fmt: skip
     return common | dict(
         hidden_size=config.n_embd, intermediate_size=config.mlp_width, num_hidden_layers=config.n_layer,
@@ -169,16 +172,10 @@ def config_json(config, end, dtype):
     )  # fmt: skip
 
 
-def _layer_types(window, count):
-    return ["full_attention" if window is None or i % 4 == 3 else "sliding_attention" for i in range(count)]
-
-
 def read_config(theirs, folder):
     """GPTConfig for the dict of a config.json; UserError if the network has what ours lacks."""
     kind = theirs.get("model_type", "unknown")
     rule = f"only {', '.join(READABLE)} and folders of hf.export can be read"
-    learned = "its norms of queries and keys have learned weights, which ours (qk_norm) lack"
-    require(kind != "qwen3", f"{folder} holds a qwen3 model: {learned}; {rule}")
     require(kind in READABLE, f"{folder} holds a {kind} model; {rule}")
     return _read_gpt2(theirs, folder) if kind == "gpt2" else _read_llama(theirs, kind, folder)
 
@@ -187,16 +184,16 @@ def _read_gpt2(theirs, folder):
     defaults = dict(vocab_size=GPT2_VOCABULARY, n_positions=1024, n_layer=12, n_head=12, n_embd=768, n_inner=None,
                     activation_function="gelu_new", layer_norm_epsilon=LAYERNORM_EPSILON, scale_attn_weights=True,
                     scale_attn_by_inverse_layer_idx=False, tie_word_embeddings=True)  # fmt: skip
-    theirs = {name: theirs.get(name, value) for name, value in defaults.items()}
-    sizes = _sizes(theirs, folder, vocab_size="vocab_size", n_layer="n_layer", n_head="n_head", n_embd="n_embd",
-                   block_size="n_positions")  # fmt: skip
+    theirs = defaults | theirs
     _require_only(theirs, folder, dict(
         scale_attn_weights=[True], scale_attn_by_inverse_layer_idx=[False], activation_function=list(GELUS),
-        n_inner=[None, 4 * sizes["n_embd"]], tie_word_embeddings=[True, False],
+        n_inner=[None, 4 * theirs["n_embd"]],
     ))  # fmt: skip
-    eps = _epsilon(theirs, "layer_norm_epsilon", LAYERNORM_EPSILON, folder)
-    mlp, tied = GELUS[theirs["activation_function"]], theirs["tie_word_embeddings"]
-    return GPTConfig(**sizes, bias=True, mlp=mlp, tie_head=tied, norm_eps=eps)
+    return GPTConfig(
+        vocab_size=theirs["vocab_size"], block_size=theirs["n_positions"], n_layer=theirs["n_layer"],
+        n_head=theirs["n_head"], n_embd=theirs["n_embd"], tie_head=theirs["tie_word_embeddings"], bias=True,
+        mlp=GELUS[theirs["activation_function"]], norm_eps=_epsilon(theirs["layer_norm_epsilon"], LAYERNORM_EPSILON),
+    )  # fmt: skip
 
 
 def _read_llama(theirs, kind, folder):
@@ -208,45 +205,30 @@ def _read_llama(theirs, kind, folder):
                     partial_rotary_factor=1.0, sliding_window=None,
                     final_logit_softcapping=15.0 if kind == "nanochat" else None)  # fmt: skip
     theirs = defaults | theirs | rope
-    if theirs["num_key_value_heads"] is None:
-        theirs["num_key_value_heads"] = theirs.get("num_attention_heads")
-    sizes = _sizes(theirs, folder, vocab_size="vocab_size", n_layer="num_hidden_layers", n_head="num_attention_heads",
-                   n_embd="hidden_size", block_size="max_position_embeddings",
-                   n_kv_head="num_key_value_heads")  # fmt: skip
     parts = {}
     if kind == "nanochat":
         parts = dict(norm_weight=False, qk_norm=True, embed_norm=True, logit_softcap=theirs["final_logit_softcapping"])
     elif kind == "kestrel":
         parts = {name: theirs.get(name, value) for name, value in KESTREL_DEFAULTS.items()}
         parts |= dict(logit_softcap=theirs["final_logit_softcapping"], window=theirs["sliding_window"])
+    heads = theirs["num_attention_heads"]
     network = GPTConfig(
-        **sizes, **parts, norm="rmsnorm", position="rope", mlp="swiglu" if kind == "llama" else "relu2",
-        tie_head=bool(theirs["tie_word_embeddings"]), rope_theta=theirs["rope_theta"],
-        norm_eps=_epsilon(theirs, "rms_norm_eps", RMSNORM_EPSILON, folder),
+        **parts, norm="rmsnorm", position="rope", mlp="swiglu" if kind == "llama" else "relu2",
+        vocab_size=theirs["vocab_size"], block_size=theirs["max_position_embeddings"],
+        n_layer=theirs["num_hidden_layers"], n_head=heads, n_kv_head=theirs["num_key_value_heads"] or heads,
+        n_embd=theirs["hidden_size"], tie_head=theirs["tie_word_embeddings"], rope_theta=theirs["rope_theta"],
+        norm_eps=_epsilon(theirs["rms_norm_eps"], RMSNORM_EPSILON),
     )  # fmt: skip
     _require_only(theirs, folder, dict(
         hidden_act=[defaults["hidden_act"]], intermediate_size=[network.mlp_width], attention_bias=[False],
         mlp_bias=[False], head_dim=[None, network.head_dim], rope_type=["default"],
         rope_interleaved=[False], partial_rotary_factor=[1.0],
     ))  # fmt: skip
-    if kind == "kestrel":
-        _require_only(theirs, folder, dict(layer_types=[_layer_types(network.window, network.n_layer)]))
     return network
 
 
-def _sizes(theirs, folder, **names):
-    """{our name: number} for our names and theirs."""
-    for name in names.values():
-        value = theirs.get(name)
-        require(type(value) is int and value > 0, f"{folder}: {name}={value!r} must be a positive int; get it again")
-    return {ours: theirs[name] for ours, name in names.items()}
-
-
-def _epsilon(theirs, name, default, folder):
+def _epsilon(value, default):
     """norm_eps of GPTConfig, where 0 means the default."""
-    value = theirs.get(name)
-    right = isinstance(value, float) and 0 < value < 1
-    require(right, f"{folder}: {name}={value!r} must be a positive number below 1; get it again")
     return 0.0 if value == default else value
 
 

@@ -27,7 +27,7 @@ from data.files import optional, writing
 from data.tokenizer import END_OF_TEXT, STORED, end_of_text, to_state
 from generation import Sampling
 from hf.architectures import config_json, their_weights
-from hf.gguf import make_writer, write_gguf
+from hf.gguf import make_writer
 from hf.tokenizer_json import tokenizer_json
 from hf.weights import read, require_tokenizer
 from training.checkpoint import empty_model
@@ -37,13 +37,12 @@ def _card(found, config):
     """README.md for a Pretrained of a run; config: GPTConfig of the exported network."""
     parameters = sum(parameter.numel() for parameter in empty_model(config, "meta").parameters())
     best = found.contents.get("best") if found.path.name == "best.pt" else None  # of a checkpoint: the best so far
-    lines = [
-        "---\nlibrary_name: transformers\npipeline_tag: text-generation\n---\n# " + found.path.parent.name,
+    loss = "" if best is None else f"\n\nValidation loss: {best:.4f} nats per token."
+    return (
+        f"---\nlibrary_name: transformers\npipeline_tag: text-generation\n---\n# {found.path.parent.name}\n\n"
         f"Trained with Kestrel, {found.contents['step']:,} steps. {parameters:,} parameters, {config.n_layer} layers, "
-        f"width {config.n_embd}, context {config.block_size}, tokenizer {found.tokenizer.name}.",
-        f"Validation loss: {best:.4f} nats per token." if best is not None else "",
-    ]
-    return "\n\n".join(filter(None, lines)) + "\n"
+        f"width {config.n_embd}, context {config.block_size}, tokenizer {found.tokenizer.name}.{loss}\n"
+    )
 
 
 @contextmanager
@@ -76,7 +75,10 @@ def export(name, path, dtype="float32"):
     if path.suffix == ".gguf":
         writer = make_writer(found, config, getattr(torch, dtype))
         with _temporary(path) as temporary:
-            write_gguf(writer, temporary / "model")
+            writer.write_header_to_file(temporary / "model")
+            writer.write_kv_data_to_file()
+            writer.write_tensors_to_file()
+            writer.close()
             (temporary / "model").rename(path)
     else:
         require("step" in found.contents, f"{found.path} is a Hugging Face model already; only .gguf can be written")

@@ -19,7 +19,7 @@ NO_MERGE = "aa aa"  # llama.cpp requires a merge; nothing makes "aa", so this on
 
 
 def make_writer(found, config, dtype):
-    """A gguf.GGUFWriter that holds a Pretrained, for write_gguf().
+    """A gguf.GGUFWriter that holds a Pretrained.
 
     Args:
         config: its GPTConfig, with a vocab_size without padding. dtype: of the matrices; norms and biases are float32.
@@ -51,24 +51,13 @@ def make_writer(found, config, dtype):
     names = gguf.get_tensor_name_map(gguf.MODEL_ARCH[kind.upper()], config.n_layer)
     for key, value in their_weights(found.weights, config).items():
         if kind in ("llama", "arcee") and key.endswith(("q_proj.weight", "k_proj.weight")):
-            value = _interleave(value, config.head_dim)
+            # llama.cpp rotates (x_2i, x_2i+1) where we rotate (x_i, x_i+D/2)
+            value = value.unflatten(0, (-1, 2, config.head_dim // 2)).transpose(1, 2).flatten(0, 2)
         value = value.T if is_transposed(key) else value
         matrix = value.dim() == 2 and "wpe" not in key  # llama.cpp adds positions, norms and biases in float32
         value = value.to(dtype) if matrix else value.float()
         writer.add_tensor(names.get_name(key, (".weight", ".bias")), value.contiguous().numpy())
     return writer
-
-
-def write_gguf(writer, path):
-    writer.write_header_to_file(path)
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
-
-
-def _interleave(weight, head_dim):
-    """The rows of a query or key matrix for llama.cpp, which rotates (x_2i, x_2i+1) where we rotate (x_i, x_i+D/2)."""
-    return weight.unflatten(0, (-1, 2, head_dim // 2)).transpose(1, 2).flatten(0, 2)
 
 
 def _write_tokenizer(writer, types, tokenizer):
@@ -88,8 +77,6 @@ def _write_tokenizer(writer, types, tokenizer):
         pattern = tokenizer._pat_str
         if end is None:  # llama.cpp would take token 11. This byte is in no text
             end = vocabulary[letters_of(b"\xff")]
-    rule = "llama.cpp knows only the patterns of GPT-2 and GPT-4; train with --tokenizer bpe:N"
-    require(pattern in PATTERNS, f"the pattern of tokenizer {tokenizer.name} cannot be written as GGUF: {rule}")
     texts = sorted(vocabulary, key=vocabulary.get)
     writer.add_tokenizer_model("gpt2")
     writer.add_tokenizer_pre(PATTERNS[pattern])

@@ -50,30 +50,17 @@ def read(name, weights=True):
     if name in GPT2_SIZES and not path.exists():
         path = download_files(f"openai-community/{name}", ["config.json", "model.safetensors"][: 1 + weights])
         return _read_hugging_face(path, weights)
-    weight_files = [path / "model.safetensors", path / "model.safetensors.index.json"]
-    if (path.suffix == ".safetensors" and path.is_file()) or any(file.exists() for file in weight_files):
+    if (path.suffix == ".safetensors" and path.is_file()) or any(path.glob("model*.safetensors")):
         return _read_hugging_face(path, weights)
     require(path.exists(), f"{path} does not exist; name a run, a Hugging Face folder, or {', '.join(GPT2_SIZES)}")
     best = path / "best.pt"
     found = [best] * best.is_file() + checkpoints(path)
     if path.is_dir() and not found:
-        reason = "no checkpoint and no model.safetensors; train a run until it saves one, or download a model's weights"
-        if any(path.glob("pytorch_model*.bin*")):
-            reason = "only pytorch_model.bin, which may hold code; save it with Transformers as safetensors"
-        raise UserError(f"{path} has {reason}")
+        remedy = "train a run until it saves one, or download a model's weights"
+        raise UserError(f"{path} has no checkpoint and no model.safetensors; {remedy}")
     contents = load_first(found or [path], weights)
     config, tokenizer = _restore(contents["path"], contents.get("model_config"), contents.get("tokenizer"))
-    if weights:
-        _require_weights(contents["path"], contents.get("model"), config)
     return Pretrained(contents["path"], config, contents["model"] if weights else {}, tokenizer, contents)
-
-
-def _require_weights(path, weights, config):
-    """UserError unless these are the weights of a GPT with this configuration."""
-    expected = {name: value.shape for name, value in empty_model(config, "meta").state_dict().items()}
-    found = {name: value.shape for name, value in (weights or {}).items()}
-    wrong = sorted(name for name, _ in expected.items() ^ found.items())
-    require(not wrong, f"{path} has other weights than its network, such as {wrong[:1]}; use another checkpoint")
 
 
 def _restore(path, network, tokenizer):
@@ -164,14 +151,11 @@ def _tokenizer_of(folder, config):
     """
     stored = folder / "tokenizer.json"
     if config.position == "learned" and config.vocab_size >= GPT2_VOCABULARY:
-        if (path := folder / "vocab.json").exists():
-            vocabulary = read_json(path)
-        elif stored.exists():
-            model = read_json(stored).get("model")
-            vocabulary = isinstance(model, dict) and model.get("vocab")
-        else:
-            return make_tokenizer("gpt2") if config.vocab_size == GPT2_VOCABULARY else None
-        if vocabulary == vocabulary_of(tokenizer := make_tokenizer("gpt2")):
+        file, tokenizer = folder / "vocab.json", make_tokenizer("gpt2")
+        if not file.exists() and not stored.exists():
+            return tokenizer if config.vocab_size == GPT2_VOCABULARY else None
+        vocabulary = read_json(file) if file.exists() else read_json(stored)["model"].get("vocab")
+        if vocabulary == vocabulary_of(tokenizer):
             return tokenizer
     if not stored.exists():
         return None
@@ -185,37 +169,22 @@ def _read_weights(file, config):
     """The state_dict of a GPT from a .safetensors file, in float32."""
     safetensors = optional("safetensors.torch", "reading model.safetensors")
     theirs = {}
-    for part in _parts_of(file):
+    for part in [file] if file.exists() else sorted(file.parent.glob("model-*.safetensors")):
         try:
             theirs |= safetensors.load_file(part)
-        except OSError as error:
-            raise UserError(f"cannot read {part} ({error}); get it again") from None
         except Exception as error:  # the package's own exception
-            raise UserError(f"{part} is damaged ({error}); get it again") from None
+            raise UserError(f"cannot read {part} ({error}); get it again") from None
     if "wte.weight" in theirs:  # OpenAI's own file leaves the prefix out
         theirs = {f"transformer.{name}": value for name, value in theirs.items()}
-    deeper = [name for name in theirs if f".{config.n_layer}." in name]
-    require(not deeper, f"{file} has more layers than the {config.n_layer} of config.json, such as {deeper[:1]}")
     weights = {}
     for name, shape, key in parameters_of(config):
-        try:
-            parts = [theirs[key.replace("[qkv]", part)] for part in ("qkv" if "[qkv]" in key else "q")]
-            if "[qkv]" in key and kind_of(config) == "nanochat":
-                parts[:2] = (exchange_halves(part, config.head_dim) for part in parts[:2])
-        except KeyError:
-            raise UserError(f"{file} lacks {key}, which config.json asks for") from None
+        keys = [key.replace("[qkv]", part) for part in ("qkv" if "[qkv]" in key else "q")]
+        require(theirs.keys() >= set(keys), f"{file} lacks {key}, which config.json asks for")
+        parts = [theirs[key] for key in keys]
+        if "[qkv]" in key and kind_of(config) == "nanochat":
+            parts[:2] = (exchange_halves(part, config.head_dim) for part in parts[:2])
         value = torch.cat(parts).float()
         value = value.T if is_transposed(key) else value
         require(value.shape == shape, f"{file}: {key} is {list(value.shape)}, but config.json makes it {list(shape)}")
         weights[name] = value.contiguous()
     return {"head.weight": weights["embed.weight"], **weights} if config.tie_head else weights
-
-
-def _parts_of(file):
-    """Path of a .safetensors file, or paths of its parts, which its index lists."""
-    if file.exists():
-        return [file]
-    index = Path(f"{file}.index.json")
-    parts = read_json(index).get("weight_map")
-    require(isinstance(parts, dict), f"{index} has no weight_map; get it again")
-    return sorted({file.with_name(str(name)) for name in parts.values()})
