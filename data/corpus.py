@@ -69,11 +69,9 @@ def open_corpus(name, tokenizer_spec, input=None, *, sha256=None, quiet=False, v
         except UserError as error:
             reason = str(error)
     if name in DATASETS or str(input).startswith(HUB):
-        words, size = (name, f"about {DATASETS[name][1]}; ") if name in DATASETS else (f"{name} --input {input}", "")
-        raise UserError(
-            f"{name} cannot be used: {reason}; type python -m data.prepare {words} --tokenizer {tokenizer_spec} "
-            f"({size}--tokens 1B prepares a part)"
-        )
+        words = name if name in DATASETS else f"{name} --input {input}"
+        remedy = f"python -m data.prepare {words} --tokenizer {tokenizer_spec} (--tokens 1B prepares a part)"
+        raise UserError(f"{name} cannot be used: {reason}; type {remedy}")
     require(not input or Path(input).exists(), f"{input} does not exist; check --input")
     if not quiet:
         print(f"tokenizing {name} with {tokenizer_spec}: {reason}", file=sys.stderr)
@@ -87,11 +85,8 @@ def prepare(name, tokenizer_spec, input=None, options=None, threads=None):
     An interrupted preparation goes on after the last finished input file. A complete one is only verified.
 
     Args:
-        name: shakespeare, text, chat (see data.chat), fineweb-edu, openwebtext, or tokens (see data.external).
-        tokenizer_spec: see data.tokenizer.make_tokenizer.
-        input: file or folder of text, conversations or tokens, or hub:OWNER/NAME[/FOLDER].
-        options: Options, None takes their defaults.
-        threads: that tokenize; None takes one for each core.
+        name, input: as for data.sources.find_source. tokenizer_spec: as for data.tokenizer.make_tokenizer.
+        options: Options, None takes their defaults. threads: that tokenize; None takes one for each core.
     """
     options, folder = options or Options(), corpus_folder(name, tokenizer_spec, input)
     source = find_source(name, input, options.sample)

@@ -8,10 +8,9 @@ from data.shards import file_sha256
 from errors import UserError, require
 
 HUB = "hub:"  # OWNER/NAME or OWNER/NAME/FOLDER follows, in --input
-# name: (place, downloads and disk space); {} stands for --sample
-DATASETS = {
-    "fineweb-edu": ("hub:HuggingFaceFW/fineweb-edu/sample/{}", "28 GB of downloads, 20 GB of disk for 10B tokens"),
-    "openwebtext": ("hub:Skylion007/openwebtext/plain_text", "24 GB of downloads, 18 GB of disk for 9B tokens"),
+DATASETS = {  # {} stands for --sample
+    "fineweb-edu": "hub:HuggingFaceFW/fineweb-edu/sample/{}",  # 28 GB of downloads for 10B tokens
+    "openwebtext": "hub:Skylion007/openwebtext/plain_text",  # 24 GB for 9B
 }
 
 

@@ -63,7 +63,7 @@ def find_source(name, input=None, sample="10BT"):
         return _find_shakespeare(input)
     chat, place = name == "chat", str(input or "")
     if name in DATASETS and not input:
-        place = DATASETS[name][0].format(sample)
+        place = DATASETS[name].format(sample)
         return _on_the_hub(f"{name} {sample}" if name == "fineweb-edu" else name, place, chat)
     if place.startswith(HUB) and name != "tokens":
         return _on_the_hub(place.removeprefix(HUB), place, chat)

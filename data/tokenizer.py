@@ -89,7 +89,7 @@ def tokenizer_name(spec):
 
 
 def make_tokenizer(spec, texts=(), many_documents=False):
-    """Make a tokenizer, a tiktoken.Encoding or CharTokenizer.
+    """Make a tokenizer.
 
     Args:
         spec: bytes or char (+eot adds an end-of-text token), bpe:N (N tokens, of which 256 are bytes), gpt2 or
@@ -132,15 +132,12 @@ def chunks(pieces, size=CHUNK):
     The tokens of all chunks are those of the whole text: it is cut only where no pattern matches across, or in a run of
     more than a thousand blanks.
     """
-    held, search_from = "", size
+    held = ""
     for piece in pieces:
         held += piece
-        while len(held) > search_from:
-            if not (found := CUT.search(held, search_from)):
-                search_from = max(size, len(held) - 2)  # searched already, but a match needs two characters after it
-                break
+        while found := CUT.search(held, size):
             yield held[: found.start()]
-            held, search_from = held[found.start() :], size
+            held = held[found.start() :]
     if held:
         yield held
 

@@ -147,7 +147,7 @@ def test_any_data_set(server):
 
 
 def test_training_does_not_wait_for_the_hub(server):
-    with pytest.raises(UserError, match=r"not prepared.*python -m data\.prepare fineweb-edu --tokenizer gpt2 .*28 GB"):
+    with pytest.raises(UserError, match=r"not prepared.*data\.prepare fineweb-edu --tokenizer gpt2 .*--tokens 1B"):
         open_corpus("fineweb-edu", "gpt2")
     assert server.requests == []
     (make().folder / "val_000000.bin").unlink()
