@@ -16,7 +16,7 @@ import json
 import zlib
 from contextlib import contextmanager
 from functools import partial
-from itertools import chain
+from itertools import groupby
 from typing import NamedTuple
 
 from data.chat import conversation_of
@@ -113,16 +113,12 @@ def _whole(path):
 
 def _separated(path, separator):
     """Blocks of a text file whose documents are separated by a line."""
-    texts, lines, size = [], [], 0
+    texts, size = [], 0
     with _opened(path) as (file, raw):
-        for line in chain(file, [separator]):
-            size += len(line)
-            if line.rstrip("\n") != separator:
-                lines.append(line)
-                continue
+        for is_separator, lines in groupby(file, lambda line: line.rstrip("\n") == separator):
             text = "".join(lines)
-            lines = []
-            if text.strip():
+            size += len(text)
+            if text.strip() and not is_separator:
                 texts.append(text)
             if size >= BLOCK_BYTES:
                 yield Block(texts, raw.tell())

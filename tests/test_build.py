@@ -55,13 +55,16 @@ def shards_of(folder):
     return {path.name: path.read_bytes() for path in folder.glob("*.bin")}
 
 
-def test_every_document_is_in_one_split_in_order(tmp_path):
-    documents = make_documents(3000)
+@pytest.mark.parametrize("count, share", [(2, 0.1), (3, 0.1), (40, 0.1), (999, 0.1), (3000, 0.005)])
+def test_every_document_is_in_one_split_in_order(tmp_path, count, share):
+    documents = make_documents(count, seed=count)
     found = prepare("text", "bytes+eot", write_lines(tmp_path / "x.jsonl", documents))
-    val = [text for text in documents if is_small(text, 0.005)]
+    val = [text for text in documents if is_small(text, share)]
+    if count < 40:  # at least one
+        val = val or [min(documents, key=lambda text: hashlib.sha256(text.encode()).digest())]
     assert val and documents_of(found.val, found.tokenizer) == val
     assert documents_of(found.train, found.tokenizer) == [text for text in documents if text not in val]
-    assert (found.train.documents, found.val.documents) == (3000 - len(val), len(val))
+    assert (found.train.documents, found.val.documents) == (count - len(val), len(val)) and count > len(val)
     assert found.val.text_bytes == sum(len(text.encode()) for text in val)
 
 
@@ -73,17 +76,6 @@ def test_new_documents_move_no_others(tmp_path):
     write_lines(path, more + documents)
     after = open_corpus("text", "bytes+eot", path)  # with the same options
     assert first <= set(documents_of(after.val, after.tokenizer)) <= first | set(more)
-
-
-@pytest.mark.parametrize("count", [2, 3, 40, 999])
-def test_few_documents_are_split_by_hash_too(tmp_path, count):
-    documents = make_documents(count, seed=count)
-    found = prepare("text", "bytes+eot", write_lines(tmp_path / "x.jsonl", documents))
-    val = [text for text in documents if is_small(text, 0.1)]
-    if count < 40:
-        val = val or [min(documents, key=lambda text: hashlib.sha256(text.encode()).digest())]
-    assert documents_of(found.val, found.tokenizer) == val
-    assert found.train.documents + found.val.documents == count and found.train.documents > 0
 
 
 @pytest.mark.parametrize("name", ["x.txt", "y.jsonl"])

@@ -2,7 +2,7 @@
 
 import json
 import random
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from itertools import chain
 from pathlib import Path
 from types import SimpleNamespace
@@ -99,14 +99,11 @@ def test_other_forms(data_root, tmp_path):
     turns = [FIVE[name][0] for name in FIVE] * 3
     names = {"user": "human", "assistant": "gpt", "system": "system"}
     theirs = [[{"from": names[role], "value": text} for role, text in x] for x in turns]
-    parquet.write_table(
-        pyarrow.table({"id": range(15), "messages": list(map(messages, turns))}), tmp_path / "c.parquet"
-    )
+    table = pyarrow.table({"id": range(15), "messages": list(map(messages, turns))})
+    parquet.write_table(table, tmp_path / "c.parquet")
     files = [(write(tmp_path / "a.jsonl", map(messages, turns)), "text"), (tmp_path / "c.parquet", "text")]
-    files += [
-        (write(tmp_path / "b.jsonl", theirs, "conversations"), "text"),
-        (write(tmp_path / "d.json", theirs, "x"), "x"),
-    ]
+    files.append((write(tmp_path / "b.jsonl", theirs, "conversations"), "text"))
+    files.append((write(tmp_path / "d.json", theirs, "x"), "x"))
     found = [prepare("chat", "bytes", path, Options(val_share=0.3, text_field=field)) for path, field in files]
     assert len({corpus.sha256 for corpus in found}) == 1
 
@@ -117,10 +114,7 @@ def test_other_forms(data_root, tmp_path):
         ('{"text": "a"}', "there are no messages"),
         ('{"messages": []}', "there are no messages"),
         ('{"messages": [3]}', "message 1 is no object with role and content"),
-        (
-            '{"messages": [{"role": "tool", "content": "a"}]}',
-            "message 1 has the role 'tool', which must be system, user",
-        ),
+        ('{"messages": [{"role": "tool", "content": "a"}]}', "message 1 has the role 'tool', which must be system,"),
         ('{"messages": [{"role": "user", "content": 1}]}', "message 1 has no text"),
         ('{"messages": [{"role": "assistant", "content": " "}]}', "message 1 is an empty answer of the assistant"),
         ('{"messages": [{"role": "user", "content": "a"}]}', "no message is of the assistant"),
@@ -142,38 +136,28 @@ def test_what_cannot_be_conversations(data_root, tmp_path, monkeypatch):
     with pytest.raises(UserError, match=r"tokenizer char .* has no room .*; take gpt2, bpe:N or bytes"):
         prepare("chat", "char+eot", path)
     (tmp_path / "a.txt").write_text("a")
-    with pytest.raises(
-        UserError, match=r"a\.txt is no file of conversations; its name must end in \.jsonl or \.parquet"
-    ):
+    with pytest.raises(UserError, match=r"a\.txt is no file of conversations; its name must end in \.jsonl or"):
         prepare("chat", "bytes", tmp_path / "a.txt")
     with pytest.raises(UserError, match=r"block_size=4 .*give a larger one"):
         Batches(make_corpus(tmp_path, longest=1, val_share=0.2).train, 4, 1, 0)
 
 
-@pytest.mark.parametrize("spec", ["bytes", "bytes+eot", "bpe:300"])
-def test_a_tokenizer_keeps_its_tokens(spec):
+@pytest.mark.parametrize("spec", ["bytes", "bytes+eot", "bpe:300", "of another"])
+def test_a_tokenizer_keeps_its_tokens(tmp_path, spec):
     """The tokens of turns follow them, once."""
+    if spec == "of another":
+        theirs = pytest.importorskip("tokenizers").ByteLevelBPETokenizer()
+        theirs.train_from_iterator(["the sea keeps"] * 9, vocab_size=270, special_tokens=["</s>"])
+        theirs.save(str(tmp_path / "tokenizer.json"))
+        (tmp_path / "tokenizer_config.json").write_text('{"eos_token": "</s>"}')
+        spec = f"run:{tmp_path}"
     tokenizer = make_tokenizer(spec, ["the sea keeps the sea " * 9])
     grown = with_turns(tokenizer)
     assert has_turns(grown) and not has_turns(tokenizer) and end_of_text(grown) is not None
     assert grown.n_vocab == tokenizer.n_vocab + 4 + (end_of_text(tokenizer) is None)
     assert grown.encode_ordinary("the sea <|user|>") == tokenizer.encode_ordinary("the sea <|user|>")
+    assert grown.decode([grown._special_tokens["<|user|>"]]) == "<|user|>"
     assert to_state(with_turns(grown)) == to_state(grown)
-
-
-def test_the_tokenizer_of_another(tmp_path):
-    tokenizers = pytest.importorskip("tokenizers")
-    theirs = tokenizers.ByteLevelBPETokenizer()
-    theirs.train_from_iterator(["the sea keeps"] * 9, vocab_size=270, special_tokens=["</s>"])
-    theirs.save(str(tmp_path / "tokenizer.json"))
-    (tmp_path / "tokenizer_config.json").write_text('{"eos_token": "</s>"}')
-    tokenizer = make_tokenizer(f"run:{tmp_path}")
-    grown = with_turns(tokenizer)
-    assert has_turns(grown) and grown.n_vocab == tokenizer.n_vocab + 4 and end_of_text(grown) == end_of_text(tokenizer)
-    assert grown.encode_ordinary("the sea<|end|>") == tokenizer.encode_ordinary("the sea<|end|>")
-    assert grown.decode([grown._special_tokens["<|user|>"]]) == "<|user|>" and to_state(with_turns(grown)) == to_state(
-        grown
-    )
 
 
 @given(st.lists(st.integers(1, 20), max_size=60))
@@ -216,9 +200,8 @@ def test_windows(data_root, tmp_path):
 def test_a_step_has_the_gradient_of_its_answers(data_root, tmp_path, micro_batch, world):
     """For any split into micro-batches and ranks; one window of the batch has no answer."""
     corpus = make_corpus(tmp_path, val_share=0.2)
-    config = GPTConfig(
-        vocab_size=261, block_size=64, n_layer=1, n_head=2, n_embd=16, mask_documents=True, end_of_text=256
-    )
+    config = GPTConfig(vocab_size=261, block_size=64, n_layer=1, n_head=2, n_embd=16)
+    config = replace(config, mask_documents=True, end_of_text=256)
     model, batches = GPT(config).double(), Batches(corpus.train, 64, 8, seed=1)
     inputs, targets = batches.batch(0)
     targets[3] = -100

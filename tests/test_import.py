@@ -40,11 +40,9 @@ def save_tokenizer(folder):
     steps = [tokenizers.pre_tokenizers.Digits(True), tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)]
     tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.Sequence(steps)
     tokenizer.decoder = tokenizers.decoders.ByteLevel()
-    trainer = tokenizers.trainers.BpeTrainer(
-        vocab_size=290,
-        special_tokens=["<|endoftext|>"],
-        initial_alphabet=tokenizers.pre_tokenizers.ByteLevel.alphabet(),
-    )
+    alphabet = tokenizers.pre_tokenizers.ByteLevel.alphabet()
+    options = dict(vocab_size=290, special_tokens=["<|endoftext|>"], initial_alphabet=alphabet)
+    trainer = tokenizers.trainers.BpeTrainer(**options)
     tokenizer.train_from_iterator([TEXT * 9], trainer)
     theirs = transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<|endoftext|>")
     theirs.save_pretrained(folder)
