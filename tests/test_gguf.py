@@ -3,9 +3,9 @@
 import numpy as np
 import pytest
 import torch
-from test_weights import MODERN, NANOCHAT, RECIPE, TEXT, assert_close, make_run
+from test_weights import MODERN, NANOCHAT, RECIPE, TEXT, assert_close, make_run, small_tokenizer
 
-from data.tokenizer import GPT2_PATTERN, CharTokenizer, _encoding, make_tokenizer
+from data.tokenizer import CharTokenizer, make_tokenizer
 from errors import UserError
 from hf.architectures import their_weights
 from hf.export import export
@@ -27,11 +27,7 @@ NETWORKS = {  # options of GPTConfig, and the tokenizer
 def make(folder, network):
     """Write model.gguf; returns (the network without its padding, tokenizer)."""
     options, spec = NETWORKS[network]
-    if spec == "gpt2's pattern":
-        tokens = list(make_tokenizer("bpe:400", [TEXT * 9])._mergeable_ranks)
-        tokenizer = _encoding("gpt2", GPT2_PATTERN, tokens, {"<|endoftext|>": len(tokens)})
-    else:
-        tokenizer = make_tokenizer(spec, [TEXT * 9], many_documents=spec == "bpe:300")
+    tokenizer = small_tokenizer(spec)
     return make_run(folder / "runs/x", tokenizer, **options), tokenizer
 
 

@@ -10,7 +10,7 @@ from hub_server import running
 from pyarrow import parquet
 from test_build import ids_of
 
-from data import build, documents, files
+from data import build, documents
 from data.build import Options
 from data.corpus import open_corpus, prepare
 from data.prepare import Command, main
@@ -176,17 +176,10 @@ def test_failed_download_keeps_the_files_before_it(server, data_root, mode, mess
     check(make(), server, data_root)
 
 
-def test_data_sets_that_are_not_there(server, monkeypatch):
+def test_data_sets_that_are_not_there(server):
     del server.repositories[OPENWEBTEXT]
     with pytest.raises(UserError, match=r"cannot list plain_text of Skylion007/openwebtext \("):
         make("openwebtext")
     for sample in ("8BT", "9BT"):
         with pytest.raises(UserError, match=f"sample/{sample} .* has no parquet files; name another --sample"):
             make(sample=sample)
-
-    def missing(name):
-        raise ModuleNotFoundError(f"No module named {name!r}")
-
-    monkeypatch.setattr(files, "import_module", missing)
-    with pytest.raises(UserError, match="package huggingface_hub"):
-        make()

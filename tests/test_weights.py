@@ -70,6 +70,14 @@ def make_run(folder, tokenizer, **options):
     return model
 
 
+def small_tokenizer(spec):
+    """A tokenizer of TEXT, or one with GPT-2's pattern."""
+    if spec != "gpt2's pattern":
+        return make_tokenizer(spec, [TEXT * 9], many_documents=True)
+    tokens = list(make_tokenizer("bpe:400", [TEXT * 9])._mergeable_ranks)
+    return _encoding("gpt2", GPT2_PATTERN, tokens, {"<|endoftext|>": len(tokens)})
+
+
 def assert_close(found, expected):
     """Within float32 rounding."""
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4 * expected.abs().max().item())
@@ -147,11 +155,7 @@ def test_the_modeling_file_pads_caches_and_saves(folder, attention):
 
 @pytest.mark.parametrize("spec", ["char", "char+eot", "bytes", "bytes+eot", "bpe:400", "gpt2's pattern"])
 def test_transformers_makes_the_same_tokens(folder, spec):
-    if spec == "gpt2's pattern":
-        tokens = list(make_tokenizer("bpe:400", [TEXT * 9])._mergeable_ranks)
-        tokenizer = _encoding("gpt2", GPT2_PATTERN, tokens, {"<|endoftext|>": len(tokens)})
-    else:
-        tokenizer = make_tokenizer(spec, [TEXT * 9], many_documents=True)
+    tokenizer = small_tokenizer(spec)
     make_run(folder / "runs/x", tokenizer)
     export("runs/x", "out")
     theirs = transformers.AutoTokenizer.from_pretrained("out")
