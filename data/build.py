@@ -85,7 +85,9 @@ def build(folder, source, request, tokenizer_spec, options, threads):
         manifest = {"request": request} | _new_manifest(source, tokenizer_spec, options)
         shutil.rmtree(folder, ignore_errors=True)
         folder.mkdir()
-    _write_all(folder, source, options, manifest, threads or len(os.sched_getaffinity(0)))
+    for path in folder.glob(".*.tmp"):  # of a process that was killed
+        path.unlink()
+    _write_all(folder, source, options, manifest, threads or os.cpu_count())
     remedy = "give more text, in documents that differ, more --tokens, or another --val_share"
     for split in SPLITS:
         require(manifest[split]["tokens"], f"{source.title} has no text for the split {split}; {remedy}")
