@@ -8,7 +8,7 @@ data = "text"
 input = "books/train"
 tokenizer = "gpt2"
 depth = 12
-cpu = dict(depth=2, tokens=2_000_000, tokenizer="bpe:1024", block_size=256)  # ten minutes on two cores
+cpu = dict(depth=2, tokens=2_000_000, tokenizer="bpe:1024", block_size=256, eval_batches=10)
 
 block_size = 1024
 norm = "rmsnorm"
@@ -28,33 +28,34 @@ cooldown = 0.5
 beta2 = 0.99
 
 
-def dial(config, vocab_size, corpus_tokens):
-    """Options that follow from depth. At depth 12 and 48M tokens they are those of the recipe found there.
+def dial(depth, tokens, block_size, n_embd, batch_size, learning_rate, vocab_size, corpus_tokens):
+    """The options that follow from depth and from those that are given; None are not.
 
-    Exponents: width and rates as nanochat's --depth; batch from Bergsma et al. 2025, Power lines; weight decay keeps
-    rate x decay x steps (Wang and Aitchison 2024, How to set AdamW's weight decay).
+    At depth 12 with 48M tokens they are those of the recipe found there. Width as nanochat's --depth; batch from
+    Bergsma et al. 2025, Power lines; rate by width from sweeps at depths 2 to 6 (benchmarks/LOG.md), and by the root of
+    the batch; weight decay keeps rate x decay x steps (Wang and Aitchison 2024, How to set AdamW's weight decay).
     """
-    width = -(-64 * config.depth // 128) * 128
+    width = n_embd or -(-64 * depth // 128) * 128
     vocab_size = -(-vocab_size // 128) * 128  # matmuls of even tiles are faster
-    weights = 12 * config.depth * width**2 + vocab_size * width  # of the blocks and the head
-    tokens = config.tokens or 10 * weights
+    weights = 12 * depth * width**2 + vocab_size * width  # of the blocks and the head
+    tokens = tokens or 10 * weights
     batch = 2 ** round(math.log2(32_768 * (tokens / 48e6) ** 0.383))  # tokens of a step
-    batch_size = max(1, batch // config.block_size)
-    steps = max(1, round(tokens / batch_size / config.block_size))
-    rate = 2e-3 * math.sqrt(batch / 32_768) * 768 / width
-    again = max(0.0, math.log2(tokens / corpus_tokens / 4))  # doublings beyond four epochs: it overfits
+    batch_size = batch_size or max(1, batch // block_size)
+    steps = max(1, round(tokens / batch_size / block_size))
+    rate = learning_rate or 2e-3 * math.sqrt(batch_size * block_size / 32_768) * 768 / width
+    # Doublings of the epochs beyond four, from where on a network overfits. What follows from them is a guess.
+    again = min(max(0.0, math.log2(tokens / corpus_tokens / 4)), 2.0)
     return dict(
-        n_layer=config.depth,
+        n_layer=depth,
         n_head=width // (128 if width >= 512 else 64),  # attention is faster with a head dim of 128
         n_embd=width,
         vocab_size=vocab_size,
         batch_size=batch_size,
         steps=steps,
-        warmup_steps=steps // 30,
+        warmup_steps=round(steps / 29.3),
         learning_rate=rate,
         min_learning_rate=rate / 20,
         weight_decay=0.1 * (2e-3 * 1465) / (rate * steps) * 2**again,
-        dropout=min(0.1 * again, 0.3),
-        eval_every=max(1, steps // 8),
-        eval_batches=max(1, steps // 40),
+        dropout=0.1 * again,
+        eval_every=-(-steps // 8),
     )

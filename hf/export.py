@@ -72,6 +72,8 @@ def export(name, path, dtype="float32"):
     require(not path.exists(), f"{path} exists; name a new {'file' if path.suffix == '.gguf' else 'folder'}")
     found = read(name)
     config = replace(found.config, vocab_size=require_tokenizer(found).n_vocab)
+    if has_turns(found.tokenizer):  # no document ends inside a conversation
+        config = replace(config, mask_documents=False)
     if path.suffix == ".gguf":
         writer = make_writer(found, config, getattr(torch, dtype))
         with _temporary(path) as temporary:

@@ -282,7 +282,8 @@ def chat(folder):
     """A Chat with an untrained model, saved as runs/x, whose context has 48 tokens."""
     torch.manual_seed(1)
     tokenizer = with_turns(make_tokenizer("bpe:300", ["the sea keeps what it has taken, naïve " * 9], True))
-    config = GPTConfig(vocab_size=tokenizer.n_vocab, block_size=48, n_layer=1, n_head=1, n_embd=16)
+    sizes = dict(vocab_size=tokenizer.n_vocab, block_size=48, n_layer=1, n_head=1, n_embd=16)
+    config = GPTConfig(**sizes, mask_documents=True, end_of_text=end_of_text(tokenizer))
     saved = dict(format=FORMAT, step=1, model=GPT(config).state_dict(), model_config=asdict(config))
     Path("runs/x").mkdir(parents=True)
     save_checkpoint(Path("runs/x/best.pt"), saved | dict(tokenizer=to_state(tokenizer)))

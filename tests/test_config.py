@@ -71,7 +71,7 @@ def test_shipped_configs(path, tmp_path, monkeypatch, capsys):
     weights = ("--init_from", str(tmp_path)) if path.stem in ("finetune_shakespeare", "chat") else ()
     weights += ("--input", "x.jsonl") if path.stem == "chat" else ()
     config = load_config([str(path), "--device", "cpu", *weights])
-    assert (config.n_layer == 4 or config.depth == 2) and config.name == path.stem
+    assert config.n_layer == (config.depth or 4) and config.name == path.stem
     assert config.eval_batches > 0  # a long text must not take minutes at each evaluation
     assert ("note: without a GPU this is a toy" in capsys.readouterr().err) == ("cpu = " not in path.read_text())
 
@@ -82,15 +82,15 @@ def test_depth_sets_the_rest(folder, capsys):
     (folder / "mine.py").write_text(
         "data, input, tokenizer, device = 'text', 'corpus.txt', 'bytes', 'cpu'\n"
         "block_size, depth, learning_rate = 32, 2, 1e-2\n"
-        "def dial(config, vocab_size, corpus_tokens):\n"
-        "    return dict(n_layer=config.depth, n_head=1, n_embd=vocab_size // 8, steps=corpus_tokens // 1000,\n"
-        "                batch_size=2, eval_batches=1, learning_rate=5e-3)\n"
+        "def dial(depth, batch_size, vocab_size, corpus_tokens):\n"
+        "    return dict(n_layer=depth, n_head=1, n_embd=32, vocab_size=vocab_size, steps=corpus_tokens // 1000,\n"
+        "                batch_size=batch_size or 2, eval_batches=1, learning_rate=5e-3)\n"
     )
-    result = in_process(capsys, "mine.py", "--depth", "1", "--batch_size", "3")
+    result = in_process(capsys, "mine.py", "--depth", "1", "--batch_size=3", "--n_head", "2")
     config = json.loads(Path("runs/mine/config.json").read_text())
     assert not result.returncode and "depth      1: " in result.stdout
-    names = ("n_layer", "n_embd", "batch_size", "learning_rate", "depth")
-    assert [config[name] for name in names] == [1, 32, 3, 5e-3, 1] and 1 < config["steps"] < 5
+    names = ("n_layer", "n_head", "vocab_size", "batch_size", "learning_rate", "depth")
+    assert [config[name] for name in names] == [1, 2, 256, 3, 5e-3, 1] and 1 < config["steps"] < 5
     (folder / "mine.py").unlink()
     again = load_config(["--resume", "--steps", "9", "--allow_changes"])
     assert (again.n_embd, again.steps, again.depth) == (32, 9, 1)
@@ -102,17 +102,24 @@ def test_depth_sets_the_rest(folder, capsys):
     [(12, 50257, 48_000_000, (768, 6, 50304, 32, 1465)), (4, 8192, 0, (256, 4, 8192, 32, 1600))],
 )
 def test_dial_of_the_shipped_config(depth, vocab_size, tokens, expected):
-    """Depth 12 with 48M tokens is the recipe that was tuned."""
+    """Depth 12 with 48M tokens is the recipe that was tuned. Steps and decay follow from a given batch and rate."""
 
-    def config(corpus_tokens):
+    def config(corpus_tokens, **more):
         corpus = SimpleNamespace(tokenizer=SimpleNamespace(n_vocab=vocab_size), train=range(corpus_tokens))
-        flags = to_flags(dict(device="cpu", block_size=1024, depth=depth, tokens=tokens))
+        flags = to_flags(dict(device="cpu", block_size=1024, depth=depth, tokens=tokens, eval_batches=50) | more)
         return load_config([str(ROOT / "configs" / "modern.py"), *flags], corpus)
 
     found, again = config(45_000_000), config(1_000_000)
     assert found.n_layer == depth and found.dropout == 0
     assert (found.n_embd, found.n_head, found.vocab_size, found.batch_size, found.steps) == expected
     assert again.dropout > 0 and again.weight_decay > found.weight_decay  # 48 epochs and more
+    if depth == 12:
+        assert (found.learning_rate, found.warmup_steps) == (2e-3, 50) and found.weight_decay == pytest.approx(0.1)
+    other = config(45_000_000, batch_size=2 * found.batch_size, learning_rate=2 * found.learning_rate)
+    assert (
+        other.steps == pytest.approx(found.steps / 2, abs=1) and other.min_learning_rate == 2 * found.min_learning_rate
+    )
+    assert other.weight_decay == pytest.approx(found.weight_decay, rel=0.01)
 
 
 def test_values_of_every_kind(config_file):
@@ -143,7 +150,10 @@ def test_a_config_file_may_stand_after_flags(config_file):
         ("--learning_rate 1e-5", ["learning_rate=1e-05", "min_learning_rate=0.0001"]),
         ("--device cuda:99", ["device='cuda:99'"]),
         ("--data text", ["--input"]),
-        ("--depth 4", ["depth=4", "configs/modern.py"]),
+        ("--tokens 400", ["--depth", "configs/modern.py"]),
+        (f"{ROOT}/configs/modern.py --steps 5", ["--depth and --tokens"]),
+        (f"{ROOT}/configs/modern.py --depth 0", ["depth=0"]),
+        (f"{ROOT}/configs/modern.py --init_from gpt2", ["--init_from", "another config file"]),
         ("--name ../x", ["name='../x'"]),
         ("nowhere.py", ["nowhere.py"]),
         ("--max_iters 5", ["max_iters", "nanoGPT", "--steps"]),

@@ -1,9 +1,12 @@
 """Config: every option of a run, typed and documented. load_config() reads defaults < config file < flags."""
 
 import argparse
+import ast
 import difflib
+import inspect
 import runpy
 import sys
+from contextlib import suppress
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from types import ModuleType
@@ -41,9 +44,9 @@ class Config(GPTConfig):
 
     # one number for all
     depth: int = 0
-    """Layers of configs/modern.py, whose dial() sets width, heads, batch, rates and steps from it; flags win."""
+    """Layers, from which configs/modern.py derives width, heads, batch, rates and steps that are not given."""
     tokens: int = 0
-    """With --depth: tokens to train on. 0 takes 10 for each weight of the blocks and the head."""
+    """With --depth, tokens to train on; 0 takes 10 for each weight of the blocks and the head."""
 
     # data
     data: Literal["shakespeare", "text", "chat", "fineweb-edu", "openwebtext", "tokens"] = "shakespeare"
@@ -196,8 +199,8 @@ def load_config(argv, corpus=None):
     but for a smaller block_size. With --resume [FOLDER] the run's config.json takes the file's place, and a flag that
     would change the result needs --allow_changes.
 
-    With --depth, call it again when the corpus is open: the config file's function dial() gives further options, which
-    replace the file's. They are stored as numbers, so a run resumes with them whatever its formulas become.
+    A config file's function dial() derives further options, also from the corpus: call this again when that is open.
+    They are stored as numbers, so a run resumes with them whatever the formulas become.
 
     Raises:
         UserError: one sentence that says what to do.
@@ -229,21 +232,42 @@ def load_config(argv, corpus=None):
     if "--steps" in given:
         settings["epochs"] = 0.0
     if known.init_from is not None:
+        require(not dial, f"{path} sets the network, and so does --init_from; take another config file")
         refuse_nanogpt("init_from", known.init_from, {"init_from"})
         settings["init_from"] = known.init_from
     if settings.get("init_from") and not {"-h", "--help"} & set(flags):
         theirs = network_options(settings["init_from"])
         block_size = min(settings.get("block_size", theirs["block_size"]), theirs["block_size"])
         settings |= theirs | {"block_size": block_size}
+    if dial:
+        rule = "follow from --depth and --tokens; give these"
+        require(not {"--steps", "--epochs"} & given, f"with {path}, steps {rule}")
+        settings |= derived(dial, settings, flags, corpus)
     config = parse_flags(Config, flags, settings)
-    require(
-        dial or not config.depth,
-        f"depth={config.depth} needs a config file with a function dial(), such as configs/modern.py",
-    )
-    require(not (config.depth and config.init_from), "--depth sets the network, and so does --init_from; give one")
-    if corpus and config.depth:
-        config = parse_flags(Config, flags, settings | dial(config, corpus.tokenizer.n_vocab, len(corpus.train)))
+    needed = "--depth and --tokens need a config file with a function dial(), such as configs/modern.py"
+    require(dial or not (config.depth or config.tokens), needed)
     return config
+
+
+def derived(dial, settings, flags, corpus):
+    """What dial() derives from the options that it takes: those of flags, or of the file, else None.
+
+    Before the corpus is open, its numbers are those of a large one, so that --help has something to show.
+    """
+    early = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    for name in inspect.signature(dial).parameters:
+        early.add_argument(f"--{name}", type=number, default=settings.get(name))
+    given = vars(early.parse_known_args(flags)[0])
+    given["vocab_size"] = given["vocab_size"] or (corpus.tokenizer.n_vocab if corpus else 50257)
+    given["corpus_tokens"] = len(corpus.train) if corpus else 10**9
+    require(given["depth"] and given["depth"] > 0, f"depth={given['depth']} must be at least 1, with this config file")
+    return dial(**given)
+
+
+def number(text):
+    """The number in a flag; None if it is none, which parse_flags() will refuse."""
+    with suppress(ValueError, SyntaxError):
+        return ast.literal_eval(text)
 
 
 def pop_config_file(argv):

@@ -115,10 +115,10 @@ class Report:
             f"{config.steps:,} steps = {epochs:.1f} epochs",
         )
         if config.depth:
-            rates = (
-                f"rate {config.learning_rate:.2g}, weight decay {config.weight_decay:.2g}, dropout {config.dropout:.2g}"
+            fields["depth"] = (
+                f"{config.depth}: {config.steps * self.tokens_per_step:,} tokens, rate {config.learning_rate:.2g}, "
+                f"weight decay {config.weight_decay:.2g}, dropout {config.dropout:.2g}"
             )
-            fields["depth"] = f"{config.depth}: {config.steps * self.tokens_per_step / 1e6:,.0f}M tokens, {rates}"
         for name, text in fields.items():
             show_field(name, text)
 
