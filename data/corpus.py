@@ -17,7 +17,7 @@ from data.files import data_folder, lock_file
 from data.hub import DATASETS, HUB
 from data.shards import HEADER_BYTES, SPLITS, Tokens, file_sha256, map_shard
 from data.sources import find_source
-from data.tokenizer import CharTokenizer, end_of_text, from_state, make_tokenizer, to_state, tokenizer_name
+from data.tokenizer import UNTRAINED, CharTokenizer, end_of_text, from_state, make_tokenizer, to_state, tokenizer_name
 from errors import UserError, require
 
 
@@ -126,12 +126,13 @@ def _find_tokens(sha256, tokenizer_spec, verify):
 
 def corpus_folder(name, tokenizer_spec, input):
     """Path of the prepared corpus, whether it exists or not."""
-    words = [name, tokenizer_name(tokenizer_spec).replace(":", "-")]
+    made = tokenizer_name(tokenizer_spec)
+    words = [name, made.replace(":", "-")]
     if input and name != "shakespeare":  # so that two files with the same name have two folders
         place = str(input) if str(input).startswith(HUB) else Path(input).resolve()
         words.append(hashlib.sha256(os.fsencode(place)).hexdigest()[:8])
     folder = data_folder("prepared") / "-".join(words)
-    if tokenizer_spec.startswith("run:"):  # whose tokenizer may have been trained on another text
+    if tokenizer_spec.startswith("run:") and made not in UNTRAINED:  # it may have been trained on another text
         tokenizer = make_tokenizer(tokenizer_spec)
         state = to_state(with_turns(tokenizer) if name == "chat" else tokenizer)
         if (read_manifest(folder) or {}).get("tokenizer") != state:

@@ -3,6 +3,7 @@
 import errno
 import fcntl
 import hashlib
+import json
 import os
 import threading
 from concurrent.futures import ThreadPoolExecutor
@@ -17,6 +18,7 @@ from test_tokenizer import SPECS, VERSE, to_list
 from data import files, sources
 from data.build import Options
 from data.corpus import open_corpus, prepare
+from data.tokenizer import make_tokenizer, to_state
 from errors import UserError
 
 pytestmark = pytest.mark.usefixtures("data_root")
@@ -99,6 +101,13 @@ def test_a_project_that_moved(tmp_path, verse, monkeypatch):
     monkeypatch.setenv("GPT_DATA", str(tmp_path / "after"))
     for spec in ("char", "run:gone"):
         assert text_of(open_corpus("text", spec, "elsewhere.txt", sha256=before.sha256)) == VERSE
+
+
+def test_a_run_with_bytes_shares_its_corpus_with_bytes(tmp_path, verse):
+    """Also with options that only its preparation was given; gpt2 likewise."""
+    (tmp_path / "kestrel.json").write_text(json.dumps({"tokenizer": to_state(make_tokenizer("bytes"))}))
+    found = prepare("text", f"run:{tmp_path}", verse, Options(val_share=0.3))
+    assert open_corpus("text", "bytes", verse).sha256 == found.sha256
 
 
 DAMAGES = {
