@@ -4,6 +4,7 @@ Flags that a sentence names with their values run too, and the guide's Python.
 """
 
 import io
+import json
 import re
 import shlex
 import sys
@@ -24,7 +25,7 @@ from errors import UserError
 from hf import weights
 
 pytestmark = pytest.mark.slow
-SHORT = "--device cpu --steps 4 --eval_every 2 --eval_batches 1 --batch_size 4 --block_size 32"
+SHORT = "--device cpu --steps 4 --eval_every 2 --eval_batches 1 --batch_size 4 --block_size 128"
 
 
 def commands(page):
@@ -46,7 +47,7 @@ def short(words, run):
     replaced = {"FILE": "corpus.txt", "FILE_OR_FOLDER": "corpus.txt", "N": "8", "online": "offline"}
     words = [replaced.get(word, word.replace("NAME", run)) for word in words]
     if words[0].startswith("--"):
-        scripts = {"--stride": "evaluate.py", "--y": f"plot.py {run}"}
+        scripts = {"--stride": "evaluate.py", "--y": f"plot.py {run}", "--prompt": "sample.py"}
         scripts["--init_from"] = "train.py configs/finetune_shakespeare.py"
         words = [*scripts.get(words[0], "train.py configs/shakespeare.py").split(), *words]
     else:
@@ -66,7 +67,7 @@ def hub(folder, monkeypatch, data_root):
     monkeypatch.setattr(weights, "GPT2_VOCABULARY", 257)
     monkeypatch.setattr(sources, "download", Mock(side_effect=UserError("offline")))
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(folder / "cache"))
-    gpt2(folder / "tiny", vocab_size=257)
+    gpt2(folder / "tiny", vocab_size=257, n_positions=128)
     files = {name: (folder / "tiny" / name).read_bytes() for name in ("config.json", "model.safetensors")}
     documents = {"sample/10BT/000_00000.parquet": file_of([f"Page {n}: the river bends.\n" * 9 for n in range(1500)])}
     with running(monkeypatch, data_root / "downloads", {"openai-community/gpt2": files, FINEWEB: documents}):
@@ -78,6 +79,9 @@ def test_commands(page, run, folder, hub, monkeypatch, capsys):
     for name in ("configs", "data"):
         (folder / name).symlink_to(ROOT / name)
     (folder / "start.txt").write_text("the sea")
+    turns = [dict(role="user", content="What?"), dict(role="assistant", content="The sea.")]
+    lines = [json.dumps(dict(messages=turns + turns[:n])) + "\n" for n in range(2)]
+    (folder / "FILE.jsonl").write_text("".join(lines * 20))
     (folder / "corpus.txt").write_bytes(sources.PLAY_FILE.read_bytes()[:80_000])
     for words in commands(page):
         script, *flags = short(words, run)
