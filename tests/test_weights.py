@@ -3,8 +3,9 @@
 import json
 import os
 import sys
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from dataclasses import asdict
+from itertools import product
 
 import pytest
 import torch
@@ -16,8 +17,10 @@ from data import tokenizer
 from data.tokenizer import GPT2_PATTERN, CharTokenizer, _encoding, end_of_text, make_tokenizer, to_state
 from errors import UserError
 from hf import weights
+from hf.architectures import config_json
 from hf.export import export
 from hf.tokenizer_json import vocabulary_of
+from kernels.activation import ACTIVATIONS
 from model import GPT, GPTConfig
 from sample import generate, load
 from training.checkpoint import FORMAT, save_checkpoint
@@ -207,6 +210,25 @@ def test_a_network_that_transformers_lacks_is_named_and_nothing_is_written(folde
     with pytest.raises(UserError, match=r"cannot be (exported|written as GGUF): .*; train"):
         export("runs/x", "out.gguf")
     assert not list(folder.glob("*out*"))
+
+
+def test_only_silu_is_called_llama_or_qwen3():
+    """llama.cpp and MLX have SiLU built into both."""
+    written = set()
+    choices = dict(
+        position=["learned", "rope"], norm=["layernorm", "rmsnorm"], mlp=[*ACTIVATIONS, "swiglu"],
+        qk_norm=[False, True], norm_weight=[False, True], embed_norm=[False, True], logit_softcap=[None, 15.0],
+    )  # fmt: skip
+    for values in product(*choices.values()):
+        config = GPTConfig(**SMALL, vocab_size=50, **dict(zip(choices, values, strict=True)))
+        with suppress(UserError):
+            theirs = config_json(config, None, "float32")
+            written.add((theirs["model_type"], theirs.get("hidden_act", config.mlp)))
+    relu2, gelu = (
+        {(kind, "relu2") for kind in ("arcee", "nanochat", "kestrel")},
+        {("gpt2", "gelu"), ("gpt2", "gelu_tanh")},
+    )
+    assert written == {("llama", "silu"), ("qwen3", "silu")} | relu2 | gelu
 
 
 def test_training_from_weights(folder, run, capsys):
