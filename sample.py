@@ -73,9 +73,11 @@ class SampleConfig(Sampling):
         super().__post_init__()
         for name in ("max_tokens", "num_samples"):
             require(getattr(self, name) >= 1, f"{name}={getattr(self, name)} must be at least 1")
+        typed = self.interactive + self.chat
         alone = self.num_samples == 1 and self.prompt == NEW_TEXT
         rule = "--prompt and --num_samples do not go with --interactive and --chat; type prompts after the start"
-        require(alone or not (self.interactive or self.chat), rule)
+        require(typed < 2, "--interactive continues texts and --chat answers them; give one of the two")
+        require(alone or not typed, rule)
 
 
 def read_prompt(prompt):

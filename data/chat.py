@@ -46,7 +46,7 @@ def with_turns(tokenizer):
 
 def read_messages(messages):
     """[(token of the role, text)] of messages {"role", "content"} or {"from", "value"}; UserError for a wrong one."""
-    require(isinstance(messages, list) and messages, "there are no messages")
+    require(isinstance(messages, list) and messages, "there are no messages, which must be a list")
     turns = []
     for number, message in enumerate(messages, 1):
         require(isinstance(message, dict), f"message {number} is no object with role and content")

@@ -136,13 +136,16 @@ def _parsed(path, kind, field, items, text_of, skip_bad):
             try:
                 text = text_of(item) if item and item.strip() else None
                 text = "" if text is None else text
+                rule = "messages are conversations, for which type python -m data.prepare chat"
+                require(not isinstance(text, list), rule)
                 text.encode()  # AttributeError if it is no str; UnicodeEncodeError for half a surrogate pair
                 if text.strip():
                     texts.append(text)
             except (ValueError, LookupError, TypeError, AttributeError) as error:
-                reason = f" has no UTF-8 text in {field!r} ({type(error).__name__}: {error})"
-                reason = f"{path}, {kind} {number}" + (f": {error}" if isinstance(error, UserError) else reason)
-                require(skip_bad, f"{reason}; name another --text_field, or leave such {kind}s out with --skip_bad")
+                reason = f" has no UTF-8 text in {field!r} ({type(error).__name__}: {error}); name another --text_field"
+                reason = f": {error}; mend it" if isinstance(error, UserError) else reason
+                remedy = f"leave such {kind}s out by python -m data.prepare ... --skip_bad"
+                require(skip_bad, f"{path}, {kind} {number}{reason}, or {remedy}")
                 bad += 1
         yield Block(texts, read, bad)
 

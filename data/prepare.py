@@ -47,7 +47,8 @@ def main(command):
     if name.startswith(HUB):
         name, place = "chat" if options.text_field in MESSAGES else "text", name
     corpus = prepare(name, command.tokenizer, place, options, command.threads)
-    print(f"text       {corpus.source}, {corpus.train.text_bytes + corpus.val.text_bytes:,} bytes")
+    of_answers = " of answers" if corpus.train.turns else ""
+    print(f"text       {corpus.source}, {corpus.train.text_bytes + corpus.val.text_bytes:,} bytes{of_answers}")
     print(f"tokenizer  {corpus.tokenizer.name}, vocabulary of {corpus.tokenizer.n_vocab:,}")
     for label, split in (("train", corpus.train), ("val", corpus.val)):
         per_token = f"{split.text_bytes / split.counted:.2f} bytes per token"

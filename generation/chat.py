@@ -4,7 +4,7 @@ from data.chat import require_turns
 from errors import require
 
 HELP = """Type what you want to say. Ctrl-C stops an answer; exit or Ctrl-D ends.
-/reset begins a new conversation with the same system message, /system TEXT one with another."""
+/reset begins a new conversation with the same system message, /system TEXT one with another, /system one without."""
 
 
 class Chat:
