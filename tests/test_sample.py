@@ -2,6 +2,7 @@
 
 import io
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -174,3 +175,5 @@ def test_damaged_and_foreign_checkpoints(run, call):
     for contents in ({"format": 0}, [1]):
         torch.save(contents, path)
         assert "format" in call()[0]
+    torch.save({"format": 1}, path)
+    assert re.search(r"checkpoint.pt has the older format 1; to read it, git checkout \w{7}$", call()[0])
