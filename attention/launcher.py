@@ -13,8 +13,6 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from .tiles import INTERPRETED, padded
 
-RETRY_WITH_FEWER_STAGES = True  # off in benchmarks/tune.py, which asks whether a kernel fits as it is
-
 
 @triton.jit
 def wait_for_inputs(OVERLAP: tl.constexpr):
@@ -64,7 +62,7 @@ class Launcher:
                 )  # fmt: skip
                 return
             except OutOfResources:  # features take shared memory too: buffer less ahead
-                if stages == 1 or not RETRY_WITH_FEWER_STAGES:
+                if stages == 1:
                     raise
 
 

@@ -1,35 +1,32 @@
 """Time attention(), forward and backward, against its alternatives: one process, the same random inputs, medians.
 
     python benchmarks/attention.py                    every cell, every implementation that can be imported
-    python benchmarks/attention.py --cells d128 --implementations triton flash cudnn
+    python benchmarks/attention.py --cells d128 --implementations triton flash cudnn --csv FILE
     python benchmarks/attention.py --overhead         the CPU time of a call, before its kernels start
     TRITON_INTERPRET=1 python benchmarks/attention.py --small    a few small cells, to try this script on a CPU
 
-Writes benchmarks/results/attention.csv and .png. TFLOP/s count 4 D operations per visible (query, key) pair in the
-forward and 2.5 times as many in the backward. A causal mask shows half of all pairs.
+TFLOP/s count 4 D operations per visible (query, key) pair in the forward and 2.5 times as many in the backward. A
+causal mask shows half of all pairs.
 """
 
 import argparse
 import contextlib
 import csv
-import itertools
 import statistics
 import time
-from collections import Counter
 from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
-from harness import DEVICE, ROOT, machine, milliseconds, synchronize, take_turns
+from harness import DEVICE, machine, milliseconds, synchronize, table, take_turns
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from attention import attention
 from attention.simple import simple_attention
 from kernels.documents import find_documents
 
-RESULTS = ROOT / "benchmarks" / "results"
 TOKENS = 16_384  # batch * length, except in the GPT-2 cell and the small ones
 LENGTHS = (512, 1024, 2048, 4096, 8192, 16_384)
 
@@ -188,19 +185,18 @@ def fla(cell, starts):
     return partial(parallel_attn, window_size=cell.window, cu_seqlens=None if starts is None else starts.long())
 
 
-# name -> (label in the plot, what makes the function of a cell)
+# name -> what makes the function of a cell
 IMPLEMENTATIONS = {
-    "hopper": ("attention(), Hopper", partial(ours, "hopper")),
-    "triton": ("attention(), Triton", partial(ours, "triton")),
-    "reference": ("attention(), reference", partial(ours, "reference")),
-    "simple": ("attention/simple.py", simple),
-    "flash": ("SDPA flash (FlashAttention-2)", partial(sdpa, SDPBackend.FLASH_ATTENTION)),
-    "cudnn": ("SDPA cuDNN", partial(sdpa, SDPBackend.CUDNN_ATTENTION)),
-    "efficient": ("SDPA efficient", partial(sdpa, SDPBackend.EFFICIENT_ATTENTION)),
-    "math": ("SDPA math", partial(sdpa, SDPBackend.MATH)),
-    "flex": ("FlexAttention", flex),
-    "flash4": ("flash-attn-4", flash4),
-    "fla": ("FLA parallel_attn", fla),
+    "hopper": partial(ours, "hopper"),
+    "triton": partial(ours, "triton"),
+    "reference": partial(ours, "reference"),
+    "simple": simple,
+    "flash": partial(sdpa, SDPBackend.FLASH_ATTENTION),
+    "cudnn": partial(sdpa, SDPBackend.CUDNN_ATTENTION),
+    "efficient": partial(sdpa, SDPBackend.EFFICIENT_ATTENTION),
+    "flex": flex,
+    "flash4": flash4,
+    "fla": fla,
 }
 
 
@@ -208,8 +204,7 @@ class Contender:
     """One implementation on the inputs of a cell. backward() uses the graph of one forward, which is kept."""
 
     def __init__(self, name, cell, starts, inputs, dout):
-        _, make = IMPLEMENTATIONS[name]
-        self.function, self.inputs, self.dout = make(cell, starts), inputs, dout
+        self.function, self.inputs, self.dout = IMPLEMENTATIONS[name](cell, starts), inputs, dout
         synchronize()
         if DEVICE == "cuda":
             torch.cuda.reset_peak_memory_stats()
@@ -229,7 +224,7 @@ class Contender:
         return torch.autograd.grad(self.forward(), self.inputs, self.dout)
 
 
-def run(cell, names, seconds):
+def run(cell, names):
     """Rows of the table for one cell."""
     starts = None if cell.documents is None else document_starts(cell)
     q, k, v = (
@@ -241,7 +236,7 @@ def run(cell, names, seconds):
         inputs.append(torch.randn(cell.heads, cell.distances, device=DEVICE, dtype=q.dtype, requires_grad=True))
     contenders, lacks, expected = {}, {}, None
     milliseconds(q.detach)  # allocates the buffer that flushes the cache
-    for name in sorted(names, key=("math", "reference").__contains__):  # last: they fill the memory
+    for name in sorted(names, key="reference".__eq__):  # last: it fills the memory
         try:
             contenders[name] = Contender(name, cell, starts, inputs, dout)
             contenders[name].both()  # memory must hold the kept output too, as when it is timed
@@ -260,7 +255,7 @@ def run(cell, names, seconds):
             torch.cuda.empty_cache()
     directions = {"forward": 1, "backward": 2.5, "both": 3.5}  # FLOP, of the forward's
     calls = {(name, way): getattr(contender, way) for name, contender in contenders.items() for way in directions}
-    times = take_turns({key: partial(milliseconds, call) for key, call in calls.items()}, 50, seconds)
+    times = take_turns({key: partial(milliseconds, call) for key, call in calls.items()}, 50, seconds=0.02)
     for (name, way), found in times.items():
         ms, flops = statistics.median(found), 4 * cell.heads * cell.dim * cell.pairs(starts) * directions[way]
         yield dict(
@@ -297,85 +292,43 @@ def overhead(names):
     return {name: map(min, *turns) for name, turns in found.items()}
 
 
-def plot(rows, path):
-    """Plot the panels that have several lengths, each with forward and backward."""
-    rows = [row | dict(length=int(row["length"]), tflops=float(row["tflops"])) for row in rows if row.get("tflops")]
-    lengths = Counter(panel for panel, _ in dict.fromkeys((row["panel"], row["length"]) for row in rows))
-    panels = [panel for panel in lengths if lengths[panel] > 1]
-    if not panels:
-        return
-    from matplotlib.figure import Figure
-
-    height = -(-len(panels) // 2)  # two panels side by side
-    figure = Figure(figsize=(14, 2.9 * height), layout="tight")
-    axes = figure.subplots(height, 4, sharex=True, squeeze=False)
-    places = [(panel, direction) for panel in panels for direction in ("forward", "backward")]
-    for axis, (panel, direction) in itertools.zip_longest(axes.flat, places, fillvalue=(None, None)):
-        axis.set_visible(panel is not None)
-        for color, (name, (label, _)) in enumerate(IMPLEMENTATIONS.items()):
-            points = sorted(
-                (row["length"], row["tflops"]) for row in rows
-                if (row["panel"], row["direction"], row["implementation"]) == (panel, direction, name)
-            )  # fmt: skip
-            if points:
-                style = dict(color=f"C{color}", linewidth=2.5 if name in ("hopper", "triton") else 1, marker=".")
-                axis.plot(*zip(*points, strict=True), label=label, **style)
-        axis.set_xscale("log", base=2)
-        axis.set_ylim(bottom=0)
-        axis.set_title(f"{panel}, {direction}", fontsize=9)
-        axis.tick_params(labelbottom=True)
-    figure.supylabel("TFLOP/s")
-    figure.legend(*axes[0, 0].get_legend_handles_labels(), loc="lower right", ncols=2)
-    figure.suptitle(f"{rows[0]['chip']}, torch {rows[0]['torch']}, triton {rows[0]['triton']}: TFLOP/s against T")
-    figure.savefig(path, dpi=110)
-
-
-def save(rows, folder):
+def save(rows, path):
+    """Write the rows into a CSV file, in place of its rows of the same cells."""
+    cells = {(row["panel"], row["length"]) for row in rows}
+    old = list(csv.DictReader(path.open(newline=""))) if path.exists() else []
+    rows = [row for row in old if (row["panel"], int(row["length"])) not in cells] + rows
     columns = list(dict.fromkeys(name for row in rows for name in row))
-    with open(folder / "attention.csv", "w", newline="") as file:
+    with open(path, "w", newline="") as file:
         writer = csv.DictWriter(file, columns)
         writer.writeheader()
         writer.writerows(rows)
 
 
 def main():
-    versions = machine()
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--cells", nargs="+", default=[""], help="parts of panel names")
-    parser.add_argument("--lengths", nargs="+", type=int)
     parser.add_argument("--implementations", nargs="+", default=list(IMPLEMENTATIONS), choices=IMPLEMENTATIONS)
-    parser.add_argument("--seconds", type=float, default=0.02, help="of GPU time for each median")
-    parser.add_argument("--out", type=Path, help="folder; benchmarks/results, or part/ in it for a part of the cells")
+    parser.add_argument("--csv", type=Path, help="write to this file, in place of its rows of the same cells")
     parser.add_argument("--overhead", action="store_true", help="only the CPU time of a call, at T = 128")
-    parser.add_argument("--join", nargs="+", type=Path, metavar="CSV", help="join the CSVs of runs on some cells; plot")
-    parser.add_argument("--commit", default=versions["commit"], help="name of the code, if this is no git checkout")
     parser.add_argument("--small", action="store_true", help="a few small cells, to try this script on a CPU")
     args = parser.parse_args()
-    part = args.small or args.lengths or (args.cells, args.implementations) != ([""], list(IMPLEMENTATIONS))
-    args.out = args.out or (RESULTS / "part" if part and not args.join else RESULTS)
-    args.out.mkdir(parents=True, exist_ok=True)
-    rows = [row for path in args.join or [] for row in csv.DictReader(path.open())]
-    if len({tuple(row[name] for name in versions) for row in rows}) > 1:
-        parser.error("--join takes runs of one chip, commit, torch and triton; these differ")
-    if not args.commit:
-        parser.error("this is not a git checkout: name the code with --commit")
     if args.overhead:
-        for name, (forward, backward) in overhead(args.implementations).items():
-            print(f"{name:10} forward {forward:.0f} us, backward {backward:.0f} us")
+        found = overhead(args.implementations).items()
+        rows = ([name, f"{first:.0f}", f"{second:.0f}"] for name, (first, second) in found)
+        table(["implementation", "forward, us", "backward, us"], rows)
         return
-    for cell in [] if args.join else cells(args.small):
-        if not any(part in cell.panel for part in args.cells) or cell.length not in (args.lengths or [cell.length]):
+    versions = machine()
+    for cell in cells(args.small):
+        if not any(part in cell.panel for part in args.cells):
             continue
-        found = list(run(cell, args.implementations, args.seconds))
-        rows += [versions | dict(commit=args.commit) | row for row in found]
-        save(rows, args.out)  # after every cell, so that an interrupted run keeps its results
+        found = [versions | row for row in run(cell, args.implementations)]
+        if args.csv:
+            save(found, args.csv)
         text = {}
         for r in found:
             text.setdefault(r["implementation"], []).append(f"{r['tflops']:.3g}" if "tflops" in r else r["reason"])
         line = "  ".join(f"{name} {'/'.join(values)}" for name, values in text.items())
         print(f"{cell.panel:24} {cell.length:6}  {line}", flush=True)
-    save(rows, args.out)
-    plot(rows, args.out / "attention.png")
 
 
 if __name__ == "__main__":

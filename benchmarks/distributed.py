@@ -1,7 +1,6 @@
 """Speed on several GPUs of one host, and of networks that barely fit on one; each row is a run of train.py.
 
     python benchmarks/distributed.py --gpus 1 2 4               tokens/s, share of linear scaling, memory per GPU
-    python benchmarks/distributed.py --gpus 4 --parts muon      time of a step with Muon and with AdamW, FSDP
     python benchmarks/distributed.py --gpus 1 --parts largest   a network of 4.8B parameters on one GPU
     python benchmarks/distributed.py --gpus 1 2 --small         all of it on a CPU, with gloo and tiny networks
 
@@ -14,7 +13,7 @@ import argparse
 from functools import partial
 from statistics import median
 
-from harness import ROOT, Run, run_parts, table
+from harness import ROOT, Run, machine, table
 
 HEAD = ["run", "GPUs", "ms a step", "tokens/s", "of linear", "MFU", "GB per GPU"]
 TEXT = dict(
@@ -58,6 +57,8 @@ PARTS = {
     "ddp": partial(part, {
         f"124M, DDP, {times} x 32 sequences": GPT2 | dict(batch_size=32 * times, micro_batch=32, parallel="ddp")
         for times in (1, 4)
+    } | {
+        "124M, DDP, FP8, 32 sequences": GPT2 | dict(batch_size=32, micro_batch=32, parallel="ddp", fp8=True)
     }, every=5),
     "xl": partial(part, {
         f"1.5B, {parallel}": BIG | dict(batch_size=16, micro_batch=16, parallel=parallel)
@@ -78,7 +79,9 @@ def main():
     parser.add_argument("--seconds", type=float, default=200, help="limit of each run")
     parser.add_argument("--small", action="store_true", help="tiny networks on a CPU, to try this script")
     args = parser.parse_args()
-    run_parts(PARTS, args.parts, args)
+    print(*machine().values(), sep=", ")
+    for name in args.parts:
+        PARTS[name](args)
 
 
 if __name__ == "__main__":

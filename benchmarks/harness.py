@@ -1,4 +1,4 @@
-"""What the benchmarks share: turns, a table, parts that may fail, and runs of train.py as a user starts them."""
+"""What the benchmarks share: turns, a table, and runs of train.py as a user starts them."""
 
 import json
 import math
@@ -9,7 +9,6 @@ import subprocess
 import sys
 import tempfile
 import time
-import traceback
 from contextlib import suppress
 from functools import cache
 from importlib.metadata import version
@@ -24,9 +23,15 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 
 def machine():
-    """{chip, commit, torch, triton}: what to name with every figure."""
-    describe = ["git", "describe", "--always", "--dirty", "--exclude", "*"]
-    commit = subprocess.run(describe, cwd=ROOT, capture_output=True, text=True).stdout.strip()
+    """{chip, commit, torch, triton}: what to name with every figure. COMMIT names the code where there is no git."""
+    measured = ["--", ".", ":!*.md", ":!*.csv", ":!*.svg"]  # pages and results do not change what is measured
+    commit, changes = (
+        subprocess.run(["git", *command], cwd=ROOT, capture_output=True, text=True).stdout.strip()
+        for command in (["rev-parse", "--short", "HEAD"], ["status", "--porcelain", *measured])
+    )
+    commit = os.environ.get("COMMIT") or commit + "-dirty" * bool(changes)
+    if not commit:
+        sys.exit("error: this is no git checkout; name the code by the variable COMMIT")
     chip = torch.cuda.get_device_name() if DEVICE == "cuda" else "CPU"
     return dict(chip=chip, commit=commit, torch=torch.__version__, triton=version("triton"))
 
@@ -35,20 +40,6 @@ def table(head, rows):
     """Print a Markdown table, each row as soon as it is there."""
     for cells in chain([head, ["---"] * len(head)], rows):
         print("|", " | ".join(map(str, cells)), "|", flush=True)
-
-
-def run_parts(parts, names, *args):
-    """Call these parts of a benchmark. An error in one does not stop the others, but the program then fails."""
-    print(*machine().values(), sep=", ")
-    failed = []
-    for name in names:
-        print(f"\n{name}", flush=True)
-        try:
-            parts[name](*args)
-        except Exception:
-            traceback.print_exc()
-            failed.append(name)
-    sys.exit(f"error: these parts failed: {' '.join(failed)}" if failed else 0)
 
 
 def take_turns(calls, rounds, seconds=math.inf):

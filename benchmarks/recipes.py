@@ -2,7 +2,6 @@
 
     python benchmarks/recipes.py split classic-books-markdown books            training, development and test books
     python benchmarks/recipes.py configs/gpt2_books.py changes.txt --tokens 50M --seeds 1 2 --seconds 1500
-    python benchmarks/recipes.py configs/gpt2_books.py final.txt --tokens 150M --seeds 1 2 3 4 5 --test books/test.txt
     python benchmarks/recipes.py compare found.csv --base recipe               losses at equal time
 
 Each line of changes.txt is `name: options of train.py`, or a comment that begins with #. A name alone is the config as
@@ -27,7 +26,7 @@ import time
 from pathlib import Path
 from typing import NamedTuple
 
-from harness import ROOT, Run, table
+from harness import ROOT, Run, machine, table
 
 from data.files import read_json
 from errors import command, require
@@ -52,6 +51,10 @@ class Outcome(NamedTuple):
     gflops: float  # per token, forward and backward
     curve: str  # "tokens in millions:seconds:loss" of each evaluation
     command: str  # options of train.py
+    chip: str = ""
+    commit: str = ""
+    torch: str = ""
+    triton: str = ""
 
 
 def split(books, folder, megabytes):
@@ -111,6 +114,7 @@ def run(name, argv, seed, tokens, length, args):
         name, seed, tokens, losses[-1]["val_loss"] or math.nan, losses[-1]["val_bpb"] or math.nan, test_loss,
         seconds, losses[-1]["seconds"], statistics.median(rates[len(rates) // 2 :]),
         reports[-1]["tflops"] / reports[-1]["tokens_per_second"] * 1e3, " ".join(curve), shlex.join(argv),
+        **machine(),
     )  # fmt: skip
 
 

@@ -1,8 +1,7 @@
 """Time generation and decode(): one process, random weights of GPT-2 124M's shape, medians.
 
     python benchmarks/sampling.py                        all parts
-    python benchmarks/sampling.py --transformers         also generate() of Hugging Face's GPT-2
-    python benchmarks/sampling.py --nanogpt PATH         also generate() of a checkout of nanoGPT
+    python benchmarks/sampling.py --parts text --transformers --nanogpt PATH    beside their generate()
     python benchmarks/sampling.py --parts attention      decode() against SDPA, in GB/s, beside the bandwidth of a copy
     python benchmarks/sampling.py --small                sizes for a CPU, to try this script
 
@@ -23,7 +22,7 @@ from types import SimpleNamespace
 
 import torch
 import torch.nn.functional as F
-from harness import DEVICE, run_parts, seconds_of, synchronize, table
+from harness import DEVICE, machine, seconds_of, synchronize, table
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from attention import decode
@@ -198,7 +197,9 @@ def main():
     others = {"transformers": transformers_generate} if args.transformers else {}
     if args.nanogpt:
         others["nanoGPT"] = partial(nanogpt_generate, args.nanogpt)
-    run_parts(PARTS, args.parts, SMALL if args.small else GPT2, others)
+    print(*machine().values(), sep=", ")
+    for name in args.parts:
+        PARTS[name](SMALL if args.small else GPT2, others)
 
 
 if __name__ == "__main__":

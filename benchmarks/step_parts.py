@@ -140,7 +140,6 @@ def show_parts(recorded, whole, options, rates):
           f"{options['batch_size']} x {options['block_size']} tokens a step; peak memory {memory / 1e9:.2f} GB, "
           f"{len(kernels) / STEPS:.0f} kernels and copies a step\n")  # fmt: skip
     table(["part", "ms", "floor"], ([part, f"{ms:.2f}", f"{least.get(part, 0):.2f}"] for part, ms in spent.items()))
-    print()
     for (part, name), ms in sorted(times.items(), key=lambda item: -sum(item[1]))[:12]:
         print(f"{sum(ms):6.2f} ms {len(ms) / STEPS:5.1f} x {name[:90]} ({part})")
 

@@ -2,8 +2,6 @@
 
     python benchmarks/training.py --text FILE --ranks FILE                          ours
     python benchmarks/training.py --text FILE --ranks FILE --nanogpt PATH           by turns with a checkout of nanoGPT
-    python benchmarks/training.py --text FILE --jobs char modern --rounds 5 --whole    best losses of five seeds
-    python benchmarks/training.py --text FOLDER --ranks FILE --nanogpt PATH --jobs books --whole   100M tokens of GPT-2
     python benchmarks/training.py --text FILE --ranks FILE --jobs gpt2 --with=--fp8    with and without --fp8
     python benchmarks/training.py --text FILE --small                               tiny networks, to try it on a CPU
 
@@ -11,12 +9,12 @@ FILE is tiny Shakespeare, --ranks GPT-2's r50k_base.tiktoken. Every run is a pro
 same tokens. The time of a step is the median over the second half of the steps that the trainer prints. Seconds count
 from the start of the process to the end of the first evaluation that reaches the target, with preparation, compilation
 and evaluations; the run is stopped there, or goes on to its end with --whole, and the last of ours stays in
-runs/bench-JOB.
-benchmarks/step_parts.py says where the time of a step goes.
+runs/bench-JOB. With --whole the last column has step:seconds:loss of each evaluation of the last round.
 """
 
 import argparse
 import math
+import os
 import pickle
 import re
 import shlex
@@ -34,7 +32,6 @@ import numpy as np
 from harness import ROOT, machine, table
 
 from data.corpus import open_corpus
-from training.config import load_config
 
 
 class Job(NamedTuple):
@@ -61,7 +58,9 @@ JOBS = {
         "char", "configs/shakespeare_char.py --batch_size 64", "config/train_shakespeare_char.py --log_interval=1",
         1.4721,  # nanoGPT's best loss on an H200 (docs/results.md)
     ),
-    "modern": Job("bpe:384", "configs/shakespeare.py", "", 2.0, "bits/byte"),
+    "shakespeare": Job("bpe:384", "configs/shakespeare.py", "", 2.0, "bits/byte"),
+    "control": Job("gpt2", "configs/gpt2_books.py"),
+    "dial": Job("gpt2", "configs/modern.py --tokens 48_000_000"),
 }  # fmt: skip
 SMALL = (
     "--device cpu --tokenizer bytes --vocab_size 256 --n_layer 2 --n_head 2 --n_embd 32 --block_size 32 "
@@ -74,6 +73,7 @@ class Outcome(NamedTuple):
     to_target: float  # seconds; NaN: not reached
     loss: float  # the lowest of the validation
     seconds: float  # in all
+    curve: str  # step:seconds:loss of each evaluation
 
 
 def nanogpt_data(folder, corpus):
@@ -88,21 +88,28 @@ def nanogpt_data(folder, corpus):
         (folder / "meta.pkl").write_bytes(pickle.dumps(dict(vocab_size=vocabulary)))
 
 
-def run(command, folder, job, tokens, whole):
-    """Outcome of a run of either trainer, read from what it prints. tokens: of a step. whole: do not stop early."""
-    start, steps, losses, to_target, lines = time.perf_counter(), [], [], math.nan, []
+def run(command, folder, job, whole, caches):
+    """Outcome of a run of either trainer, read from what it prints.
+
+    whole: do not stop early. caches: variables that name the folders of compiled kernels.
+    """
+    start, steps, losses, curve, to_target, lines = time.perf_counter(), [], [], [], math.nan, []
     process = subprocess.Popen(
-        [sys.executable, "-u", *command], cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
-    )
-    validation = r"val loss .* ([\d.]+|nan) bits/byte" if job.unit == "bits/byte" else r"val loss ([\d.]+|nan)"
+        [sys.executable, "-u", *command], cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+        env=os.environ | caches,
+    )  # fmt: skip
+    loss = r".* ([\d.]+|nan) bits/byte" if job.unit == "bits/byte" else r" ([\d.]+|nan)"
     for line in process.stdout:
         lines.append(line)
-        if found := re.search(r"([\d,]+) tokens/s", line):
+        if found := re.search(r"^step +([\d,]+) tokens", line):
+            tokens = int(found[1].replace(",", ""))  # of a step
+        elif found := re.search(r"([\d,]+) tokens/s", line):
             steps.append(1000 * tokens / int(found[1].replace(",", "")))
         elif found := re.search(r"^iter \d+: .* time ([\d.]+)ms", line):
             steps.append(float(found[1]))
-        elif found := re.search(validation, line):
-            losses.append(float(found[1]))
+        elif found := re.search(r"step (\d+).* val loss" + loss, line):
+            losses.append(float(found[2]))
+            curve.append(f"{found[1]}:{time.perf_counter() - start:.1f}:{losses[-1]}")
             if losses[-1] <= job.target and math.isnan(to_target):
                 to_target = time.perf_counter() - start
                 if not whole:
@@ -111,9 +118,8 @@ def run(command, folder, job, tokens, whole):
     process.communicate()
     if process.returncode and (whole or math.isnan(to_target)):
         raise RuntimeError(f"{' '.join(command)} failed:\n{''.join(lines[-20:])}")
-    if whole:
-        print("validation losses", *losses)
-    return Outcome(median(steps[len(steps) // 2 :] or [math.nan]), to_target, min(losses), time.perf_counter() - start)
+    ms, seconds = median(steps[len(steps) // 2 :] or [math.nan]), time.perf_counter() - start
+    return Outcome(ms, to_target, min(losses), seconds, " ".join(curve))
 
 
 def main():
@@ -122,9 +128,10 @@ def main():
     parser.add_argument("--ranks", type=Path, help="r50k_base.tiktoken; without it, it is downloaded")
     parser.add_argument("--nanogpt", type=Path, help="a checkout of nanoGPT, run by turns with ours")
     parser.add_argument("--with", dest="options", type=shlex.split, help="options of train.py, by turns with the job")
-    parser.add_argument("--jobs", nargs="+", default=["gpt2", "char", "modern"], choices=JOBS)
+    parser.add_argument("--jobs", nargs="+", default=["gpt2", "char", "shakespeare"], choices=JOBS)
     parser.add_argument("--rounds", type=int, default=1, help="runs of each job; ours with a new seed each time")
     parser.add_argument("--whole", action="store_true", help="do not stop at the target")
+    parser.add_argument("--cold", action="store_true", help="begin each run with empty caches of compiled kernels")
     parser.add_argument("--small", action="store_true", help="networks that a CPU trains, to try this script")
     args = parser.parse_args()
     text, rows, scratch = args.text.resolve(), [], tempfile.TemporaryDirectory()
@@ -134,8 +141,7 @@ def main():
         ours = [*job.ours.split(), "--data=text", f"--input={text}", f"--tokenizer={tokenizer}"]
         folder_name = f"bench-{'small' if args.small else name}"
         ours += [f"--name={folder_name}", "--seed=SEED", *(SMALL.split() if args.small else [])]
-        config = load_config([str(ROOT / ours[0]), *(flag for flag in ours[1:] if "SEED" not in flag)])
-        trainers = {"ours": (["train.py", *ours], ROOT)}
+        trainers = {"Kestrel": (["train.py", *ours], ROOT)}
         if args.options:
             trainers[shlex.join(args.options)] = (["train.py", *ours, *args.options], ROOT)
         if args.nanogpt and job.nanogpt:
@@ -147,17 +153,25 @@ def main():
         for number, (trainer, (command, folder)) in product(range(args.rounds), trainers.items()):
             command = [flag.replace("SEED", f"{1337 + number}") for flag in command]  # nanoGPT's is fixed
             shutil.rmtree(ROOT / "runs" / folder_name, ignore_errors=True)
-            found[trainer].append(run(command, folder, job, config.batch_size * config.block_size, args.whole))
+            cache = tempfile.mkdtemp(dir=scratch.name)
+            caches = dict(TORCHINDUCTOR_CACHE_DIR=cache, TRITON_CACHE_DIR=cache + "/triton") if args.cold else {}
+            found[trainer].append(run(command, folder, job, args.whole, caches))
             print(name, trainer, found[trainer][-1], flush=True)
         for trainer, outcomes in found.items():
-            cells = [f"{mean:.4g}" for mean in np.mean(outcomes, axis=0)]
+            numbers = [outcome[:-1] for outcome in outcomes]
+            cells = [f"{mean:.4g}" for mean in np.mean(numbers, axis=0)]
             if args.rounds > 1:
-                cells = [f"{x} (+- {y:.2g})" for x, y in zip(cells, np.std(outcomes, axis=0, ddof=1), strict=True)]
-            rows.append([name, trainer, *cells, f"{job.target or '-'} {job.unit}"])
+                cells = [f"{x} (+- {y:.2g})" for x, y in zip(cells, np.std(numbers, axis=0, ddof=1), strict=True)]
+            cells = ["" if cell.startswith("nan") else cell for cell in cells]
+            state = "empty" if args.cold else "full"
+            curve = outcomes[-1].curve if args.whole else ""
+            rows.append([name, trainer, state, *cells, f"{job.target} {job.unit}" if job.target else "", curve])
         if not args.whole:
             shutil.rmtree(ROOT / "runs" / folder_name)
     print("", *machine().values())
-    table(["job", "trainer", "ms a step", "s to the target", "best loss", "s in all", "target"], rows)
+    table(
+        ["job", "trainer", "caches", "ms a step", "s to the target", "best loss", "s in all", "target", "curve"], rows
+    )
 
 
 if __name__ == "__main__":

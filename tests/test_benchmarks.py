@@ -13,8 +13,7 @@ from problems import ON_GPU
 RUN = " ".join(f"--{name}={value}" for name, value in FAST.items() if name != "input")
 PLAY = ROOT / "data/play.txt"
 SMALL = [
-    "attention.py --small --implementations triton simple reference flash --out {folder}",
-    "tune.py --small",
+    "attention.py --small --implementations triton simple reference flash --csv {folder}/attention.csv",
     "sampling.py --small",
     f"training.py --small --text {PLAY} --jobs char --with=--n_layer=1",
     f"step_parts.py configs/shakespeare_char.py {RUN} --input={PLAY}",
@@ -27,7 +26,7 @@ SMALL = [
 @pytest.mark.parametrize("command", SMALL, ids=lambda command: command.split()[0])
 def test_small(command, folder):
     script, *argv = shlex.split(command.format(folder=folder))
-    variables = {"TRITON_INTERPRET": "1"} if script in ("attention.py", "tune.py") and not ON_GPU else {}
+    variables = {"TRITON_INTERPRET": "1"} if script == "attention.py" and not ON_GPU else {}
     arguments = [sys.executable, f"benchmarks/{script}", *argv]
     with subprocess.Popen(
         arguments, cwd=ROOT, env=os.environ | variables, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT

@@ -1,0 +1,122 @@
+"""Measure every figure of README.md and docs/results.md anew, in parts of at most ten minutes.
+
+    python benchmarks/all.py --list                            the parts, with their commands
+    python benchmarks/all.py overhead step_gpt2 --text FILE    run parts; each writes benchmarks/results/PART.csv
+    python benchmarks/all.py tables                            draw tables and charts of the pages from these files
+
+A file holds the table that a part prints, with chip, commit and versions in each row. Parts with --csv share or extend
+a file: fp8 and recipe_* go on where they were, so run them until they start no more runs. Such a file is begun anew if
+a row of it is of another commit, chip or version.
+
+--text is tiny Shakespeare, --books the folder that `recipes.py split` wrote, --ranks GPT-2's r50k_base.tiktoken, and
+--nanogpt a checkout of nanoGPT. On a new machine, compiled kernels are cached only after a first run.
+"""
+
+import argparse
+import csv
+import shlex
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+from harness import ROOT, machine
+
+from docs import draw
+
+RESULTS = ROOT / "benchmarks" / "results"
+TRAINING = "benchmarks/training.py --ranks {ranks} --text "
+FP8 = (
+    " --batch_size 32 --learning_rate 6e-4 --min_learning_rate 6e-5 --warmup_steps 200 --beta2 0.95 --weight_decay 0.1 "
+    "--eval_batches 50' --tokens 100M --evaluations 1 --seeds 1 2 3"
+)
+
+
+def recipe(config, changes, rest, csv="{csv}"):
+    start = f"benchmarks/recipes.py configs/{config}.py benchmarks/changes/{changes}.txt --seconds 560 --csv {csv}"
+    return start + " '--options=--input {books}/train --tokenizer gpt2:{ranks}" + rest
+
+
+PARTS = {
+    "attention_64": "benchmarks/attention.py --cells d64 GPT-2 --csv {results}/attention.csv",
+    "attention_128": "benchmarks/attention.py --cells 'd128 causal' --csv {results}/attention.csv",
+    "attention_128_rest": "benchmarks/attention.py --cells 'd128 full' 'd128 window' 'd128 documents' "
+    "--csv {results}/attention.csv",
+    "attention_256": "benchmarks/attention.py --cells d256 --csv {results}/attention.csv",
+    "overhead": "benchmarks/attention.py --overhead --implementations hopper triton flash cudnn flash4",
+    "gpt2": TRAINING + "{text} --nanogpt {nanogpt} --jobs gpt2 --rounds 3",
+    "gpt2_fp8": TRAINING + "{text} --jobs gpt2 --rounds 3 --with=--fp8",
+    "gpt2_documents": TRAINING + "{books}/train --jobs gpt2 --rounds 3 --with=--mask_documents",
+    "char_cold": TRAINING + "{text} --nanogpt {nanogpt} --jobs char --cold",
+    "char": TRAINING + "{text} --nanogpt {nanogpt} --jobs char --rounds 3",
+    "shakespeare_cold": TRAINING + "{text} --jobs shakespeare --whole --cold",
+    "shakespeare": TRAINING + "{text} --jobs shakespeare --whole --rounds 5",
+    "books": TRAINING + "{books}/train --nanogpt {nanogpt} --jobs books --whole",
+    "control": TRAINING + "{books}/train --jobs control --whole",
+    "dial": TRAINING + "{books}/train --jobs dial --whole",
+    "step_gpt2": "benchmarks/step_parts.py configs/gpt2.py --data text --input {text} --tokenizer gpt2:{ranks} "
+    "--batch_size 32",
+    "step_char": "benchmarks/step_parts.py configs/shakespeare_char.py --input {text}",
+    "fp8": recipe("gpt2_books", "fp8", FP8),
+    "recipe_seeds": recipe(
+        "modern", "recipe", "' --tokens 48M --seeds 1 2 3 4 5 --test {books}/test.txt", "{results}/recipe_parts.csv"
+    ),
+    "recipe_control": recipe("gpt2_books", "control_alone", "' --tokens 150M --seeds 1 2 --test {books}/test.txt"),
+    "recipe_parts": recipe("modern", "modern_without", "' --tokens 24M"),
+    "sampling_text": "benchmarks/sampling.py --parts text --nanogpt {nanogpt} --transformers",
+    "sampling_attention": "benchmarks/sampling.py --parts attention",
+    "start": "benchmarks/commands.py start",
+    "prepare": "benchmarks/commands.py prepare {books}/test.txt {ranks}",
+    "two_gpus_ddp": "benchmarks/distributed.py --gpus 1 2 --parts ddp",
+    "two_gpus_xl": "benchmarks/distributed.py --gpus 1 2 --parts xl",
+    "two_gpus_tests": "-m pytest -n 0 -m 'slow or not slow' tests/test_distributed.py",
+}
+
+
+def begin_anew(path):
+    """Delete a CSV file whose rows are not all of this chip, commit and versions."""
+    here = machine().items()
+    if path.exists() and any(here - row.items() for row in csv.DictReader(path.open(newline=""))):
+        path.unlink()
+
+
+def measure(part, paths):
+    """Run a part, write the table that it prints, and return whether it succeeded."""
+    start, printed, path = time.perf_counter(), [], RESULTS / f"{part}.csv"
+    argv = shlex.split(PARTS[part].format(**paths, results=RESULTS, csv=path))
+    print(f"\n{part}: python {shlex.join(argv)}", flush=True)
+    if "--csv" in argv:
+        begin_anew(Path(argv[argv.index("--csv") + 1]))
+    process = subprocess.Popen([sys.executable, *argv], cwd=ROOT, stdout=subprocess.PIPE, text=True)
+    for line in process.stdout:
+        print(line, end="", flush=True)
+        if line.startswith("| "):
+            printed.append(line[2:-3].split(" | "))
+    code = process.wait()
+    if code == 0 and printed and "--csv" not in argv:
+        head, _, *rows = printed
+        with open(path, "w", newline="") as file:
+            writer = csv.writer(file, lineterminator="\n")
+            writer.writerows([[*machine(), *head], *([*machine().values(), *row] for row in rows)])
+    print(f"{part}: exit code {code}, {time.perf_counter() - start:.0f} s", flush=True)
+    return code == 0
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("parts", nargs="*", metavar="PART", help="several run one after the other")
+    parser.add_argument("--list", action="store_true")
+    for name in ("text", "books", "ranks", "nanogpt"):
+        parser.add_argument(f"--{name}", type=lambda path: Path(path).resolve(), default=Path(name.upper()))
+    args = parser.parse_args()
+    if unknown := set(args.parts) - {*PARTS, "tables"}:
+        parser.error(f"there is no part {' or '.join(sorted(unknown))}; --list prints all")
+    if args.list:
+        for part, command in PARTS.items():
+            print(f"{part:20} python {command}")
+    done = [draw.main() if part == "tables" else measure(part, vars(args)) for part in args.parts]
+    sys.exit("error: a part failed" if False in done else 0)
+
+
+if __name__ == "__main__":
+    main()

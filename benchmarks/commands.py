@@ -1,0 +1,60 @@
+"""Time what a user waits for beside training: the start of each script, and the preparation of a text.
+
+    python benchmarks/commands.py start                             scripts on a run of two steps of shakespeare.py
+    python benchmarks/commands.py prepare TEXT RANKS          a file, beside tiktoken, which only encodes it
+
+Seconds, the least of three. Text is prepared with the tokenizer gpt2; RANKS is its r50k_base.tiktoken.
+"""
+
+import os
+import shutil
+import subprocess
+import sys
+from functools import partial
+from pathlib import Path
+
+from harness import ROOT, seconds_of, table
+
+from data import prepare
+from data.build import Options
+from data.tokenizer import make_tokenizer
+
+NAME = f"bench-{os.getpid()}"
+COMMANDS = (
+    "train.py --help",
+    f"train.py configs/shakespeare.py --data text --input data/play.txt --steps 2 --name {NAME}",
+    f"sample.py {NAME} --max_tokens 1",
+    f"evaluate.py {NAME}",
+    f"plot.py {NAME} --out runs/{NAME}/losses.png",
+)
+
+
+def time_start():
+    for command in COMMANDS:
+        argv, seconds = [sys.executable, *command.split()], []
+        for _ in range(3):
+            if command.startswith("train.py"):
+                shutil.rmtree(ROOT / "runs" / NAME, ignore_errors=True)
+            seconds.append(seconds_of(partial(subprocess.run, argv, cwd=ROOT, check=True, capture_output=True)))
+        yield [f"`{command.replace(NAME, 'NAME')}`", f"{min(seconds):.1f}"]
+    shutil.rmtree(ROOT / "runs" / NAME)
+
+
+def time_prepare(text, ranks):
+    spec, size = f"gpt2:{ranks.resolve()}", text.stat().st_size / 1e6
+    paragraphs, tokenizer, threads = text.read_text().split("\n\n"), make_tokenizer(spec), os.cpu_count()
+    calls = {
+        "data.prepare": lambda: shutil.rmtree(prepare("text", spec, text.resolve(), Options()).folder),
+        "tiktoken": lambda: tokenizer.encode_ordinary_batch(paragraphs, num_threads=threads),
+    }
+    for name, call in calls.items():
+        seconds = min(seconds_of(call) for _ in range(3))
+        yield [name, threads, f"{size:.1f}", f"{seconds:.1f}", f"{size / seconds:.1f}"]
+
+
+if __name__ == "__main__":
+    part, *paths = sys.argv[1:]
+    if part == "start":
+        table(["command", "s"], time_start())
+    else:
+        table(["by", "threads", "MB", "s", "MB/s"], time_prepare(*map(Path, paths)))

@@ -1,0 +1,248 @@
+"""Draw the tables and charts of README.md and docs/results.md from the CSV files in benchmarks/results.
+
+`python benchmarks/all.py tables` calls this. A table stands between <!-- NAME --> and <!-- end -->, where NAME is of
+TABLES or of a CSV file. A chart holds the digest of its data and is drawn again only if they change, or if it is gone.
+"""
+
+import csv
+import hashlib
+import re
+from functools import partial
+from pathlib import Path
+
+PAGES = ("README.md", "docs/results.md")
+ROOT = Path(__file__).parents[1]
+MACHINE = ("chip", "commit", "torch", "triton")  # columns of every CSV file
+HIDDEN = ("job", "target", "curve", "of copy")  # columns that no page shows
+FOLDERS = ("training", "data", "generation", "hf", "kernels", "attention", "benchmarks", "tests")
+OURS = {"hopper": "our Hopper", "triton": "our Triton"}
+PEERS = OURS | {"flash": "SDPA flash", "cudnn": "SDPA cuDNN", "flash4": "flash-attn-4"}
+ALL_PEERS = PEERS | {"flex": "FlexAttention", "fla": "FLA"}
+# (text, panel, lengths) of the tables of attention
+CASES = [
+    ("D 64, causal", "d64 causal", (1024, 4096, 16_384)),
+    ("D 128, causal", "d128 causal", (1024, 4096, 16_384)),
+    ("D 128, full", "d128 full", (4096,)),
+    ("D 256, causal", "d256 causal", (4096,)),
+    ("D 128, causal, 32 query and 8 key heads", "d128 causal 32/8 heads", (4096,)),
+    ("D 128, window of 1,024", "d128 window 1024", (16_384,)),
+    ("D 128, packed documents of 512 on average", "d128 documents of 512", (16_384,)),
+    ("the layer of GPT-2 124M (B 32, H 12, D 64)", "GPT-2 124M layer", (1024,)),
+]
+README_CASES = [
+    ("the layer of GPT-2 124M: D 64", "GPT-2 124M layer", (1024,)),
+    ("D 64", "d64 causal", (4096,)),
+    ("D 128", "d128 causal", (4096,)),
+    ("D 128, 32 query and 8 key heads", "d128 causal 32/8 heads", (4096,)),
+    ("D 128, packed documents of 512 on average", "d128 documents of 512", (16_384,)),
+]
+
+
+def read(root, *names):
+    """The rows of these CSV files, one after the other."""
+    paths = [root / "benchmarks" / "results" / f"{name}.csv" for name in names]
+    return [row for path in paths if path.exists() for row in csv.DictReader(path.open(newline=""))]
+
+
+def markdown(rows, names=()):
+    """A Markdown table of the rows, and a line that says where they were measured. names: of the CSV files.
+
+    What differs from row to row of chip, commit and versions becomes a column.
+    """
+    columns = [name for name in dict.fromkeys(name for row in rows for name in row) if name not in HIDDEN]
+    columns = [name for name in columns if name not in MACHINE and any(row.get(name) for row in rows)]
+    values = {name: dict.fromkeys(row[name] for row in rows if row.get(name)) for name in MACHINE}
+    columns += [name for name in MACHINE if len(values[name]) > 1]
+    lines = [columns, ["---"] * len(columns), *([row.get(name) or "-" for name in columns] for row in rows)]
+    text = "".join(f"| {' | '.join(cells)} |\n" for cells in lines)
+    same = [f"{name} {next(iter(x))}".removeprefix("chip ") for name, x in values.items() if len(x) == 1]
+    return text + (f"\n({', '.join([*same, ' '.join(f'`{name}`' for name in names)])})\n" if names else "")
+
+
+def from_csv(*names, root, **keep):
+    """The table of CSV files as it stands there, of rows that have these values."""
+    names = [name for name in names if read(root, name)]
+    rows = [row for row in read(root, *names) if all(row[name] == value for name, value in keep.items())]
+    return markdown(rows, names)
+
+
+def speeds(rows, direction):
+    """{(panel, length): {implementation: TFLOP/s}}"""
+    found = {}
+    for row in rows:
+        if row["direction"] == direction:
+            found.setdefault((row["panel"], int(row["length"])), {})[row["implementation"]] = float(row["tflops"])
+    return found
+
+
+def attention(cases, peers, root):
+    rows = read(root, "attention")
+    found, machine = speeds(rows, "both"), {name: rows[0][name] for name in MACHINE}
+    table = []
+    for text, panel, lengths in cases:
+        for length in lengths:
+            cells = {label: f"{found[panel, length].get(name, 0):.0f}" for name, label in peers.items()}
+            cells = {label: "" if cell == "0" else cell for label, cell in cells.items()}
+            table.append(machine | {"case": text, "tokens": f"{length:,}"} | cells)
+    return markdown(table, ["attention"])
+
+
+def ratios(root):
+    """How our kernels compare with others', over all cases."""
+    dims = {"": (64, 128, 256), ", D 64": (64,), ", D 128 and 256": (128, 256)}
+    pairs = [("hopper", "cudnn", ""), ("hopper", "flash4", ", D 64"), ("hopper", "flash4", ", D 128 and 256")]
+    rows, table = read(root, "attention"), []
+    for ours, theirs, which in [*pairs, ("triton", "flash", "")]:
+        text = f"{PEERS[ours].removeprefix('our ')} / {PEERS[theirs]}{which}"
+        cells = {"our speed divided by another's, lowest and highest of all cases": text}
+        for direction in ("forward", "backward"):
+            some = speeds([row for row in rows if int(row["dim"]) in dims[which]], direction).values()
+            found = [cell[ours] / cell[theirs] for cell in some if {ours, theirs} <= cell.keys()]
+            cells[direction] = f"{min(found):.2f}-{max(found):.2f}"
+        table.append(cells)
+    return markdown(table)
+
+
+def curve(row):
+    """{step: (seconds, loss)} of the validations of a row of benchmarks/training.py."""
+    points = (point.split(":") for point in row["curve"].split())
+    return {int(step): (seconds, loss) for step, seconds, loss in points}
+
+
+def books(root):
+    """Losses of GPT-2 on books, at every second evaluation if there are many."""
+    table = []
+    for row in read(root, "books"):
+        points = curve(row)
+        chosen = list(points)[:: 1 + (len(points) > 6)]
+        losses = {f"step {step:,}": f"{float(points[step][1]):.3f}" for step in chosen}
+        table.append({"validation loss": row["trainer"]} | losses | row | {"trainer": "", "best loss": ""})
+    return markdown(table, ["books"])
+
+
+def steps(root):
+    """Parts of a step of two networks, side by side."""
+    names, table = {"step_gpt2": "GPT-2, 32 x 1,024 tokens", "step_char": "shakespeare_char, 64 x 256 tokens"}, {}
+    for name, text in names.items():
+        for row in read(root, name):
+            cells = {text: row.pop("ms"), "floor" + " " * (name == "step_char"): row.pop("floor")}
+            table[row["part"]] = table.get(row["part"], {"part": row["part"]}) | cells | row
+    return markdown(list(table.values()), names)
+
+
+def fp8(root):
+    """Losses of pairs of runs that differ in --fp8."""
+    pairs, table = {}, []
+    for row in read(root, "fp8"):
+        pairs.setdefault(row["seed"], {})[row["name"]] = row
+    for seed, pair in pairs.items():
+        without, with_fp8 = float(pair["bfloat16"]["loss"]), float(pair["fp8"]["loss"])
+        cells = {"seed": seed, "validation loss, bfloat16": f"{without:.4f}", "with `--fp8`": f"{with_fp8:.4f}"}
+        machine = {name: pair["fp8"][name] for name in MACHINE}
+        table.append(cells | {"difference": f"{with_fp8 - without:+.4f}"} | machine)
+    return markdown(table, ["fp8"])
+
+
+def code(root):
+    """Lines of code per folder, rounded so that a small change leaves the page as it is."""
+    scripts = [["train.py", "model.py"], ["sample.py", "evaluate.py", "plot.py", "errors.py"]]
+    cells = {}
+    for group in (*scripts, *([f"{name}/"] for name in FOLDERS)):
+        paths = [path for name in group for path in ((root / name).rglob("*.py") if "/" in name else [root / name])]
+        count = sum(len(path.read_text().splitlines()) for path in paths)
+        cells[", ".join(f"`{name}`" for name in group[:3])] = f"{round(count, -1 if count < 1000 else -2):,}"
+    return markdown([cells])
+
+
+# name of a marker -> what draws its table; other names are those of CSV files
+TABLES = {
+    "attention": partial(attention, CASES, ALL_PEERS),
+    "attention_readme": partial(attention, README_CASES, PEERS),
+    "ratios": ratios,
+    "char": partial(from_csv, "char_cold", "char"),
+    "gpt2": partial(from_csv, "gpt2", "gpt2_fp8", "gpt2_documents"),
+    "books": books,
+    "steps": steps,
+    "fp8": fp8,
+    "sampling_attention": partial(from_csv, "sampling_attention", context="32,768"),
+    "code": code,
+}
+
+
+def drawn(text, root):
+    """A page with its tables drawn anew."""
+
+    def table(found):
+        draw = TABLES.get(found[1]) or partial(from_csv, found[1])
+        return f"<!-- {found[1]} -->\n{draw(root=root)}<!-- end -->"
+
+    return re.sub(r"<!-- (\w+) -->\n.*?<!-- end -->", table, text, flags=re.DOTALL)
+
+
+def plain_axes(title, size=(7, 4)):
+    """A figure with a white background of its own, for pages in the dark, and letters that a phone can show."""
+    from matplotlib import rcParams
+    from matplotlib.figure import Figure
+
+    rcParams.update({"font.size": 13, "svg.hashsalt": "kestrel"})
+    axis = (figure := Figure(figsize=size, layout="tight", facecolor="white")).subplots()
+    axis.set_title(title, fontsize=13)
+    axis.grid(alpha=0.3)
+    axis.spines[["top", "right"]].set_visible(False)
+    return figure, axis
+
+
+def attention_chart(rows):
+    figure, axis = plain_axes(f"{rows[0]['chip']}, head dim 128, causal: TFLOP/s by tokens")
+    found = {length: cell for (panel, length), cell in speeds(rows, "both").items() if panel == "d128 causal"}
+    for name, label in ALL_PEERS.items():
+        points = [(length, cell[name]) for length, cell in sorted(found.items()) if name in cell]
+        axis.plot(*zip(*points, strict=True), label=label, linewidth=3 if name in OURS else 1.5, marker="o")
+    axis.set_xscale("log", base=2)
+    axis.set_xticks(list(found), [f"{length:,}" for length in found])
+    axis.set_ylim(bottom=0)
+    figure.legend(*axis.get_legend_handles_labels(), loc="outside lower center", ncols=3, frameon=False)
+    return figure
+
+
+def losses_chart(rows):
+    """Validation losses against seconds since the start of the process."""
+    figure, axis = plain_axes(f"{rows[0]['chip']}: validation loss (nats/token) by seconds")
+    for row in rows:
+        points = [(float(seconds), float(loss)) for seconds, loss in curve(row).values()]
+        axis.plot(*zip(*points, strict=True), label=LOSSES[row["job"], row["trainer"]], linewidth=2, marker="o")
+    axis.set_ylim(top=6)  # the first losses are those of guessing
+    axis.legend(frameon=False)
+    return figure
+
+
+LOSSES = {  # job and trainer -> what the chart calls them
+    ("books", "nanoGPT"): "nanoGPT",
+    ("control", "Kestrel"): "configs/gpt2_books.py: the same network, tuned",
+    ("dial", "Kestrel"): "configs/modern.py --depth 12",
+}
+
+
+def chart_rows(root):
+    """{file: (its rows, what draws it)} of the charts that have data."""
+    rows = [row for row in read(root, "books", "control", "dial") if (row["job"], row["trainer"]) in LOSSES]
+    timed = len(rows) == len(LOSSES) and all("::" not in row["curve"] for row in rows)
+    charts = {"benchmarks/results/attention.svg": (read(root, "attention"), attention_chart)}
+    return charts | ({"docs/images/losses.svg": (rows, losses_chart)} if timed else {})
+
+
+def digest(rows):
+    return hashlib.sha256(repr(rows).encode()).hexdigest()[:16]
+
+
+def main(root=ROOT):
+    for page in PAGES:
+        old = (root / page).read_text()
+        if (new := drawn(old, root)) != old:
+            (root / page).write_text(new)
+            print(f"drew the tables of {page}")
+    for name, (rows, draw) in chart_rows(root).items():
+        path = root / name
+        if not path.exists() or digest(rows) not in path.read_text():
+            draw(rows).savefig(path, metadata=dict(Date=None, Description=digest(rows)))
+            print(f"drew {name}")
