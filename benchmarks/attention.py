@@ -313,9 +313,8 @@ def main():
     parser.add_argument("--small", action="store_true", help="a few small cells, to try this script on a CPU")
     args = parser.parse_args()
     if args.overhead:
-        found = overhead(args.implementations).items()
-        rows = ([name, f"{first:.0f}", f"{second:.0f}"] for name, (first, second) in found)
-        table(["implementation", "forward, us", "backward, us"], rows)
+        found = {f"{name}, us": map("{:.0f}".format, pair) for name, pair in overhead(args.implementations).items()}
+        table(["pass", *found], zip(("forward", "backward"), *found.values(), strict=True))
         return
     versions = machine()
     for cell in cells(args.small):

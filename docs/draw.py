@@ -11,6 +11,7 @@ from functools import partial
 from pathlib import Path
 
 PAGES = ("README.md", "docs/results.md")
+CHART = "benchmarks/results/attention.svg"
 ROOT = Path(__file__).parents[1]
 MACHINE = ("chip", "commit", "torch", "triton")  # columns of every CSV file
 HIDDEN = ("job", "target", "curve", "of copy")  # columns that no page shows
@@ -44,7 +45,7 @@ def read(root, *names):
     return [row for path in paths if path.exists() for row in csv.DictReader(path.open(newline=""))]
 
 
-def markdown(rows, names=()):
+def markdown(rows, names):
     """A Markdown table of the rows, and a line that says where they were measured. names: of the CSV files.
 
     What differs from row to row of chip, commit and versions becomes a column.
@@ -56,7 +57,7 @@ def markdown(rows, names=()):
     lines = [columns, ["---"] * len(columns), *([row.get(name) or "-" for name in columns] for row in rows)]
     text = "".join(f"| {' | '.join(cells)} |\n" for cells in lines)
     same = [f"{name} {next(iter(x))}".removeprefix("chip ") for name, x in values.items() if len(x) == 1]
-    return text + (f"\n({', '.join([*same, ' '.join(f'`{name}`' for name in names)])})\n" if names else "")
+    return text + f"\n({', '.join([*same, ' '.join(f'`{name}`' for name in names)])})"
 
 
 def from_csv(*names, root, **keep):
@@ -99,8 +100,8 @@ def ratios(root):
             some = speeds([row for row in rows if int(row["dim"]) in dims[which]], direction).values()
             found = [cell[ours] / cell[theirs] for cell in some if {ours, theirs} <= cell.keys()]
             cells[direction] = f"{min(found):.2f}-{max(found):.2f}"
-        table.append(cells)
-    return markdown(table)
+        table.append(cells | {name: rows[0][name] for name in MACHINE})
+    return markdown(table, ["attention"])
 
 
 def curve(row):
@@ -151,7 +152,7 @@ def code(root):
         paths = [path for name in group for path in ((root / name).rglob("*.py") if "/" in name else [root / name])]
         count = sum(len(path.read_text().splitlines()) for path in paths)
         cells[", ".join(f"`{name}`" for name in group[:3])] = f"{round(count, -1 if count < 1000 else -2):,}"
-    return markdown([cells])
+    return markdown([cells], ["rounded"]).replace("`rounded`", "rounded")
 
 
 # name of a marker -> what draws its table; other names are those of CSV files
@@ -174,22 +175,27 @@ def drawn(text, root):
 
     def table(found):
         draw = TABLES.get(found[1]) or partial(from_csv, found[1])
-        return f"<!-- {found[1]} -->\n{draw(root=root)}<!-- end -->"
+        return f"<!-- {found[1]} -->\n\n{draw(root=root)} <!-- end -->"
 
     return re.sub(r"<!-- (\w+) -->\n.*?<!-- end -->", table, text, flags=re.DOTALL)
 
 
-def plain_axes(title, size=(7, 4)):
+def plain_axes(title, size=(7, 4.5)):
     """A figure with a white background of its own, for pages in the dark, and letters that a phone can show."""
     from matplotlib import rcParams
     from matplotlib.figure import Figure
 
     rcParams.update({"font.size": 13, "svg.hashsalt": "kestrel"})
-    axis = (figure := Figure(figsize=size, layout="tight", facecolor="white")).subplots()
+    axis = (figure := Figure(figsize=size, layout="constrained", facecolor="white")).subplots()
     axis.set_title(title, fontsize=13)
     axis.grid(alpha=0.3)
     axis.spines[["top", "right"]].set_visible(False)
     return figure, axis
+
+
+def with_legend(figure, axis, columns):
+    figure.legend(*axis.get_legend_handles_labels(), loc="outside lower center", ncols=columns, frameon=False)
+    return figure
 
 
 def attention_chart(rows):
@@ -201,8 +207,7 @@ def attention_chart(rows):
     axis.set_xscale("log", base=2)
     axis.set_xticks(list(found), [f"{length:,}" for length in found])
     axis.set_ylim(bottom=0)
-    figure.legend(*axis.get_legend_handles_labels(), loc="outside lower center", ncols=3, frameon=False)
-    return figure
+    return with_legend(figure, axis, columns=3)
 
 
 def losses_chart(rows):
@@ -212,8 +217,7 @@ def losses_chart(rows):
         points = [(float(seconds), float(loss)) for seconds, loss in curve(row).values()]
         axis.plot(*zip(*points, strict=True), label=LOSSES[row["job"], row["trainer"]], linewidth=2, marker="o")
     axis.set_ylim(top=6)  # the first losses are those of guessing
-    axis.legend(frameon=False)
-    return figure
+    return with_legend(figure, axis, columns=1)
 
 
 LOSSES = {  # job and trainer -> what the chart calls them
@@ -227,7 +231,7 @@ def chart_rows(root):
     """{file: (its rows, what draws it)} of the charts that have data."""
     rows = [row for row in read(root, "books", "control", "dial") if (row["job"], row["trainer"]) in LOSSES]
     timed = len(rows) == len(LOSSES) and all("::" not in row["curve"] for row in rows)
-    charts = {"benchmarks/results/attention.svg": (read(root, "attention"), attention_chart)}
+    charts = {CHART: (read(root, "attention"), attention_chart)}
     return charts | ({"docs/images/losses.svg": (rows, losses_chart)} if timed else {})
 
 
