@@ -47,7 +47,7 @@ def short(words, run):
     replaced = {"FILE": "corpus.txt", "FILE_OR_FOLDER": "corpus.txt", "N": "8", "online": "offline"}
     words = [replaced.get(word, word.replace("NAME", run)) for word in words]
     if words[0].startswith("--"):
-        scripts = {"--stride": "evaluate.py", "--y": f"plot.py {run}", "--prompt": "sample.py"}
+        scripts = {"--stride": "evaluate.py", "--y": f"plot.py {run}", "--prompt": f"sample.py {run}"}
         scripts["--init_from"] = "train.py configs/finetune_shakespeare.py"
         words = [*scripts.get(words[0], "train.py configs/shakespeare.py").split(), *words]
     else:
