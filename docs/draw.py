@@ -81,7 +81,7 @@ def attention(cases, peers, root):
     found, machine = speeds(rows, "both"), {name: rows[0][name] for name in MACHINE}
     table = []
     for text, panel, lengths in cases:
-        for length in lengths:
+        for length in [length for length in lengths if (panel, length) in found]:
             cells = {label: f"{found[panel, length].get(name, 0):.0f}" for name, label in peers.items()}
             cells = {label: "" if cell == "0" else cell for label, cell in cells.items()}
             table.append(machine | {"case": text, "tokens": f"{length:,}"} | cells)
@@ -99,7 +99,7 @@ def ratios(root):
         for direction in ("forward", "backward"):
             some = speeds([row for row in rows if int(row["dim"]) in dims[which]], direction).values()
             found = [cell[ours] / cell[theirs] for cell in some if {ours, theirs} <= cell.keys()]
-            cells[direction] = f"{min(found):.2f}-{max(found):.2f}"
+            cells[direction] = f"{min(found):.2f}-{max(found):.2f}" if found else ""
         table.append(cells | {name: rows[0][name] for name in MACHINE})
     return markdown(table, ["attention"])
 
@@ -136,7 +136,7 @@ def fp8(root):
     pairs, table = {}, []
     for row in read(root, "fp8"):
         pairs.setdefault(row["seed"], {})[row["name"]] = row
-    for seed, pair in pairs.items():
+    for seed, pair in [(seed, pair) for seed, pair in pairs.items() if len(pair) == 2]:
         without, with_fp8 = float(pair["bfloat16"]["loss"]), float(pair["fp8"]["loss"])
         cells = {"seed": seed, "validation loss, bfloat16": f"{without:.4f}", "with `--fp8`": f"{with_fp8:.4f}"}
         machine = {name: pair["fp8"][name] for name in MACHINE}
