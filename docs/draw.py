@@ -57,7 +57,7 @@ def markdown(rows, names):
     lines = [columns, ["---"] * len(columns), *([row.get(name) or "-" for name in columns] for row in rows)]
     text = "".join(f"| {' | '.join(cells)} |\n" for cells in lines)
     same = [f"{name} {next(iter(x))}".removeprefix("chip ") for name, x in values.items() if len(x) == 1]
-    return text + f"\n({', '.join([*same, ' '.join(f'`{name}`' for name in names)])})"
+    return text + (f"\n({', '.join([*same, ' '.join(f'`{name}`' for name in names)])}) " if same else "\n")
 
 
 def from_csv(*names, root, **keep):
@@ -152,7 +152,7 @@ def code(root):
         paths = [path for name in group for path in ((root / name).rglob("*.py") if "/" in name else [root / name])]
         count = sum(len(path.read_text().splitlines()) for path in paths)
         cells[", ".join(f"`{name}`" for name in group[:3])] = f"{round(count, -1 if count < 1000 else -2):,}"
-    return markdown([cells], ["rounded"]).replace("`rounded`", "rounded")
+    return markdown([cells], [])
 
 
 # name of a marker -> what draws its table; other names are those of CSV files
@@ -175,7 +175,7 @@ def drawn(text, root):
 
     def table(found):
         draw = TABLES.get(found[1]) or partial(from_csv, found[1])
-        return f"<!-- {found[1]} -->\n\n{draw(root=root)} <!-- end -->"
+        return f"<!-- {found[1]} -->\n\n{draw(root=root)}<!-- end -->"
 
     return re.sub(r"<!-- (\w+) -->\n.*?<!-- end -->", table, text, flags=re.DOTALL)
 
