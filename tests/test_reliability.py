@@ -22,14 +22,12 @@ from helpers import (
     at_step,
     contents,
     environment,
-    finish,
     losses,
     metrics,
     refused,
     same,
     start,
     wait_for,
-    wait_for_step,
 )
 
 import train
@@ -48,25 +46,6 @@ def test_kill_9_at_random_moments():
     result = subprocess.run(command, env=environment(ROOT), capture_output=True, text=True, timeout=300)
     assert result.returncode == 0, result.stderr
     assert result.stdout.startswith("5 kills in"), result.stdout
-
-
-@slow
-def test_sigusr1_saves_and_goes_on_and_ctrl_c_stops(folder, run):
-    """The run then resumes, and equals an uninterrupted one."""
-    options = dict(steps=300, eval_every=200, eval_batches=1)
-    assert run(name="whole", **options)[0] == 0
-    process = start(folder, **FAST | options)
-    wait_for_step(folder, 3)
-    process.send_signal(signal.SIGUSR1)
-    wait_for((folder / CHECKPOINT).exists)
-    saved = contents(CHECKPOINT)["step"]
-    process.send_signal(signal.SIGINT)
-    out, err = finish(process)
-    assert "Ctrl-C again" in err, err
-    stopped = int(re.search(r"stopped at step (\d+); resume with: python train.py --resume runs/run", out)[1])
-    assert saved < contents(CHECKPOINT)["step"] == stopped < 300
-    assert run("--resume", "runs/run")[0] == 0
-    assert_same_runs(folder)
 
 
 @slow
