@@ -18,15 +18,6 @@ def test_output_and_gradients(case, device, poisoned):
     check(partial(make_problem, device, torch.float32, **CASES[case]), torch.float32)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=["float16", "bfloat16"])
-@pytest.mark.parametrize(
-    "case", CASES if ON_GPU else ["causal", "grouped_full", "dropout", "packed_pair", "all", "all_packed"]
-)
-def test_half_precision(case, dtype, device, poisoned):
-    check(partial(make_problem, device, dtype, **CASES[case]), dtype)
-
-
 def test_check_finds_few_bad_rows(monkeypatch):
     """Four rows of 1,120 have about 20 times eager PyTorch's error, which the norm of the whole result hides."""
 
@@ -96,16 +87,6 @@ def test_head_dims(dim, device, poisoned):
     length = 150 if ON_GPU else 33
     for dtype in (torch.float32, torch.bfloat16) if ON_GPU else (torch.float32,):
         check(partial(make_problem, device, dtype, batch=1, q_len=length, heads=2, kv_heads=1, dim=dim), dtype)
-
-
-LENGTHS = (1, 2, 17, 63, 64, 65, 128, 129, 300) if ON_GPU else (1, 16, 33)
-
-
-@pytest.mark.parametrize("q_len, k_len", list(itertools.product(LENGTHS, LENGTHS)))
-def test_lengths(q_len, k_len, device, poisoned):
-    for causal in (True, False):
-        problem = dict(batch=1, q_len=q_len, k_len=k_len, causal=causal)
-        check(partial(make_problem, device, torch.float16, **problem), torch.float16)
 
 
 @needs_gpu
@@ -246,11 +227,8 @@ def test_dropout_draws_a_seed_from_torch(device):
 @pytest.mark.parametrize(
     "options",
     [
-        {},
-        dict(causal=False),
         dict(q_len=20, k_len=33),
         dict(q_len=1, k_len=33),
-        dict(window=7),
         dict(window=7, q_len=20, k_len=33),
         dict(heads=4, kv_heads=2),
         dict(scale=-0.3),
@@ -287,8 +265,14 @@ def test_reference_by_other_ways():
     same(found[:, :7], reference_attention(q[:, :7], k[:, :7], v[:, :7]))
     assert not found[:, 7:].any()
 
-    slopes = torch.tensor([0.5, 0.1], dtype=torch.float64)
     distance = torch.arange(12.0)[:, None] - torch.arange(12.0)
+    prefix = torch.zeros(12, 10).masked_fill((distance[:, 2:] < 0) & (torch.arange(10) >= 5), float("-inf"))
+    fewer = q, k[:, 2:], v[:, 2:]  # so that two queries stand before the first key, and see the prefix
+    found = reference_attention(*fewer, prefix_lengths=torch.tensor([5], dtype=torch.int32))
+    same(found, reference_attention(*fewer, causal=False, bias=prefix))
+    assert found.all()
+
+    slopes = torch.tensor([0.5, 0.1], dtype=torch.float64)
     alibi = reference_attention(q, k, v, bias=-slopes[:, None, None] * distance)
     same(reference_attention(q, k, v, decay=-slopes.expand(1, 12, 2)), alibi)
     same(reference_attention(q, k, v, alibi_slopes=slopes), alibi)
@@ -309,28 +293,3 @@ def test_reference_by_other_ways():
     scores = torch.einsum("bqhd,bkhd->bhqk", q, k) * 8**-0.5
     scores = (1.5 * torch.tanh(scores / 1.5)).masked_fill(distance < 0, float("-inf"))
     same(reference_attention(q, k, v, softcap=1.5), torch.einsum("bhqk,bkhd->bqhd", scores.softmax(-1), v))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "case, dtype",
-    [*((case, torch.float64) for case in ("full", "all", "all_packed")), ("full", torch.float32)],
-    ids=str,
-)
-def test_reference_passes_gradcheck(case, dtype, device):
-    """Gradients of output and LSE against finite differences."""
-    small = {
-        "full": dict(q_len=5),
-        "all": dict(q_len=4, k_len=6, bias=(3, 4, 6), lengths=[5]),
-        "all_packed": dict(q_len=6, bias=(4, 1, 6), packed=[0, 2, 2, 5], dim=8, value_dim=8),
-    }[case]
-    arguments, _, _ = make_problem(device, dtype, **CASES[case] | small)
-    names = [name for name in GRADIENTS if name in arguments]
-    tensors = [arguments.pop(name).to(dtype).requires_grad_() for name in names]
-
-    def outputs(*tensors):
-        out, lse = attention(**dict(zip(names, tensors, strict=True)), **arguments, return_lse=True, impl="reference")
-        return out, lse.masked_fill(lse.isinf(), 0.0)
-
-    tolerances = {} if dtype == torch.float64 else dict(eps=1e-2, atol=5e-3, rtol=5e-2)
-    assert torch.autograd.gradcheck(outputs, tensors, **tolerances)
