@@ -43,6 +43,25 @@ def even_keys(score, q_pos, k_pos, head, sequence):
 even_keys.eager = lambda score, q_pos, k_pos, head, sequence: score.masked_fill(k_pos % 2 != 0, float("-inf"))
 
 
+@triton.jit
+def of_sequence(score, q_pos, k_pos, head, sequence, factors):
+    factor = tl.load(factors + sequence)
+    return score * factor, factor
+
+
+of_sequence.eager = lambda score, q_pos, k_pos, head, sequence, factors: score * factors[sequence]
+
+
+def test_a_number_for_each_packed_sequence(device):
+    rule = dict(score_mod=of_sequence, score_args=(torch.tensor([1.0, 0.3, -2.0], device=device),))
+
+    def draw():
+        arguments, *gradients = make_problem(device, torch.float32, packed=[0, 10, 15, 30], q_len=30)
+        return arguments | rule, *gradients
+
+    check(draw, torch.float32)
+
+
 @pytest.mark.parametrize("impl", ["triton", "reference"])
 def test_compiles(impl, device):
     """fullgraph, with another number and another function; attention_qkv() takes it too."""
