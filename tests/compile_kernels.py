@@ -1,11 +1,8 @@
 """Compile the kernels for any chip, without a GPU, and print ptxas's report of each, one JSON per line.
 
     python tests/compile_kernels.py 90 --dims 64 128 --masks causal
-    python tests/compile_kernels.py 90 --hopper --dtypes bfloat16 --features --bounds packed
-    python tests/compile_kernels.py 90 --simple
-    python tests/compile_kernels.py 90 --decode --groups 1 4 8
-    python tests/compile_kernels.py 90 --generation --dtypes bfloat16
-    python tests/compile_kernels.py 90 --training --dtypes bfloat16 --dims 64
+    python tests/compile_kernels.py 90 hopper --dtypes bfloat16 --features --bounds packed
+    python tests/compile_kernels.py 90 decode --groups 1 4 8
 
 The host functions run on meta tensors, with a driver that compiles for the chip and launches nothing. So
 every kernel is compiled with the arguments, tile sizes and specialisations of a real call.
@@ -286,9 +283,21 @@ def launch_training_kernels(dtype, dim, causal, group, features=False, length=40
     muon.update(state, weight, scale, 0.2, 0.1, scale)
 
 
+# name -> function, lengths, and where there is no choice of them: masks, groups
+FAMILIES = {
+    "portable": (launch_kernels, LENGTHS, None, None),
+    "hopper": (launch_hopper_kernels, (LENGTHS[-1], UNEVEN), None, None),
+    "simple": (launch_simple_kernels, (UNEVEN,), None, None),
+    "decode": (launch_decode_kernels, LENGTHS, ("causal",), None),
+    "generation": (launch_generation_kernels, LENGTHS[-1:], ("causal",), (1,)),
+    "training": (launch_training_kernels, (UNEVEN,), ("causal",), (1,)),  # those for Hopper
+}
+
+
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("chip", type=int, help="compute capability without the dot, such as 90")
+    parser.add_argument("kernels", nargs="?", default="portable", choices=FAMILIES)
     parser.add_argument("--dtypes", nargs="+", default=["bfloat16", "float32", "tf32"], choices=DTYPES)
     parser.add_argument("--dims", nargs="+", default=[64, 128, 256], type=int)
     parser.add_argument("--masks", nargs="+", default=["causal", "full"], choices=["causal", "full"])
@@ -298,42 +307,30 @@ def main():
         help="portable dk/dv with groups: one program per group, or one per query head",
     )  # fmt: skip
     parser.add_argument(
-        "--features", nargs="*", choices=HOPPER_FEATURES, help="with all features; with --hopper, or with those named"
+        "--features", nargs="*", choices=HOPPER_FEATURES, help="with all features; of hopper, or with those named"
     )
-    parser.add_argument("--hopper", action="store_true", help="the kernels of attention/hopper/")
-    parser.add_argument("--simple", action="store_true", help="the kernels of attention/simple.py")
-    parser.add_argument("--decode", action="store_true", help="the kernels of attention/decode_kernel.py")
-    parser.add_argument("--generation", action="store_true", help="the kernels of kernels/ that generate tokens")
-    parser.add_argument("--training", action="store_true", help="the kernels of kernels/ that train, on Hopper")
-    parser.add_argument("--rows", nargs="+", type=int, default=[1, 8, 32, 64], help="with --generation")
+    parser.add_argument("--rows", nargs="+", type=int, default=[1, 8, 32, 64], help="of generation")
     parser.add_argument("--lengths", nargs="+", type=int, help="of sequences; default: all that matter")
-    parser.add_argument("--bounds", choices=["lengths", "packed"], help="of sequences, with --hopper; default: none")
+    parser.add_argument("--bounds", choices=["lengths", "packed"], help="of sequences, of hopper; default: none")
     args = parser.parse_args()
 
     triton.knobs.nvidia.dump_ptxas_log = True  # to stdout
     triton.knobs.compilation.always_compile = True  # a cached kernel has no log
     torch.cuda.get_device_capability = lambda device: divmod(args.chip, 10)
     stdout, ptxas_log = sys.stdout, io.StringIO()
-    launch_all, lengths, features = partial(launch_kernels, ways=args.ways), LENGTHS, args.features is not None
-    if args.simple:
-        launch_all, lengths = launch_simple_kernels, [UNEVEN]
-    elif args.decode:
-        launch_all, args.masks = launch_decode_kernels, ["causal"]
-    elif args.generation:
-        launch_all = partial(launch_generation_kernels, row_counts=args.rows)
-        lengths, args.masks, args.groups = LENGTHS[-1:], ["causal"], [1]
-    elif args.training:
-        launch_all, lengths, args.masks, args.groups = launch_training_kernels, [UNEVEN], ["causal"], [1]
-    elif args.hopper:
+    launch_all, lengths, masks, groups = FAMILIES[args.kernels]
+    features, hopper = args.features is not None, args.kernels == "hopper"
+    if hopper:
         features = () if args.features is None else args.features or [x for x in HOPPER_FEATURES if x != "decay"]
-        launch_all = partial(launch_hopper_kernels, bounds=args.bounds)
-        lengths = (LENGTHS[-1],) if args.bounds else (LENGTHS[-1], UNEVEN)
-    for case in itertools.product(args.dtypes, args.dims, args.masks, args.groups, args.lengths or lengths):
+        lengths = lengths[:1] if args.bounds else lengths
+    sizes = args.dtypes, args.dims, masks or args.masks, groups or args.groups, args.lengths or lengths
+    own = dict(portable=dict(ways=args.ways), generation=dict(row_counts=args.rows), hopper=dict(bounds=args.bounds))
+    for case in itertools.product(*sizes):
         name, dim, mask, group, length = case
         dtype, precision = DTYPES[name]
         torch.set_float32_matmul_precision(precision)
         known = dict(chip=args.chip, dtype=name, dim=dim, mask=mask, group=group, length=length)
-        known |= dict(bounds=args.bounds, features=features) if args.hopper else {}
+        known |= dict(bounds=args.bounds, features=features) if hopper else {}
 
         def report(known=known, **found):
             print(json.dumps(known | found), file=stdout, flush=True)
@@ -342,7 +339,7 @@ def main():
         triton.runtime.driver.set_active(driver)
         triton.knobs.compilation.listener = driver.remember_ptx
         with contextlib.redirect_stdout(ptxas_log):
-            launch_all(dtype, dim, mask == "causal", group, features, length)
+            launch_all(dtype, dim, mask == "causal", group, features, length, **own.get(args.kernels, {}))
 
 
 if __name__ == "__main__":
