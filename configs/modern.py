@@ -8,7 +8,7 @@ data = "text"
 input = "books/train"
 tokenizer = "gpt2"
 depth = 12
-cpu = dict(depth=2, tokens=2_000_000, tokenizer="bpe:1024", block_size=256, eval_batches=10)
+cpu = dict(depth=2, tokenizer="bpe:2048", block_size=256, eval_batches=10)
 
 block_size = 1024
 norm = "rmsnorm"
