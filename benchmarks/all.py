@@ -22,7 +22,7 @@ from pathlib import Path
 
 from harness import ROOT, machine
 
-from docs import draw
+from benchmarks import draw
 
 RESULTS = ROOT / "benchmarks" / "results"
 TRAINING = "benchmarks/training.py --ranks {ranks} --text "

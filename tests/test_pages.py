@@ -8,7 +8,7 @@ import sys
 import pytest
 from helpers import ROOT
 
-from docs import draw
+from benchmarks import draw
 
 
 @pytest.fixture
