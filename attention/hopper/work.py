@@ -128,10 +128,9 @@ def plan_work(
     """The Work of this program. q_rows, k_rows: queries and keys of a batch row, as the tensors hold them."""
     teams = heads // members
     if PLAN.ragged:  # all heads of a tile, then the next one
-        tile, index, exists = listed(k_list, gl.program_id(0) // teams)
+        tile, index, _ = listed(k_list, gl.program_id(0) // teams)
         seq = bounds(index, q_rows, k_rows, ragged, RULE)
-        q_len = gl.where(exists, seq.q_len, 0)
-        k_len = gl.where(exists, seq.k_len, 0)
+        q_len, k_len = seq.q_len, seq.k_len
         team = gl.program_id(0) % teams
         head = team * members
         q_tiles = q_slots
@@ -159,10 +158,7 @@ def plan_work(
     # Programs of one head add to dQ at the same time: let them begin apart. Masks have them do so anyway.
     start = lo
     if not has_mask(RULE):
-        tiles = gl.cdiv(k_len, PLAN.block_k)
-        if PLAN.ragged:  # a program past the end of the list has none
-            tiles = gl.maximum(tiles, 1)
-        start = lo + tile * (hi - lo) // tiles
+        start = lo + tile * (hi - lo) // gl.cdiv(k_len, PLAN.block_k)
     queries = Extent(seq.row, seq.row * q_rows + seq.q_start + q_len, q_len)
     keys = Extent(seq.row, seq.row * k_rows + seq.k_start + k_len, k_len)
     return Work(
