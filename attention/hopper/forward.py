@@ -30,6 +30,7 @@ from .pipeline import (
     TileTerms,
     blocks,
     channel,
+    in_or_past,
     loader,
     pass_turn,
     receive,
@@ -202,7 +203,7 @@ def own_blocks(q_start, sizes, tile_end, RULE: gl.constexpr, TILE: gl.constexpr)
     """blocks() of a consumer, of those of its tile; where it has no queries the last one, so that there is one."""
     begin, full_begin, full_end, end = blocks(q_start, PER_CONSUMER, sizes, RULE, TILE)
     end = gl.minimum(end, tile_end)
-    begin = gl.where(q_start < sizes.q_len, gl.minimum(begin, end - 1), end - 1)
+    begin = gl.where((q_start >= 0) & (q_start < sizes.q_len), gl.minimum(begin, end - 1), end - 1)
     full_end = gl.maximum(gl.minimum(full_end, end - 1), begin)
     if RULE.window > 0:
         full_begin = gl.maximum(gl.minimum(full_begin, full_end), begin)
@@ -232,7 +233,7 @@ def consumer(
     count = 0  # of blocks
     visit = 0
     message = receive(shared.mail, visit)
-    while message[0] >= 0:
+    while message[1] >= 0:
         tile_start, flat_head = message[0], message[1]
         first, first_key, own, dropout = unpack_message(message, sizes, RULE, PIPE)
         q_start = tile_start + INDEX * PER_CONSUMER
@@ -275,7 +276,8 @@ def consumer(
         lse, top, factor = end_rows(state, edge, flat_head, decay, sink, own, RULE, TILE)
         offset = q_start + gl.arange(0, PER_CONSUMER, lse.type.layout)
         rows = lse2 + (flat_head.to(gl.int64) * sizes.q_len + first)
-        gl.store(rows + offset, lse, offset < own.q_len)
+        is_query = (offset >= 0) & (offset < own.q_len)
+        gl.store(rows + offset, lse, is_query)
 
         acc = warpgroup_mma_wait(0, deps=(acc,))
         release(shared.v, count - 1)
@@ -286,12 +288,12 @@ def consumer(
         out_tile = output_tile(acc, shared, out, INDEX)
         row = flat_head // TILE.heads
         queries = Extent(row, row * sizes.q_len + first + own.q_len, own.q_len)
-        tma_store(out, corner(queries, q_start, flat_head % TILE.heads, PIPE.ragged), out_tile)
+        tma_store(out, corner(queries, in_or_past(q_start, own.q_len), flat_head % TILE.heads, PIPE.ragged), out_tile)
         if PIPE.out_in_q_memory:
             tma_wait(0)
             mbarrier.arrive(shared.q.empty.index(INDEX))
         if max_logit2 is not None:  # last, when there are registers for it
-            largest = gl.max(gl.where(offset < own.q_len, top, float("-inf")), 0)
+            largest = gl.max(gl.where(is_query, top, float("-inf")), 0)
             gl.atomic_max(max_logit2 + flat_head % TILE.heads, largest, sem="relaxed")
         visit += 1
         message = receive(shared.mail, visit)

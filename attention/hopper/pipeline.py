@@ -60,10 +60,17 @@ def blocks(start, rows, sizes, RULE: gl.constexpr, TILE: gl.constexpr):
     """Blocks of keys that `rows` queries from `start` on meet: (begin, full_begin, full_end, end), at least one."""
     first = start + sizes.k_len - sizes.q_len  # query i stands at key i + k_len - q_len
     last = gl.minimum(first + rows, sizes.k_len) - 1
+    first -= gl.minimum(start, 0)  # there is no query before 0
     span = meeting_range(first, last, behind(RULE), ahead(RULE), sizes.k_len, TILE.block_k, TILE.block_k)
     begin = span.lo // TILE.block_k
     end = gl.maximum(gl.cdiv(span.hi, TILE.block_k), begin + 1)
     return begin, span.full_lo // TILE.block_k, span.full_hi // TILE.block_k, end
+
+
+@gluon.jit
+def in_or_past(q_start, q_len):
+    """A consumer's first query; q_len if its rows lie before query 0, because TMA cannot store there."""
+    return gl.where(q_start < 0, q_len, q_start)
 
 
 @gluon.jit
@@ -81,7 +88,7 @@ def words(rule, pipe):
 
 @gluon.jit
 def pack_message(q_start, head, seq, terms, RULE: gl.constexpr, TILE: gl.constexpr, PIPE: gl.constexpr):
-    """The message about a tile: its first query, or -1 when there are no more, and its head of all sequences.
+    """The message about a tile: its first query, and its head of all sequences, or -1 when there are no more tiles.
 
     If sequences are ragged also where its own begins in its row, and how many queries and keys that has; with dropout
     also its key; with ALiBi also its slope; with gates also where its keys begin in their row.
@@ -178,10 +185,15 @@ def loader(
     while number < total:
         tile, head, seq = tile_at(number, total, n_tiles, tile_list, ragged, sizes, RULE, TILE, PIPE)
         q_start = tile * TILE.block_q
+        # The tile that is not full comes first, where a causal mask leaves the fewest keys. But tiles as large as a
+        # block of keys stay aligned with the blocks: with a window each would otherwise need one more.
+        if TILE.block_q != TILE.block_k:
+            spare = gl.cdiv(seq.q_len, TILE.block_q) * TILE.block_q - seq.q_len
+            q_start -= spare // PER_CONSUMER * PER_CONSUMER
         send(shared.mail, visit, pack_message(q_start, head, seq, terms, RULE, TILE, PIPE))
         queries = Extent(seq.row, seq.row * sizes.q_len + seq.q_start + seq.q_len, seq.q_len)
         for index in gl.static_range(CONSUMERS):
-            at = corner(queries, q_start + index * PER_CONSUMER, head, PIPE.ragged)
+            at = corner(queries, in_or_past(q_start + index * PER_CONSUMER, seq.q_len), head, PIPE.ragged)
             fill(shared.q, visit * CONSUMERS + index, q, at)
         keys = Extent(seq.row, seq.row * sizes.k_len + seq.k_start + seq.k_len, seq.k_len)
         kv_head = head // TILE.group
@@ -198,7 +210,7 @@ def loader(
         count += 1
         visit += 1
         number = gl.atomic_add(tile_list, 1, sem="relaxed") + gl.num_programs(0)  # whoever is free takes the next
-    send(shared.mail, visit, (-1, 0, 0, 0, 0, 0, 0, 0))
+    send(shared.mail, visit, (0, -1, 0, 0, 0, 0, 0, 0))
 
 
 @gluon.jit
