@@ -28,30 +28,22 @@ class Sampling:
     """Sample from the most likely tokens that together reach this probability; 1 = all."""
     min_p: float = 0.0
     """Sample from tokens whose probability is at least this share of the highest one; 0 = all."""
-    repetition_penalty: float = 1.0
-    """Divide positive logits of tokens in the text by this number, and multiply negative ones by it; 1 = off."""
 
     def __post_init__(self):
         require(0 <= self.temperature < math.inf, f"temperature={self.temperature} must be at least 0")
         require(self.top_k >= 0, f"top_k={self.top_k} must be at least 0; 0 keeps all tokens")
         require(0 < self.top_p <= 1, f"top_p={self.top_p} must be in (0, 1]; 1 keeps all tokens")
         require(0 <= self.min_p <= 1, f"min_p={self.min_p} must be in [0, 1]; 0 keeps all tokens")
-        penalty = self.repetition_penalty
-        require(0 < penalty < math.inf, f"repetition_penalty={penalty} must be positive; 1 turns it off")
 
 
-def choose(logits, sampling, keys, positions, seen=None):
+def choose(logits, sampling, keys, positions):
     """One token for each row of logits [B, V] float32: [B] int64.
 
     The random numbers are a function of key, position and token, so they do not depend on the rest of the batch.
 
     Args:
         sampling: Sampling. keys: [B] int64, of sample_keys(). positions: [B] int64, of the new tokens in their texts.
-        seen: [B, V] bool, the tokens that the text of a row has, for the repetition penalty; None without it.
     """
-    if sampling.repetition_penalty != 1:
-        penalty = sampling.repetition_penalty
-        logits = torch.where(seen, torch.where(logits > 0, logits / penalty, logits * penalty), logits)
     if sampling.temperature == 0:
         return logits.argmax(-1)
     vocabulary = logits.shape[-1]

@@ -42,7 +42,7 @@ def generate(model, tokenizer, prompt, *, seed=1337, max_tokens=500, stop=(), ig
             context, the oldest are left out; half of the context is for the answer, which ends where that is full.
         max_tokens: int, the most to add.
         stop: texts before which the sample ends. ignore_eot: go on after an end-of-text token.
-        sampling: temperature, top_k, top_p, min_p and repetition_penalty, as in Sampling.
+        sampling: temperature, top_k, top_p and min_p, as in Sampling.
 
     Raises:
         UserError: an option is wrong, the tokenizer lacks a character, or the prompt is empty and the tokenizer has no
@@ -121,9 +121,6 @@ class Generator:
         self.positions = integers()  # of the next tokens in their texts
         self.keys = integers()
         self.reseed(seed)
-        penalised = self.sampling.repetition_penalty != 1
-        shape = batch, tokenizer.n_vocab
-        self.seen = torch.zeros(shape, dtype=torch.bool, device=self.device) if penalised else None
         self.delay = DELAY if on_gpu else 0
         self.host_tokens = [torch.zeros(batch, dtype=torch.int64, pin_memory=on_gpu) for _ in range(self.delay + 1)]
         self.copied = [torch.cuda.Event() for _ in self.host_tokens] if on_gpu else None
@@ -193,10 +190,6 @@ class Generator:
         self._fill(rows, block_size)
         self.newest.copy_(torch.tensor([text[-1] for text in texts]))
         self.positions.copy_(torch.tensor(list(map(len, texts))))
-        if self.seen is not None:
-            self.seen.zero_()
-            for row, text in enumerate(texts):
-                self.seen[row, torch.tensor(text)] = True
         pending = deque()
         for step in range(max_tokens):
             if block_size in self.filled:
@@ -274,9 +267,7 @@ class Generator:
             torch.set_num_threads(before)
 
     def _choose_tokens(self, logits):
-        tokens = choose(logits, self.sampling, self.keys, self.positions, self.seen)
-        if self.seen is not None:
-            self.seen.scatter_(1, tokens[:, None], True)
+        tokens = choose(logits, self.sampling, self.keys, self.positions)
         if self.config.mask_documents:  # the next token begins another document, at position 0
             self.cache.lengths.mul_(self.newest != self.config.end_of_text)
         self.positions += 1
