@@ -27,7 +27,7 @@ from hf.weights import load_pretrained
 from training.batches import choose_micro_batch, training_batches
 from training.checkpoint import Run, checkpoints, load_first
 from training.config import load_config
-from training.device import StartClock, as_graph, autocast, compile_network, eagerly, kernels_ahead, set_precision
+from training.device import as_graph, autocast, compile_network, eagerly, kernels_ahead, set_precision
 from training.distributed import STOP, Signals, end_distributed, fail, lost_rank, open_on_all_ranks, start_distributed
 from training.network import compile_and_wrap, make_model
 from training.optimizer import Optimizer, learning_rate, note_new_rate
@@ -77,7 +77,6 @@ def evaluate(model, batches, config, ranks):
 
 def train(config, argv=()):
     """One run; returns the best validation loss in nats per token. argv: the command line that --depth needs again."""
-    clock = StartClock()
     ranks = start_distributed(config)
     config = ranks.broadcast(config)  # with --resume alone, ranks may have found different runs
     set_precision(config.deterministic, ranks.on_gpu)
@@ -89,7 +88,6 @@ def train(config, argv=()):
     config = config.with_steps(batches.windows_per_epoch)
     if saved and ranks.rank == 0:
         note_new_rate(saved, config)
-    clock.end("data")
 
     model = make_model(config, corpus.tokenizer, ranks)
     if config.init_from and not saved:
@@ -109,9 +107,7 @@ def train(config, argv=()):
     report = Report(run.folder, config, model, corpus, ranks, start)
     with kernels_ahead(model.config, config, ranks, micro_batch):
         report.describe(model, corpus, batches, ranks, micro_batch)
-        clock.end("model")
         compile_network(network, config, ranks, micro_batch)
-    clock.end("compilation")
 
     steps = range(start, config.steps)
     step_batches = training_batches(batches, steps, network, optimizer, config, ranks, micro_batch)
@@ -140,9 +136,8 @@ def train(config, argv=()):
             optimizer.move_average(step)
             if step == start:
                 loss.item()  # waits for the device
-                clock.end("first step")
                 UNFINISHED.clear()  # from here on an error leaves the run's folder
-                report.start(clock.times)
+                report.start()
             if (step + 1) % config.log_every == 0:
                 report.step(step + 1, rate, loss, grad_norm, optimizer.skipped)
                 optimizer.check_bad_steps(step + 1, batches, run.folder)

@@ -1,14 +1,12 @@
-"""The device of a run: its name and dtype, autocast, CUDA graphs, compilation, and how long a start takes."""
+"""The device of a run: its name and dtype, autocast, CUDA graphs and compilation."""
 
 import os
 import sys
-import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import replace
 from functools import partial
 from importlib import import_module
-from pathlib import Path
 
 import torch
 
@@ -116,26 +114,6 @@ def as_graph(take_step, network, optimizer, config, ranks, micro_batch):
         return step
     graph = CUDAGraph(lambda *tensors: step([tensors]), WARM_UPS if ranks.world == 1 else DDP_WARM_UPS)
     return lambda micro_batches: graph(*next(micro_batches))
-
-
-class StartClock:
-    """Seconds that each part of a start took, in order: the dict `times`. Creating it ends the part "imports"."""
-
-    def __init__(self):
-        self.times, self.since = {"imports": process_age()}, time.perf_counter()
-
-    def end(self, part):
-        """Record the time since the previous part ended as that of `part`."""
-        now = time.perf_counter()
-        self.times[part], self.since = now - self.since, now
-
-
-def process_age():
-    """Seconds since this process was started; 0.0 on systems without Linux's /proc."""
-    with suppress(OSError, AttributeError):
-        ticks = int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19])
-        return time.clock_gettime(time.CLOCK_BOOTTIME) - ticks / os.sysconf("SC_CLK_TCK")
-    return 0.0
 
 
 # Imported before the threads below start: threads that import the same module at once can see it half made.

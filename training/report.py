@@ -122,20 +122,10 @@ class Report:
         for name, text in fields.items():
             show_field(name, text)
 
-    def start(self, times):
-        """Print where the time until the end of the first step went: {part: seconds}, in this order.
-
-        The first step does not count in tokens per second, because it may compile, unless it has a line of its own.
-        """
+    def start(self):
+        """Leave the first step, which may compile, out of the tokens per second, unless it has a line of its own."""
         if (self.first_step + 1) % self.config.log_every:
             self.pace.restart(self.first_step + 1)
-        if self.enabled:
-            each = ", ".join(f"{seconds:.1f} s {part}" for part, seconds in times.items())
-            show_field("start", f"{sum(times.values()):.1f} s: {each}")
-            hours = times["first step"] * (self.config.steps - self.first_step) / 3600
-            if hours > 1 and not torch.cuda.is_initialized():
-                example = "python train.py configs/shakespeare.py takes two minutes"
-                show(f"note: without a GPU these steps take about {hours:,.0f} hours; {example}", file=sys.stderr)
 
     def step(self, step, learning_rate, loss, grad_norm, skipped):
         """Record a training step. loss (nats per token), grad_norm, skipped: [] tensors, whose values it waits for."""
