@@ -98,27 +98,23 @@ def test_the_end_of_a_resumed_run(folder, run, monkeypatch, capsys):
 
 @pytest.mark.parametrize("server", ["fails", "is out of reach"])
 def test_an_error_of_wandb_ends_only_its_logging(folder, monkeypatch, capsys, server):
-    """Not every error has a message. What was logged before has the sample as text, without control characters."""
-    logged = []
+    """Not every error has a message. A sample is printed without control characters."""
 
     def log(values, step):
         if step == 3:
             raise TimeoutError
-        logged.append(values)
 
     def init(**options):
         if server == "is out of reach":
             raise TimeoutError
         return SimpleNamespace(id="7", log=log, finish=log)
 
-    monkeypatch.setitem(sys.modules, "wandb", SimpleNamespace(init=init, Html=lambda text: text))
+    monkeypatch.setitem(sys.modules, "wandb", SimpleNamespace(init=init))
     monkeypatch.setattr(train, "write_sample", lambda *rest: "a <b>\n\x1b[2Jc")
     result = in_process(capsys, **FAST | SHORT | dict(wandb="online", sample_every=2))
     assert result.returncode == 0 and len(losses(folder)) == 4
     assert result.stderr.count("warning: ") == 1 and "TimeoutError" in result.stderr, result.stderr
     assert "sample after 2 steps:\na <b>\n\ufffd[2Jc\n" in result.stdout
-    samples = [values["sample"] for values in logged if "sample" in values]
-    assert samples == ["<pre>a &lt;b&gt;\n\ufffd[2Jc</pre>"] * (server == "fails")
 
 
 RECORDS = [

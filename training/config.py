@@ -147,7 +147,7 @@ class Config(GPTConfig):
     log_every: int = 10
     """Steps between lines of metrics.jsonl and of the terminal."""
     sample_every: int = 0
-    """Steps between samples of about a hundred tokens, which are printed and logged to wandb; 0 = none."""
+    """Steps between samples of about a hundred tokens, which are printed; 0 = none."""
     wandb: Literal["off", "offline", "online"] = "off"
     """Log to Weights & Biases as well; WANDB_PROJECT names the project."""
 

@@ -1,6 +1,5 @@
 """What a run reports: lines on the terminal, metrics.jsonl, loss.png, wandb."""
 
-import html
 import json
 import math
 import os
@@ -172,16 +171,11 @@ class Report:
             self.plotted = time.perf_counter()
 
     def sample(self, step, write):
-        """Print what write() returns, a sample of the model's text, and log it to wandb."""
+        """Print what write() returns, a sample of the model's text."""
         if not self.enabled:
             return
         with self.pause(), only_warn("writing a sample"):
-            text = printable(write())
-            show(f"sample after {step} steps:\n{text}\n")
-            if self.wandb:
-                import wandb
-
-                self._log({"sample": wandb.Html(f"<pre>{html.escape(text)}</pre>")}, step)
+            show(f"sample after {step} steps:\n{printable(write())}\n")
 
     def close(self, step, write=None):
         """Print how the run ended, then draw loss.png; in this order, as torchrun kills a stopping rank after 30 s.
@@ -227,13 +221,10 @@ class Report:
         with only_warn("writing metrics.jsonl"), open(self.folder / "metrics.jsonl", "a") as file:
             file.write(json.dumps(record) + "\n")
         if self.wandb:
-            self._log(record, record["step"])
-
-    def _log(self, values, step):
-        run, self.wandb = self.wandb, None  # not used again after an error
-        with only_warn("logging to wandb"):
-            run.log(values, step=step)
-            self.wandb = run
+            run, self.wandb = self.wandb, None  # not used again after an error
+            with only_warn("logging to wandb"):
+                run.log(record, step=record["step"])
+                self.wandb = run
 
 
 def start_wandb(folder, mode):
