@@ -44,7 +44,7 @@ def test_metrics_of_a_run(folder, run, monkeypatch):
 
 @pytest.mark.parametrize("columns, has", [(30, "loss"), (80, "left"), (120, "lr")])
 def test_lines_fit_the_terminal(folder, monkeypatch, capsys, columns, has):
-    """A progress line never wraps, which would leave a piece of it behind; other lines wrap between words."""
+    """A progress line never wraps, which would leave a piece of it behind."""
     monkeypatch.setattr("sys.stdout.isatty", lambda: True)
     monkeypatch.setenv("COLUMNS", str(columns))
     out = in_process(capsys, **FAST | SHORT).stdout
@@ -52,7 +52,6 @@ def test_lines_fit_the_terminal(folder, monkeypatch, capsys, columns, has):
     progress = [line for line in lines if re.match(r"step \d/4  loss", line)]
     assert len(progress) == 4 and all(has in line for line in progress)
     assert max(map(len, progress)) < columns
-    assert max(len(line) for line in lines if line.startswith(("model", "data"))) < max(columns, 40)
 
 
 def test_resuming_drops_later_records_and_a_cut_line(folder, run):

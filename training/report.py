@@ -119,7 +119,7 @@ class Report:
                 f"weight decay {config.weight_decay:.2g}, dropout {config.dropout:.2g}"
             )
         for name, text in fields.items():
-            show_field(name, text)
+            show(f"{name:11}{text}")
 
     def start(self):
         """Leave the first step, which may compile, out of the tokens per second, unless it has a line of its own."""
@@ -254,15 +254,6 @@ def show(text, end="\n", file=None):
     """Print a text. On a terminal it replaces the progress line, if that was printed last."""
     file = file or sys.stdout
     print(f"\r\x1b[K{text}" if file.isatty() else text, end=end, file=file, flush=True)
-
-
-def show_field(name, text):
-    """Print "name  text"; a terminal gets it in lines that fit."""
-    line = f"{name:11}{text}"
-    if sys.stdout.isatty():
-        width = get_terminal_size().columns - 1
-        line = textwrap.fill(line, width, subsequent_indent=" " * 11, break_long_words=False, break_on_hyphens=False)
-    show(line)
 
 
 def show_progress(fields):
