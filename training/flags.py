@@ -47,7 +47,7 @@ OPTION = re.compile(r'^    (?:# (.+)|(\w+): .+(?:\n    """((?s:.+?))""")?)$', re
 def parse_flags(kind, argv, settings=None):
     """An instance of the dataclass `kind` from `--name value` flags; of a repeated flag the last one counts.
 
-    A flag of a boolean option may stand alone and then means True. The first argument RUN may also be given as --run.
+    A flag of a boolean option may stand alone and then means True.
     settings: values that flags override, by name; --help prints them.
     """
     argv, settings, names = list(argv), settings or {}, {field.name: field.type for field in fields(kind)}
@@ -60,10 +60,6 @@ def parse_flags(kind, argv, settings=None):
         if not flag.startswith("--"):
             continue
         refuse_nanogpt(flag[2:], value if given else following, names)
-        if flag == "--run" and "run" in names and (given or following[:2] != "--"):
-            del argv[index : index + (1 if given else 2)]
-            argv.insert(0, value if given else following)
-            continue
         run_follows = "run" in names and following not in ("True", "False")
         if names.get(flag[2:]) is bool and not given and (run_follows or following.startswith("--")):
             argv.insert(index + 1, "True")
