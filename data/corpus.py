@@ -43,7 +43,7 @@ class Corpus:
         return _joined_sha256(self.train.sha256, self.val.sha256)
 
 
-def open_corpus(name, tokenizer_spec, input=None, *, sha256=None, quiet=False, verify=False):
+def open_corpus(name, tokenizer_spec, input=None, *, sha256=None, verify=False):
     """Open a corpus, without reading its tokens.
 
     A text that is new, has changed or lacks files is prepared first, with the same options as before. Changes are
@@ -52,7 +52,6 @@ def open_corpus(name, tokenizer_spec, input=None, *, sha256=None, quiet=False, v
     Args:
         name, tokenizer_spec, input: as for `prepare`.
         sha256: open the prepared corpus with this `Corpus.sha256`, if there is one, wherever its text is now.
-        quiet: print only if a download fails; for all processes of a run except the first.
         verify: read all tokens and compare their sha256 with the manifest's.
     """
     if sha256 and (corpus := _find_tokens(sha256, tokenizer_spec, verify)):
@@ -73,8 +72,7 @@ def open_corpus(name, tokenizer_spec, input=None, *, sha256=None, quiet=False, v
         remedy = f"python -m data.prepare {words} --tokenizer {tokenizer_spec} (--tokens 1B prepares a part)"
         raise UserError(f"{name} cannot be used: {reason}; type {remedy}")
     require(not input or Path(input).exists(), f"{input} does not exist; check --input")
-    if not quiet:
-        print(f"tokenizing {name} with {tokenizer_spec}: {reason}", file=sys.stderr)
+    print(f"tokenizing {name} with {tokenizer_spec}: {reason}", file=sys.stderr)
     options = Options(**manifest["request"]["options"]) if manifest else Options()
     return prepare(name, tokenizer_spec, input, options)
 

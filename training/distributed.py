@@ -86,11 +86,11 @@ def open_on_all_ranks(config, ranks, sha256):
     """
     open_here = partial(open_corpus, config.data, config.tokenizer, config.input or None, sha256=sha256)
     is_first = os.environ.get("LOCAL_RANK", "0") == "0"
-    corpus = open_here(quiet=False, verify=config.verify) if is_first else None
+    corpus = open_here(verify=config.verify) if is_first else None
     expected = ranks.broadcast(corpus and corpus.sha256)
     if ranks.world > 1:
         dist.barrier(ranks.control)  # until the first rank of every host is done
-    corpus = corpus or open_here(quiet=True, sha256=expected)  # without another look at the text
+    corpus = corpus or open_here(sha256=expected)  # without another look at the text
     same = corpus.sha256 == expected
     require(same, f"the tokens in {corpus.folder} differ from rank 0's; give all hosts the same text, or one GPT_DATA")
     return corpus
