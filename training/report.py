@@ -10,6 +10,7 @@ import time
 import warnings
 from collections import deque
 from contextlib import contextmanager
+from datetime import timedelta
 from shutil import get_terminal_size
 from statistics import median_low
 
@@ -149,7 +150,7 @@ class Report:
         fields = [f"step {step}/{steps}", f"loss {loss:.4f}"]
         fields += [f"val {self.val_loss:.4f}"] if self.val_loss is not None else []
         fields += [f"{skipped:.0f} skipped"] if skipped else []
-        fields += [f"{record['tokens_per_second']:,.0f} tokens/s", f"{duration(left)} left"]
+        fields += [f"{record['tokens_per_second']:,.0f} tokens/s", f"{timedelta(seconds=round(left))} left"]
         fields += [f"norm {grad_norm:.2f}", f"lr {learning_rate:.2e}"]
         if self.peak:
             fields.append(f"MFU {record['mfu']:.1%}")
@@ -202,7 +203,7 @@ class Report:
             if last is not None and last > NOISE * found["val_loss"]:
                 worse = last - found["val_loss"]
                 show(f"the last is {worse:.4f} worse, a sign of overfitting: try fewer --steps or more text")
-        show(f"trained for {duration(self._seconds())}; losses are drawn in {self.folder / 'loss.png'}")
+        show(f"trained for {timedelta(seconds=round(self._seconds()))}; losses are drawn in {self.folder / 'loss.png'}")
         flag = " --chat" if self.config.data == "chat" else ""
         show(f"sample from it: python sample.py {self.folder.name}{flag}")
         if write:
@@ -264,12 +265,6 @@ def show_progress(fields):
     while len(fields) > 1 and len("  ".join(fields)) > room:
         fields = fields[:-1]
     show("  ".join(fields)[:room], end="")
-
-
-def duration(seconds):
-    """Hours, minutes and seconds, as in 0:01:05."""
-    seconds = round(seconds)
-    return f"{seconds // 3600}:{seconds // 60 % 60:02}:{seconds % 60:02}"
 
 
 def printable(text):
