@@ -7,7 +7,6 @@ import re
 import sys
 import textwrap
 import time
-import warnings
 from collections import deque
 from contextlib import contextmanager
 from datetime import timedelta
@@ -359,6 +358,4 @@ def draw_losses(path, runs, x="step", y="loss"):
     legend = figure.legend(loc="outside lower left", frameon=False, fontsize="small", ncols=columns)
     for text in [axis.set_title(title), *legend.get_texts()]:
         text.set_parse_math(False)  # a name may contain $
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "Glyph")  # a name may have characters that the font lacks
-        figure.savefig(path, dpi=130)
+    figure.savefig(path, dpi=130)
