@@ -203,20 +203,17 @@ def make_folder(name):
 
 
 def find_run(name, *also):
-    """Path of what a user names: runs/NAME if there is such a run, else NAME; for "" newest_run(*also)."""
+    """Path of what a user names: runs/NAME if there is such a run, else NAME.
+
+    "" is the run with the newest .pt file, or newest file that matches one of the patterns `also`.
+    """
     if not name:
-        return newest_run(*also)
+        found = [path for pattern in ("*.pt", *also) for path in RUNS.glob(f"*/{pattern}")]
+        require(found, f"no run in {RUNS}/; train one first: python train.py configs/shakespeare.py")
+        return max(found, key=lambda path: path.stat().st_mtime).parent
     path = Path(name)
     inside = RUNS / path
     return inside if path.name == str(name) != ".." and inside.is_dir() else path
-
-
-def newest_run(*also):
-    """The run folder with the newest .pt file, or newest file that matches one of the patterns `also`."""
-    found = [path for pattern in ("*.pt", *also) for path in RUNS.glob(f"*/{pattern}")]
-    if not found:
-        raise UserError(f"no run in {RUNS}/; train one first: python train.py configs/shakespeare.py")
-    return max(found, key=lambda path: path.stat().st_mtime).parent
 
 
 def checkpoints(folder):
