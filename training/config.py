@@ -283,8 +283,6 @@ def pop_config_file(argv):
 
 def resumed_config(folder, flags):
     """Config of the run in a folder, changed by flags; UserError if the changes need --allow_changes."""
-    if folder.name == "checkpoint.pt":
-        folder = folder.parent
     found = "is a file" if folder.is_file() else "does not exist"
     require(folder.is_dir(), f"{folder} {found}; --resume needs a run's folder")
     record = read_json(folder / "config.json")
