@@ -39,9 +39,7 @@ def merged_pairs(ranks):
 
 
 def vocabulary_of(tokenizer):
-    """{text: id} of all tokens; letters_of() writes the bytes of a tiktoken.Encoding."""
-    if isinstance(tokenizer, HubTokenizer):
-        return tokenizer.vocabulary
+    """{text: id} of the tokens of a tokenizer of ours; letters_of() writes the bytes of a tiktoken.Encoding."""
     if isinstance(tokenizer, CharTokenizer):
         return {text: index for index, text in enumerate(tokenizer._texts)}
     return {letters_of(token): rank for token, rank in tokenizer._mergeable_ranks.items()} | tokenizer._special_tokens
