@@ -113,13 +113,8 @@ class Generator:
         lacks |= self.config.qk_norm and self.config.norm_eps > 0
         self.fused = has_kernels and not lacks  # generation.fused does not have these
         self.cache = Cache(model.config, batch, self.device, dtype)
-
-        def integers():
-            return torch.zeros(batch, dtype=torch.int64, device=self.device)
-
-        self.newest = integers()  # tokens, not yet in the cache
-        self.positions = integers()  # of the next tokens in their texts
-        self.keys = integers()
+        # the newest tokens, which are not yet in the cache, and the positions of the next ones in their texts
+        self.newest, self.positions, self.keys = (torch.zeros_like(self.cache.rows) for _ in range(3))
         self.reseed(seed)
         self.delay = DELAY if on_gpu else 0
         self.host_tokens = [torch.zeros(batch, dtype=torch.int64, pin_memory=on_gpu) for _ in range(self.delay + 1)]
