@@ -116,6 +116,7 @@ class Generator:
         # the newest tokens, which are not yet in the cache, and the positions of the next ones in their texts
         self.newest, self.positions, self.keys = (torch.zeros_like(self.cache.rows) for _ in range(3))
         self.reseed(seed)
+        self.filled = [0] * batch  # tokens of each row that are in the cache
         self.delay = DELAY if on_gpu else 0
         self.host_tokens = [torch.zeros(batch, dtype=torch.int64, pin_memory=on_gpu) for _ in range(self.delay + 1)]
         self.copied = [torch.cuda.Event() for _ in self.host_tokens] if on_gpu else None
@@ -231,11 +232,8 @@ class Generator:
                 self.model.hidden(tokens, self.cache.prefill(tokens, index, sources))
         lengths = list(map(len, contexts))
         self.cache.lengths[index] = torch.tensor(lengths, dtype=torch.int32, device=self.device)
-        if len(lengths) == self.batch:
-            self.filled = lengths
-        else:
-            for row, length in zip(rows, lengths, strict=True):
-                self.filled[row] = length
+        for row, length in zip(rows, lengths, strict=True):
+            self.filled[row] = length
 
     @torch.inference_mode()
     def _step(self):
@@ -298,13 +296,10 @@ class Generator:
                 known[repr(prompt)] = ids
         longest = max(len(self._context(ids)) for ids in known.values())
         if longest > block_size:
-            self._note(
-                f"the prompt is longer than the context; the model reads its last {block_size} tokens (block_size)"
-            )
+            self._note(f"the prompt is longer than block_size; the model reads its last {block_size} tokens")
         if longest + max_tokens > block_size + 1 and all(isinstance(prompt, str) for prompt in prompts):
-            self._note(
-                f"past {block_size} tokens (block_size), the model reads only the newest {max(block_size // 2, 1)}"
-            )
+            newest = max(block_size // 2, 1)
+            self._note(f"past {block_size} tokens (block_size), the model reads only the newest {newest}")
         return [known[repr(prompt)] for prompt in prompts]
 
     def _note(self, text):
