@@ -42,7 +42,6 @@ class Cell(NamedTuple):
     window: int | None = None
     documents: int | None = None  # mean length of packed documents
     rows: int | None = None  # of tokens in the packed row, whose documents find_documents() found
-    distances: int | None = None  # R of a learned relative_bias [H, R]
 
     def pairs(self, starts):
         """Visible (query, key) pairs of one head, over the batch."""
@@ -58,7 +57,6 @@ def cells(small=False):
         yield Cell("d16 causal", 2, 16, 1, 1, 16)
         yield Cell("d16 causal", 1, 32, 1, 1, 16)
         yield Cell("d16 window 8", 1, 32, 2, 1, 16, window=8)
-        yield Cell("d16 relative bias", 1, 32, 2, 2, 16, distances=8)
         return
     for dim in (64, 128, 256):
         heads = 2048 // dim
@@ -72,9 +70,6 @@ def cells(small=False):
     yield Cell("d128 window 1024", 1, TOKENS, 16, 16, 128, window=1024)
     yield Cell("d128 documents of 512", 1, TOKENS, 16, 16, 128, documents=512)
     yield Cell("GPT-2 documents of 800", 1, 32 * 1024, 12, 12, 64, documents=800, rows=32)
-    yield Cell("GPT-2 relative bias", 32, 1024, 12, 12, 64, distances=128)
-    for length in (4096, TOKENS):
-        yield Cell("d64 relative bias", TOKENS // length, length, 12, 12, 64, distances=128)
 
 
 def document_starts(cell):
@@ -89,18 +84,17 @@ def document_starts(cell):
     return torch.tensor([0, *torch.tensor(lengths).cumsum(0).tolist()], dtype=torch.int32, device=DEVICE)
 
 
-# Each of these returns a function of q, k, v [B, T, H, D] and, with distances, a relative_bias [H, R];
-# NotImplementedError says what it cannot compute.
+# Each of these returns a function of q, k, v [B, T, H, D]; NotImplementedError says what it cannot compute.
 
 
 def ours(impl, cell, starts):
     packed = {} if starts is None else dict(cu_seqlens=starts, max_seqlen=int(starts.diff().max()))
     options = dict(causal=cell.causal, window=cell.window, impl=impl, **packed)
-    return lambda q, k, v, table=None: attention(q, k, v, relative_bias=table, **options)
+    return partial(attention, **options)
 
 
 def simple(cell, starts):
-    if cell.window or starts is not None or cell.dim > 128 or cell.distances:
+    if cell.window or starts is not None or cell.dim > 128:
         raise NotImplementedError("simple.py has no features and no head dim over 128")
     return partial(simple_attention, causal=cell.causal)
 
@@ -108,14 +102,9 @@ def simple(cell, starts):
 def sdpa(backend, cell, starts):
     if cell.window or starts is not None:
         raise NotImplementedError("SDPA would need a mask of T^2")
-    if cell.distances:
-        distance = torch.arange(cell.length, device=DEVICE)[:, None] - torch.arange(cell.length, device=DEVICE)
-        hidden, distance = distance < 0, distance.clamp(0, cell.distances - 1)
+    options = dict(is_causal=cell.causal, enable_gqa=cell.heads != cell.kv_heads)
 
-    def call(q, k, v, table=None):
-        options = dict(is_causal=cell.causal, enable_gqa=cell.heads != cell.kv_heads)
-        if table is not None:  # all biases [H, T, T]
-            options |= dict(is_causal=False, attn_mask=table[:, distance].masked_fill(hidden, -torch.inf)[None])
+    def call(q, k, v):
         with sdpa_kernel(backend):
             out = F.scaled_dot_product_attention(*(x.transpose(1, 2) for x in (q, k, v)), **options)
         return out.transpose(1, 2)
@@ -145,13 +134,9 @@ def flex(cell, starts):
         mask = create_block_mask(visible, None, None, cell.length, cell.length, device=DEVICE)
     compiled = torch.compile(flex_attention, fullgraph=True)
 
-    def call(q, k, v, table=None):
-        def score_mod(score, b, h, i, j):
-            return score + table[h, (i - j).clamp(0, cell.distances - 1)]
-
+    def call(q, k, v):
         q, k, v = (x.transpose(1, 2) for x in (q, k, v))
-        options = dict(block_mask=mask, enable_gqa=cell.heads != cell.kv_heads)
-        return compiled(q, k, v, None if table is None else score_mod, **options).transpose(1, 2)
+        return compiled(q, k, v, block_mask=mask, enable_gqa=cell.heads != cell.kv_heads).transpose(1, 2)
 
     return call
 
@@ -159,8 +144,6 @@ def flex(cell, starts):
 def flash4(cell, starts):
     from flash_attn.cute import flash_attn_func, flash_attn_varlen_func
 
-    if cell.distances:
-        raise NotImplementedError("it has no learned bias")
     window = (cell.window - 1, 0) if cell.window else (None, None)
     limit = None if starts is None else int(starts.diff().max())
 
@@ -180,8 +163,8 @@ def flash4(cell, starts):
 def fla(cell, starts):
     from fla.ops.attn import parallel_attn
 
-    if not cell.causal or cell.distances:
-        raise NotImplementedError("parallel_attn is causal, without a bias")
+    if not cell.causal:
+        raise NotImplementedError("parallel_attn is causal")
     return partial(parallel_attn, window_size=cell.window, cu_seqlens=None if starts is None else starts.long())
 
 
@@ -231,9 +214,7 @@ def run(cell, names):
         torch.randn(cell.batch, cell.length, n, cell.dim, device=DEVICE, dtype=torch.bfloat16, requires_grad=True)
         for n in (cell.heads, cell.kv_heads, cell.kv_heads)
     )
-    dout, inputs = torch.randn_like(q), [q, k, v]
-    if cell.distances:
-        inputs.append(torch.randn(cell.heads, cell.distances, device=DEVICE, dtype=q.dtype, requires_grad=True))
+    dout, inputs = torch.randn_like(q), (q, k, v)
     contenders, lacks, expected = {}, {}, None
     milliseconds(q.detach)  # allocates the buffer that flushes the cache
     for name in sorted(names, key="reference".__eq__):  # last: it fills the memory
@@ -242,9 +223,8 @@ def run(cell, names):
             contenders[name].both()  # memory must hold the kept output too, as when it is timed
             found = (contenders[name].out, *contenders[name].backward())
             expected = expected or found
-            # bfloat16 rounds by 0.004; in the sums of the bias's gradient most cancels
-            limits = (0.02, 0.02, 0.02, 0.02, 0.1)[: len(found)]
-            if any((a - b).norm() > limit * b.norm() for a, b, limit in zip(found, expected, limits, strict=True)):
+            # bfloat16 rounds by 0.004
+            if any((a - b).norm() > 0.02 * b.norm() for a, b in zip(found, expected, strict=True)):
                 raise ArithmeticError("its output or a gradient differs")
         except Exception as error:  # a missing package, an unsupported call, too little memory
             unserved = isinstance(error, ValueError) and (name == "hopper" or DEVICE == "cpu")
