@@ -24,7 +24,6 @@ from harness import DEVICE, machine, milliseconds, synchronize, table, take_turn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from attention import attention
-from attention.simple import simple_attention
 
 TOKENS = 16_384  # batch * length, except in the GPT-2 cell and the small ones
 LENGTHS = (512, 1024, 2048, 4096, 8192, 16_384)
@@ -85,12 +84,6 @@ def ours(impl, cell, starts):
     packed = {} if starts is None else dict(cu_seqlens=starts, max_seqlen=int(starts.diff().max()))
     options = dict(causal=cell.causal, window=cell.window, impl=impl, **packed)
     return partial(attention, **options)
-
-
-def simple(cell, starts):
-    if cell.window or starts is not None or cell.dim > 128:
-        raise NotImplementedError("simple.py has no features and no head dim over 128")
-    return partial(simple_attention, causal=cell.causal)
 
 
 def sdpa(backend, cell, starts):
@@ -166,11 +159,8 @@ def fla(cell, starts):
 IMPLEMENTATIONS = {
     "hopper": partial(ours, "hopper"),
     "triton": partial(ours, "triton"),
-    "reference": partial(ours, "reference"),
-    "simple": simple,
     "flash": partial(sdpa, SDPBackend.FLASH_ATTENTION),
     "cudnn": partial(sdpa, SDPBackend.CUDNN_ATTENTION),
-    "efficient": partial(sdpa, SDPBackend.EFFICIENT_ATTENTION),
     "flex": flex,
     "flash4": flash4,
     "fla": fla,
@@ -211,7 +201,7 @@ def run(cell, names):
     dout, inputs = torch.randn_like(q), (q, k, v)
     contenders, lacks, expected = {}, {}, None
     milliseconds(q.detach)  # allocates the buffer that flushes the cache
-    for name in sorted(names, key="reference".__eq__):  # last: it fills the memory
+    for name in names:
         try:
             contenders[name] = Contender(name, cell, starts, inputs, dout)
             contenders[name].both()  # memory must hold the kept output too, as when it is timed

@@ -13,7 +13,7 @@ from problems import ON_GPU
 RUN = " ".join(f"--{name}={value}" for name, value in FAST.items() if name != "input")
 PLAY = ROOT / "data/play.txt"
 SMALL = [
-    "attention.py --small --implementations triton simple reference flash --csv {folder}/attention.csv",
+    "attention.py --small --implementations triton flash --csv {folder}/attention.csv",
     "sampling.py --small",
     f"training.py --small --text {PLAY} --jobs char --with=--n_layer=1",
     f"step_parts.py configs/shakespeare_char.py {RUN} --input={PLAY}",
