@@ -172,14 +172,7 @@ class Contender:
 
     def __init__(self, name, cell, starts, inputs, dout):
         self.function, self.inputs, self.dout = IMPLEMENTATIONS[name](cell, starts), inputs, dout
-        synchronize()
-        if DEVICE == "cuda":
-            torch.cuda.reset_peak_memory_stats()
-        before = torch.cuda.memory_allocated()
         self.out = self.forward()
-        self.backward()
-        synchronize()
-        self.peak = torch.cuda.max_memory_allocated() - before
 
     def forward(self):
         return self.function(*self.inputs)
@@ -204,8 +197,8 @@ def run(cell, names):
     for name in names:
         try:
             contenders[name] = Contender(name, cell, starts, inputs, dout)
-            contenders[name].both()  # memory must hold the kept output too, as when it is timed
             found = (contenders[name].out, *contenders[name].backward())
+            contenders[name].both()  # memory must hold the kept output too, as when it is timed
             expected = expected or found
             # bfloat16 rounds by 0.004
             if any((a - b).norm() > 0.02 * b.norm() for a, b in zip(found, expected, strict=True)):
@@ -222,10 +215,8 @@ def run(cell, names):
     times = take_turns({key: partial(milliseconds, call) for key, call in calls.items()}, 50, seconds=0.02)
     for (name, way), found in times.items():
         ms, flops = statistics.median(found), 4 * cell.heads * cell.dim * cell.pairs(starts) * directions[way]
-        yield dict(
-            cell._asdict(), implementation=name, direction=way, ms=round(ms, 4),
-            tflops=float(f"{flops / ms / 1e9:.4g}"), peak_mib=round(contenders[name].peak / 2**20),
-        )  # fmt: skip
+        speed = dict(ms=round(ms, 4), tflops=float(f"{flops / ms / 1e9:.4g}"))
+        yield cell._asdict() | dict(implementation=name, direction=way) | speed
     for name, reason in lacks.items():
         yield dict(cell._asdict(), implementation=name, direction="none", reason=reason)
 
