@@ -22,8 +22,9 @@ from types import SimpleNamespace
 
 import torch
 import torch.nn.functional as F
-from harness import DEVICE, machine, seconds_of, synchronize, table
+from harness import DEVICE, machine, seconds_of, table
 from torch.nn.attention import SDPBackend, sdpa_kernel
+from triton.testing import do_bench_cudagraph
 
 from attention import decode
 from generation import Generator
@@ -121,27 +122,16 @@ def text_part(sizes, others):
     table(["batch", "Kestrel tokens/s", *others, "Kestrel without the prompt", "first token, ms"], rows())
 
 
-def graph_seconds(calls, repeats=20):
+def graph_seconds(calls):
     """Median seconds of one of the calls, which run one after the other in one CUDA graph."""
-    if not ON_GPU:
-        return seconds_of(lambda: [call() for call in calls]) / len(calls)
-    stream = torch.cuda.Stream()
-    with torch.cuda.stream(stream):
-        calls[0]()
-    synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, stream=stream):
+
+    def call_all():
         for call in calls:
             call()
-    events = [torch.cuda.Event(enable_timing=True) for _ in range(repeats + 1)]
-    graph.replay()
-    events[0].record()
-    for event in events[1:]:
-        graph.replay()
-        event.record()
-    synchronize()
-    spent = [before.elapsed_time(after) for before, after in itertools.pairwise(events)]
-    return statistics.median(spent) / 1000 / len(calls)
+
+    if not ON_GPU:
+        return seconds_of(call_all) / len(calls)
+    return do_bench_cudagraph(call_all, rep=100, return_mode="median") / 1000 / len(calls)
 
 
 def sdpa(backend, q, k, v):
