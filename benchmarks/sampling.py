@@ -2,7 +2,7 @@
 
     python benchmarks/sampling.py                        all parts
     python benchmarks/sampling.py --parts text --transformers --nanogpt PATH    beside their generate()
-    python benchmarks/sampling.py --parts attention      decode() against SDPA, in GB/s, beside the bandwidth of a copy
+    python benchmarks/sampling.py --parts attention      decode() against SDPA, in GB/s
     python benchmarks/sampling.py --small                sizes for a CPU, to try this script
 
 Parts: text (new tokens per second with the time of the prompt, for all; without it, and the time to the first token of
@@ -142,16 +142,12 @@ def sdpa(backend, q, k, v):
 
 @torch.no_grad()
 def attention_part(sizes, others):
-    source = torch.empty(2**30 if ON_GPU else 2**24, dtype=torch.uint8, device=DEVICE)
-    target = torch.empty_like(source)
-    copy = 2 * source.numel() / graph_seconds([lambda: target.copy_(source)]) / 1e9
-    print(f"a copy reads and writes {copy:,.0f} GB/s")
     cases = itertools.product(HEADS.items(), (1, 8), sizes.contexts)
-    head = ["heads", "batch", "context", "decode() GB/s", "of copy", "SDPA flash", "SDPA cuDNN"]
-    table(head, (attention_row(name, batch, context, *shape, copy) for (name, shape), batch, context in cases))
+    head = ["heads", "batch", "context", "decode() GB/s", "SDPA flash", "SDPA cuDNN"]
+    table(head, (attention_row(name, batch, context, *shape) for (name, shape), batch, context in cases))
 
 
-def attention_row(name, batch, context, heads, kv_heads, dim, copy):
+def attention_row(name, batch, context, heads, kv_heads, dim):
     """GB/s at which decode(), SDPA flash and SDPA cuDNN read the cache; 0 if a backend does not serve this call."""
     size = 2 * batch * context * kv_heads * dim * DTYPE.itemsize
     q = torch.randn(batch, 1, heads, dim, device=DEVICE, dtype=DTYPE)
@@ -170,8 +166,7 @@ def attention_row(name, batch, context, heads, kv_heads, dim, copy):
             rates.append(size / graph_seconds([partial(call, *cache) for cache in caches]) / 1e9)
         except RuntimeError:
             rates.append(0)
-    ours, *theirs = (f"{rate:,.0f}" if rate else "-" for rate in rates)
-    return [name, batch, f"{context:,}", ours, f"{rates[0] / copy:.0%}", *theirs]
+    return [name, batch, f"{context:,}", *(f"{rate:,.0f}" if rate else "-" for rate in rates)]
 
 
 PARTS = {"text": text_part, "attention": attention_part}
