@@ -57,16 +57,10 @@ PARTS = {
     "ddp": partial(part, {
         f"124M, DDP, {times} x 32 sequences": GPT2 | dict(batch_size=32 * times, micro_batch=32, parallel="ddp")
         for times in (1, 4)
-    } | {
-        "124M, DDP, FP8, 32 sequences": GPT2 | dict(batch_size=32, micro_batch=32, parallel="ddp", fp8=True)
     }, every=5),
     "xl": partial(part, {
         f"1.5B, {parallel}": BIG | dict(batch_size=16, micro_batch=16, parallel=parallel)
         for parallel in ("fsdp", "ddp")
-    }),
-    "muon": partial(part, {
-        f"1.5B, FSDP, {optimizer}": BIG | dict(batch_size=8, micro_batch=8, parallel="fsdp", optimizer=optimizer)
-        for optimizer in ("adamw", "muon")
     }),
     "largest": partial(part, {"22 layers of width 4096": DEEP | dict(batch_size=8, micro_batch=8)}, reports=3),
 }  # fmt: skip

@@ -17,7 +17,7 @@ SMALL = [
     "sampling.py --small",
     f"training.py --small --text {PLAY} --jobs char --with=--n_layer=1",
     f"step_parts.py configs/shakespeare_char.py {RUN} --input={PLAY}",
-    "distributed.py --small --gpus 1 2 --parts muon",
+    "distributed.py --small --gpus 1 2 --parts xl",
     "recipes.py compare benchmarks/results/recipe_parts.csv --base recipe",
 ]
 
