@@ -4,66 +4,55 @@
     python benchmarks/distributed.py --gpus 1 --parts largest   a network of 4.8B parameters on one GPU
     python benchmarks/distributed.py --gpus 1 2 --small         all of it on a CPU, with gloo and tiny networks
 
-A run is killed after some reports; tokens/s is the median of the second half of them, and memory that of rank 0's GPU.
+A run is killed after six reports; tokens/s is the median of the second half of them, and memory that of rank 0's GPU.
 Text is data/play.txt, whose bytes are the tokens. Shares of linear scaling need 1 among --gpus. Equal losses, resuming
 and kill -9 on several GPUs are checked by tests/test_distributed.py, also with NCCL.
 """
 
 import argparse
-from functools import partial
 from statistics import median
 
 from harness import ROOT, Run, machine, table
 
-HEAD = ["run", "GPUs", "ms a step", "tokens/s", "of linear", "MFU", "GB per GPU"]
+REPORTS = 6  # of a run, before it is killed
+HEAD = ["run", "GPUs", "ms a step", "tokens/s", "of linear", "GB per GPU"]
 TEXT = dict(
     data="text", input=ROOT / "data/play.txt", tokenizer="bytes", vocab_size=50304, block_size=1024, warmup_steps=10,
-    learning_rate=3e-4, min_learning_rate=3e-5, compile="blocks",
+    learning_rate=3e-4, min_learning_rate=3e-5, compile="blocks", steps=10**6, eval_every=10**6, eval_batches=1,
 )  # fmt: skip
-GPT2 = TEXT | dict(n_layer=12, n_head=12, n_embd=768)
-BIG = TEXT | dict(n_layer=48, n_head=25, n_embd=1600, checkpoint_activations="selective")
+GPT2 = TEXT | dict(n_layer=12, n_head=12, n_embd=768, log_every=5)
+BIG = TEXT | dict(
+    n_layer=48, n_head=25, n_embd=1600, checkpoint_activations="selective", batch_size=16, micro_batch=16, log_every=2
+)
 DEEP = TEXT | dict(
     n_layer=22, n_head=32, n_embd=4096, position="rope", norm="rmsnorm", mlp="relu2", tie_head=False, parallel="fsdp",
-    checkpoint_activations="blocks",
+    checkpoint_activations="blocks", batch_size=8, micro_batch=8, log_every=1,
 )  # fmt: skip
+PARTS = {
+    "ddp": {
+        f"124M, DDP, {times} x 32 sequences": GPT2 | dict(batch_size=32 * times, micro_batch=32) for times in (1, 4)
+    },
+    "xl": {f"1.5B, {parallel}": BIG | dict(parallel=parallel) for parallel in ("fsdp", "ddp")},
+    "largest": {"22 layers of width 4096": DEEP},
+}
 SMALL = dict(n_layer=2, n_head=2, n_embd=32, block_size=32, vocab_size=256, device="cpu", compile="off")
 
 
-def rows(args, cases, reports=6, every=2):
+def rows(args, cases):
     """A row for each case {name: options} and number of GPUs; batch_size is that of one GPU."""
     for name, options in cases.items():
         options, alone = options | (SMALL if args.small else {}), None
         for gpus in args.gpus:
             batch = options["batch_size"] * gpus
-            often = dict(batch_size=batch, steps=10**6, eval_every=10**6, eval_batches=1, log_every=every)
-            with Run(gpus=gpus, **options | often) as run:
-                run.wait(lambda run=run: len(run.records("loss")) >= reports, args.seconds)
-                records = run.records("loss")[reports // 2 :]
+            with Run(gpus=gpus, **options | dict(batch_size=batch)) as run:
+                run.wait(lambda run=run: len(run.records("loss")) >= REPORTS, args.seconds)
+                records = run.records("loss")[REPORTS // 2 :]
             rate = median(record["tokens_per_second"] for record in records)
             alone = rate if gpus == 1 else alone
-            mfu = median(record.get("mfu", 0) for record in records)
             yield [
                 name, gpus, f"{1000 * batch * options['block_size'] / rate:.1f}", f"{rate:,.0f}",
-                f"{rate / gpus / alone:.1%}" if alone else "-", f"{mfu:.1%}",
-                f"{records[-1].get('peak_memory', 0) / 1e9:.1f}",
+                f"{rate / gpus / alone:.1%}" if alone else "-", f"{records[-1].get('peak_memory', 0) / 1e9:.1f}",
             ]  # fmt: skip
-
-
-def part(cases, args, **how):
-    table(HEAD, rows(args, cases, **how))
-
-
-PARTS = {
-    "ddp": partial(part, {
-        f"124M, DDP, {times} x 32 sequences": GPT2 | dict(batch_size=32 * times, micro_batch=32, parallel="ddp")
-        for times in (1, 4)
-    }, every=5),
-    "xl": partial(part, {
-        f"1.5B, {parallel}": BIG | dict(batch_size=16, micro_batch=16, parallel=parallel)
-        for parallel in ("fsdp", "ddp")
-    }),
-    "largest": partial(part, {"22 layers of width 4096": DEEP | dict(batch_size=8, micro_batch=8)}, reports=3),
-}  # fmt: skip
 
 
 def main():
@@ -75,7 +64,7 @@ def main():
     args = parser.parse_args()
     print(*machine().values(), sep=", ")
     for name in args.parts:
-        PARTS[name](args)
+        table(HEAD, rows(args, PARTS[name]))
 
 
 if __name__ == "__main__":
