@@ -10,10 +10,20 @@ and kill -9 on several GPUs are checked by tests/test_distributed.py, also with 
 """
 
 import argparse
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from contextlib import suppress
+from pathlib import Path
 from statistics import median
 
-from harness import ROOT, Run, machine, table
+from harness import ROOT, machine, read_records, table
 
+FOLDER = ROOT / "runs" / f"bench-{os.getpid()}"
 REPORTS = 6  # of a run, before it is killed
 HEAD = ["run", "GPUs", "ms a step", "tokens/s", "of linear", "GB per GPU"]
 TEXT = dict(
@@ -38,15 +48,50 @@ PARTS = {
 SMALL = dict(n_layer=2, n_head=2, n_embd=32, block_size=32, vocab_size=256, device="cpu", compile="off")
 
 
+def reports(gpus, seconds, **options):
+    """The first reports of a run of train.py, which is killed then. torchrun starts it on several GPUs or with FSDP."""
+    torchrun = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={gpus}"]
+    launcher = torchrun if gpus > 1 or options.get("parallel") == "fsdp" else []
+    argv = [f"--{name}={value}" for name, value in options.items()]
+    with tempfile.TemporaryFile("w+") as log:
+        process = subprocess.Popen(
+            [sys.executable, *launcher, "train.py", *argv, f"--name={FOLDER.name}"], cwd=ROOT, stdout=log, stderr=log,
+            env=os.environ | {"BENCHMARK": FOLDER.name},
+        )  # fmt: skip
+        end = time.monotonic() + seconds
+        try:
+            while len(found := read_records(FOLDER, "loss")) < REPORTS:
+                if process.poll() is not None or time.monotonic() > end:
+                    log.seek(0)
+                    raise RuntimeError(f"train.py failed, or took over {seconds:.0f} s:\n{log.read()[-2000:]}")
+                time.sleep(0.05)
+        finally:
+            process.kill()
+            process.wait()
+            while kill_ranks():
+                time.sleep(0.1)
+            shutil.rmtree(FOLDER, ignore_errors=True)
+    return found
+
+
+def kill_ranks():
+    """Whether there were any. torchrun's ranks have sessions of their own and outlive it, hence the mark."""
+    found = False
+    for path in Path("/proc").glob("[0-9]*/environ"):
+        with suppress(OSError):  # it has ended, or is another user's
+            if f"BENCHMARK={FOLDER.name}".encode() in path.read_bytes().split(b"\0"):
+                os.kill(int(path.parent.name), signal.SIGKILL)
+                found = True
+    return found
+
+
 def rows(args, cases):
     """A row for each case {name: options} and number of GPUs; batch_size is that of one GPU."""
     for name, options in cases.items():
         options, alone = options | (SMALL if args.small else {}), None
         for gpus in args.gpus:
             batch = options["batch_size"] * gpus
-            with Run(gpus=gpus, **options | dict(batch_size=batch)) as run:
-                run.wait(lambda run=run: len(run.records("loss")) >= REPORTS, args.seconds)
-                records = run.records("loss")[REPORTS // 2 :]
+            records = reports(gpus, args.seconds, **options | dict(batch_size=batch))[REPORTS // 2 :]
             rate = median(record["tokens_per_second"] for record in records)
             alone = rate if gpus == 1 else alone
             yield [

@@ -1,15 +1,11 @@
-"""What the benchmarks share: turns, a table, and runs of train.py as a user starts them."""
+"""What the benchmarks share: clocks, turns, tables, and what a run of train.py reported."""
 
 import json
 import math
 import os
-import shutil
-import signal
 import subprocess
 import sys
-import tempfile
 import time
-from contextlib import suppress
 from functools import cache
 from importlib.metadata import version
 from itertools import chain
@@ -84,61 +80,6 @@ def milliseconds(function):
 @cache
 def flush_buffer():
     return torch.empty(2**32, dtype=torch.int8, device="cuda")
-
-
-class Run:
-    """A run of train.py, in the folder runs/bench-ID. At the end of a `with` it is killed and the folder is removed.
-
-    argv, options: of train.py. gpus: with several, or FSDP, torchrun starts it.
-    """
-
-    def __init__(self, *argv, gpus=1, **options):
-        self.folder = ROOT / "runs" / f"bench-{os.getpid()}"
-        argv = [*argv, *(f"--{name}={value}" for name, value in options.items()), f"--name={self.folder.name}"]
-        torchrun = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={gpus}"]
-        launcher = torchrun if gpus > 1 or "--parallel=fsdp" in argv else []
-        self.log = tempfile.TemporaryFile("w+")  # noqa: SIM115, the run writes it
-        self.process = subprocess.Popen(
-            [sys.executable, *launcher, "train.py", *argv], cwd=ROOT, stdout=self.log, stderr=subprocess.STDOUT,
-            env=os.environ | {"BENCHMARK": self.folder.name},
-        )  # fmt: skip
-
-    def __enter__(self):
-        return self
-
-    def records(self, field):
-        return read_records(self.folder, field)
-
-    def wait(self, until=None, seconds=math.inf):
-        """Wait until a function is true, or for the end of the run; RuntimeError if the run or the time ends first."""
-        end = time.monotonic() + seconds
-        while self.process.poll() is None:
-            if until and until():
-                return
-            if time.monotonic() > end:
-                raise RuntimeError(f"no time is left after {seconds:.0f} s")
-            time.sleep(0.05)
-        if until or self.process.returncode:
-            self.log.seek(0)
-            raise RuntimeError("train.py failed:\n" + self.log.read()[-2000:])
-
-    def __exit__(self, *error):
-        while found := self._processes():
-            for pid in found:
-                with suppress(ProcessLookupError):
-                    os.kill(pid, signal.SIGKILL)
-            self.process.wait()
-            time.sleep(0.1)
-        shutil.rmtree(self.folder, ignore_errors=True)
-
-    def _processes(self):
-        """Ids of the run's processes. torchrun's ranks have sessions of their own and outlive it, hence the mark."""
-        found = [self.process.pid] * (self.process.poll() is None)
-        for path in Path("/proc").glob("[0-9]*/environ"):
-            with suppress(OSError):  # it has ended, or is another user's
-                if f"BENCHMARK={self.folder.name}".encode() in path.read_bytes().split(b"\0"):
-                    found.append(int(path.parent.name))
-        return found
 
 
 def read_records(folder, field):

@@ -26,12 +26,13 @@ import time
 from pathlib import Path
 from typing import NamedTuple
 
-from harness import ROOT, Run, machine, table
+from harness import ROOT, machine, read_records, table
 
 from data.files import read_json
 from errors import command, require
 from training.config import load_config
 
+FOLDER = ROOT / "runs" / f"bench-{os.getpid()}"
 SUFFIXES = (".txt", ".md")  # of books
 TEST_SHARE = 0.04  # of the books
 
@@ -93,20 +94,24 @@ def read_changes(path):
     return changes
 
 
+def printed_by(*command):
+    return subprocess.run([sys.executable, *command], cwd=ROOT, capture_output=True, text=True, check=True).stdout
+
+
 def run(name, argv, seed, tokens, length, args):
     """The Outcome of one run of train.py. argv: config file and options. length: more options. args: of the series."""
     start, test_loss = time.perf_counter(), math.nan
-    with Run(*argv, seed=seed, keep=1, **length) as process:
-        process.wait()
+    options = [f"--{key}={value}" for key, value in dict(length, seed=seed, keep=1, name=FOLDER.name).items()]
+    try:
+        printed_by("train.py", *argv, *options)
         seconds = time.perf_counter() - start
-        losses, reports = process.records("val_loss"), process.records("tokens_per_second")
-        config = read_json(process.folder / "config.json")
+        losses, reports = read_records(FOLDER, "val_loss"), read_records(FOLDER, "tokens_per_second")
+        config = read_json(FOLDER / "config.json")
         if args.test:
-            options = [process.folder / "checkpoint.pt", f"--text={args.test}", "--json"]
-            printed = subprocess.run(
-                [sys.executable, "evaluate.py", *options], check=True, stdout=subprocess.PIPE
-            ).stdout
+            printed = printed_by("evaluate.py", FOLDER / "checkpoint.pt", f"--text={args.test}", "--json")
             test_loss = json.loads(printed)["results"][str(args.test)]["loss"]
+    finally:
+        shutil.rmtree(FOLDER, ignore_errors=True)
     rates = [record["tokens_per_second"] for record in reports]
     per_step = config["batch_size"] * config["block_size"]
     curve = [f"{record['step'] * per_step / 1e6:.1f}:{record['seconds']:.1f}:{record['val_loss']}" for record in losses]
@@ -171,8 +176,8 @@ def series(args):
                     continue
                 try:
                     alike = [run(name, argv, seed, tokens, length, args)]
-                except (RuntimeError, subprocess.CalledProcessError) as error:
-                    print(f"{name} seed {seed}: {error}", flush=True)
+                except subprocess.CalledProcessError as error:
+                    print(f"{name} seed {seed}: {error}\n{error.stderr[-2000:]}", flush=True)
                     continue
                 head = [] if args.csv.exists() else [Outcome._fields]
                 with open(args.csv, "a", newline="") as file:
