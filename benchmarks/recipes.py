@@ -28,7 +28,6 @@ from typing import NamedTuple
 
 from harness import ROOT, machine, read_records, table
 
-from data.files import read_json
 from errors import command, require
 from training.config import load_config
 
@@ -47,10 +46,8 @@ class Outcome(NamedTuple):
     bits: float  # per byte, on the same
     test: float  # nats per token on the test books; NaN without --test
     seconds: float  # of the whole process
-    training: float  # seconds from the first step to the last evaluation
     rate: float  # tokens per second, the median of the reports
     gflops: float  # per token, forward and backward
-    curve: str  # "tokens in millions:seconds:loss" of each evaluation
     command: str  # options of train.py
     chip: str = ""
     commit: str = ""
@@ -106,20 +103,16 @@ def run(name, argv, seed, tokens, length, args):
         printed_by("train.py", *argv, *options)
         seconds = time.perf_counter() - start
         losses, reports = read_records(FOLDER, "val_loss"), read_records(FOLDER, "tokens_per_second")
-        config = read_json(FOLDER / "config.json")
         if args.test:
             printed = printed_by("evaluate.py", FOLDER / "checkpoint.pt", f"--text={args.test}", "--json")
             test_loss = json.loads(printed)["results"][str(args.test)]["loss"]
     finally:
         shutil.rmtree(FOLDER, ignore_errors=True)
     rates = [record["tokens_per_second"] for record in reports]
-    per_step = config["batch_size"] * config["block_size"]
-    curve = [f"{record['step'] * per_step / 1e6:.1f}:{record['seconds']:.1f}:{record['val_loss']}" for record in losses]
     return Outcome(
         name, seed, tokens, losses[-1]["val_loss"] or math.nan, losses[-1]["val_bpb"] or math.nan, test_loss,
-        seconds, losses[-1]["seconds"], statistics.median(rates[len(rates) // 2 :]),
-        reports[-1]["tflops"] / reports[-1]["tokens_per_second"] * 1e3, " ".join(curve), shlex.join(argv),
-        **machine(),
+        seconds, statistics.median(rates[len(rates) // 2 :]),
+        reports[-1]["tflops"] / reports[-1]["tokens_per_second"] * 1e3, shlex.join(argv), **machine(),
     )  # fmt: skip
 
 
@@ -141,7 +134,7 @@ def show(outcomes):
     groups, rows = {}, []
     for outcome in outcomes:
         groups.setdefault((outcome.tokens, outcome.command, outcome.name), []).append(outcome)
-    columns = dict(loss=".4f", bits=".4f", test=".4f", seconds=".1f", training=".1f", rate=",.0f", gflops=".3f")
+    columns = dict(loss=".4f", bits=".4f", test=".4f", seconds=".1f", rate=",.0f", gflops=".3f")
     for (tokens, _, name), some in sorted(groups.items(), key=lambda x: (x[0][0], mean(x[1], "loss"))):
         spread = statistics.stdev(outcome.loss for outcome in some) if len(some) > 1 else math.nan
         means = [format(mean(some, field), how) for field, how in columns.items()]
@@ -164,9 +157,7 @@ def series(args):
             else:
                 steps = max(1, round(args.tokens / config.batch_size / config.block_size))
                 tokens = steps * config.batch_size * config.block_size
-                length = dict(
-                    steps=steps, eval_every=math.ceil(steps / args.evaluations), log_every=max(1, steps // 100)
-                )
+                length = dict(steps=steps, eval_every=steps, log_every=max(1, steps // 100))
             key = name, seed, tokens, shlex.join(argv)
             alike = [x for x in read_outcomes(args.csv) if (x.name, x.seed, x.tokens, x.command) == key]
             alike = [x for x in alike if not (args.test and math.isnan(x.test))]
@@ -177,7 +168,7 @@ def series(args):
                 try:
                     alike = [run(name, argv, seed, tokens, length, args)]
                 except subprocess.CalledProcessError as error:
-                    print(f"{name} seed {seed}: {error}\n{error.stderr[-2000:]}", flush=True)
+                    print(f"{name} seed {seed}: {error.stderr[-2000:]}", flush=True)
                     continue
                 head = [] if args.csv.exists() else [Outcome._fields]
                 with open(args.csv, "a", newline="") as file:
@@ -231,7 +222,6 @@ def main(argv):
         parser.add_argument("--options", type=shlex.split, default=[], help="options of all runs, in one argument")
         parser.add_argument("--tokens", default="50M", type=lambda text: float(text.removesuffix("M")) * 1e6)
         parser.add_argument("--seeds", type=int, nargs="+", default=[1])
-        parser.add_argument("--evaluations", type=int, default=8, help="of each run, beside that before its first step")
         parser.add_argument("--seconds", type=float, default=math.inf, help="start no run that would end after this")
         parser.add_argument("--csv", type=Path, default=ROOT / "benchmarks" / "results" / "recipes.csv")
         parser.add_argument("--test", type=Path, help="a text to measure the last checkpoint on; for final tables only")
