@@ -11,7 +11,6 @@ import shutil
 import sys
 import time
 from bisect import bisect
-from collections import defaultdict
 from dataclasses import asdict
 
 import torch
@@ -31,8 +30,7 @@ PARTS = {  # part of a step -> pattern of its kernels' names; the first one foun
     "casts and copies": r"^Mem(cpy|set)|copy_kernel|CatArray|FillFunctor"
     r"|^triton_poi_fused(_(_to_copy|_unsafe_view|view|t|permute|transpose|clone|cat|slice|mlp|mlp_dh))+_\d+$",
     MATMULS: "^matmul_kernel$|nvjet|gemm|cutlass|splitK",
-    "norms and elementwise": r"^triton_|layer_norm|GammaBeta|dropout|masked_scale"
-    "|elementwise|reduce_kernel",
+    "norms and elementwise": r"^triton_|layer_norm|GammaBeta|dropout|masked_scale|elementwise|reduce_kernel",
     "other": "",
 }
 
@@ -127,21 +125,16 @@ def show_parts(recorded, whole, options, rates):
         (event for event in recorded.events() if event.device_type == DeviceType.CUDA and not event.is_user_annotation),
         key=lambda event: event.time_range.start,
     )
-    spent, times = dict.fromkeys(PARTS, 0.0), defaultdict(list)
+    spent = dict.fromkeys(PARTS, 0.0)
     for part, kernel in zip(parts_of([kernel.name for kernel in kernels]), kernels, strict=True):
-        times[part, kernel.name].append(kernel.time_range.elapsed_us() / 1000 / STEPS)
-        spent[part] += times[part, kernel.name][-1]
+        spent[part] += kernel.time_range.elapsed_us() / 1000 / STEPS
     spent |= {"gaps": whole - sum(spent.values()), "whole step": whole}
     least = floors(options, *rates)
     least["whole step"] = sum(least.values())
     memory = torch.cuda.max_memory_allocated() if DEVICE == "cuda" else 0
-    print(f"\n{', '.join(map(str, machine().values()))}: copies at {rates[0] / 1e12:.2f} TB/s, matmuls at "
-          f"{rates[1] / 1e12:.0f} TFLOP/s; {options['n_layer']} layers of width {options['n_embd']}, "
-          f"{options['batch_size']} x {options['block_size']} tokens a step; peak memory {memory / 1e9:.2f} GB, "
-          f"{len(kernels) / STEPS:.0f} kernels and copies a step\n")  # fmt: skip
+    print(*machine().values(), f"copies at {rates[0] / 1e12:.2f} TB/s, matmuls at {rates[1] / 1e12:.0f} TFLOP/s; "
+          f"peak memory {memory / 1e9:.2f} GB", sep=", ")  # fmt: skip
     table(["part", "ms", "floor"], ([part, f"{ms:.2f}", f"{least.get(part, 0):.2f}"] for part, ms in spent.items()))
-    for (part, name), ms in sorted(times.items(), key=lambda item: -sum(item[1]))[:12]:
-        print(f"{sum(ms):6.2f} ms {len(ms) / STEPS:5.1f} x {name[:90]} ({part})")
 
 
 if __name__ == "__main__":
