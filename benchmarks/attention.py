@@ -13,9 +13,9 @@ import argparse
 import contextlib
 import csv
 import statistics
-import time
 from functools import partial
 from pathlib import Path
+from timeit import repeat
 from typing import NamedTuple
 
 import torch
@@ -135,14 +135,13 @@ def flash4(cell, starts):
     limit = None if starts is None else int(starts.diff().max())
 
     def call(q, k, v):
-        if starts is not None:
-            out = flash_attn_varlen_func(
-                q[0], k[0], v[0], cu_seqlens_q=starts, cu_seqlens_k=starts, max_seqlen_q=limit, max_seqlen_k=limit,
-                causal=True,
-            )  # fmt: skip
-            return (out[0] if isinstance(out, tuple) else out)[None]
-        out = flash_attn_func(q, k, v, causal=cell.causal, window_size=window)
-        return out[0] if isinstance(out, tuple) else out
+        if starts is None:
+            out = flash_attn_func(q, k, v, causal=cell.causal, window_size=window)
+        else:
+            packed = dict(cu_seqlens_q=starts, cu_seqlens_k=starts, max_seqlen_q=limit, max_seqlen_k=limit)
+            out = flash_attn_varlen_func(q[0], k[0], v[0], causal=True, **packed)
+        out = out[0] if isinstance(out, tuple) else out
+        return out if starts is None else out[None]
 
     return call
 
@@ -222,29 +221,21 @@ def run(cell, names):
 
 
 def overhead(names):
-    """{name: [forward, backward]}: microseconds of CPU time per call at T = 128, without waiting for the GPU.
+    """Print microseconds of CPU time per call at T = 128, without waiting for the GPU.
 
     The smallest of ten medians of fifty calls: other work on the host only adds time.
     """
-    cell = Cell("", 1, 128, 2, 2, 64)
+
+    def microseconds(call):
+        return 1e6 * min(statistics.median(repeat(call, synchronize, repeat=50, number=1)) for _ in range(10))
+
+    cell, found = Cell("", 1, 128, 2, 2, 64), {}
     q, k, v = (torch.randn(1, 128, 2, 64, device=DEVICE, dtype=torch.bfloat16, requires_grad=True) for _ in "qkv")
-    contenders = {}
     for name in names:
         with contextlib.suppress(ImportError, NotImplementedError):
             contender = Contender(name, cell, None, (q, k, v), torch.randn_like(q))
-            contenders[name] = contender.forward, contender.backward
-
-    def microseconds(function):
-        synchronize()
-        start = time.perf_counter()
-        function()
-        return 1e6 * (time.perf_counter() - start)
-
-    def medians(functions):
-        return [statistics.median(microseconds(function) for _ in range(50)) for function in functions]
-
-    found = take_turns({name: partial(medians, functions) for name, functions in contenders.items()}, 10)
-    return {name: map(min, *turns) for name, turns in found.items()}
+            found[f"{name}, us"] = [f"{microseconds(call):.0f}" for call in (contender.forward, contender.backward)]
+    table(["pass", *found], zip(("forward", "backward"), *found.values(), strict=True))
 
 
 def save(rows, path):
@@ -268,9 +259,7 @@ def main():
     parser.add_argument("--small", action="store_true", help="a few small cells, to try this script on a CPU")
     args = parser.parse_args()
     if args.overhead:
-        found = {f"{name}, us": map("{:.0f}".format, pair) for name, pair in overhead(args.implementations).items()}
-        table(["pass", *found], zip(("forward", "backward"), *found.values(), strict=True))
-        return
+        return overhead(args.implementations)
     versions = machine()
     for cell in cells(args.small):
         if not any(part in cell.panel for part in args.cells):
