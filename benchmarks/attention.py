@@ -19,9 +19,8 @@ from timeit import repeat
 from typing import NamedTuple
 
 import torch
-import torch.nn.functional as F
-from harness import DEVICE, machine, milliseconds, synchronize, table, take_turns
-from torch.nn.attention import SDPBackend, sdpa_kernel
+from harness import DEVICE, machine, milliseconds, sdpa, synchronize, table
+from torch.nn.attention import SDPBackend
 
 from attention import attention
 
@@ -86,17 +85,10 @@ def ours(impl, cell, starts):
     return partial(attention, **options)
 
 
-def sdpa(backend, cell, starts):
+def pytorch(backend, cell, starts):
     if cell.window or starts is not None:
         raise NotImplementedError("SDPA would need a mask of T^2")
-    options = dict(is_causal=cell.causal, enable_gqa=cell.heads != cell.kv_heads)
-
-    def call(q, k, v):
-        with sdpa_kernel(backend):
-            out = F.scaled_dot_product_attention(*(x.transpose(1, 2) for x in (q, k, v)), **options)
-        return out.transpose(1, 2)
-
-    return call
+    return partial(sdpa, backend, causal=cell.causal)
 
 
 def flex(cell, starts):
@@ -158,8 +150,8 @@ def fla(cell, starts):
 IMPLEMENTATIONS = {
     "hopper": partial(ours, "hopper"),
     "triton": partial(ours, "triton"),
-    "flash": partial(sdpa, SDPBackend.FLASH_ATTENTION),
-    "cudnn": partial(sdpa, SDPBackend.CUDNN_ATTENTION),
+    "flash": partial(pytorch, SDPBackend.FLASH_ATTENTION),
+    "cudnn": partial(pytorch, SDPBackend.CUDNN_ATTENTION),
     "flex": flex,
     "flash4": flash4,
     "fla": fla,
@@ -211,7 +203,11 @@ def run(cell, names):
             torch.cuda.empty_cache()
     directions = {"forward": 1, "backward": 2.5, "both": 3.5}  # FLOP, of the forward's
     calls = {(name, way): getattr(contender, way) for name, contender in contenders.items() for way in directions}
-    times = take_turns({key: partial(milliseconds, call) for key, call in calls.items()}, 50, seconds=0.02)
+    times = {key: [] for key in calls}
+    for turn in range(50):  # turns, so that clocks and other work are the same for all
+        for key, call in calls.items():
+            if turn < 3 or sum(times[key]) < 20:  # ms
+                times[key].append(milliseconds(call))
     for (name, way), found in times.items():
         ms, flops = statistics.median(found), 4 * cell.heads * cell.dim * cell.pairs(starts) * directions[way]
         speed = dict(ms=round(ms, 4), tflops=float(f"{flops / ms / 1e9:.4g}"))

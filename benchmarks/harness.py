@@ -1,7 +1,6 @@
 """What the benchmarks share: clocks, turns, tables, and what a run of train.py reported."""
 
 import json
-import math
 import os
 import subprocess
 import sys
@@ -12,6 +11,8 @@ from itertools import chain
 from pathlib import Path
 
 import torch
+import torch.nn.functional as F
+from torch.nn.attention import sdpa_kernel
 
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT))  # before this folder, where attention.py and data.py have the names of packages
@@ -36,19 +37,6 @@ def table(head, rows):
     """Print a Markdown table, each row as soon as it is there."""
     for cells in chain([head, ["---"] * len(head)], rows):
         print("|", " | ".join(map(str, cells)), "|", flush=True)
-
-
-def take_turns(calls, rounds, seconds=math.inf):
-    """{name: what its call returned in each round}. Turns, so that clocks and other work are the same for all.
-
-    If they return milliseconds, a call that has had its `seconds` and three turns is left out.
-    """
-    found = {name: [] for name in calls}
-    for turn in range(rounds):
-        for name, call in calls.items():
-            if turn < 3 or seconds == math.inf or sum(found[name]) < 1000 * seconds:
-                found[name].append(call())
-    return found
 
 
 def synchronize():
@@ -80,6 +68,14 @@ def milliseconds(function):
 @cache
 def flush_buffer():
     return torch.empty(2**32, dtype=torch.int8, device="cuda")
+
+
+def sdpa(backend, q, k, v, causal=False):
+    """PyTorch's attention of q, k, v [B, T, H, D] by one of its backends."""
+    q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+    with sdpa_kernel(backend):
+        out = F.scaled_dot_product_attention(q, k, v, is_causal=causal, enable_gqa=q.shape[1] != k.shape[1])
+    return out.transpose(1, 2)
 
 
 def read_records(folder, field):

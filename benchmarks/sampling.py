@@ -21,9 +21,8 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import torch
-import torch.nn.functional as F
-from harness import DEVICE, machine, seconds_of, table
-from torch.nn.attention import SDPBackend, sdpa_kernel
+from harness import DEVICE, machine, sdpa, seconds_of, table
+from torch.nn.attention import SDPBackend
 from triton.testing import do_bench_cudagraph
 
 from attention import decode
@@ -34,7 +33,7 @@ from model import GPT, GPTConfig
 L2_BYTES = 2**28  # several times the L2 cache of any GPU
 ON_GPU = DEVICE == "cuda"
 DTYPE = torch.bfloat16 if ON_GPU else torch.float32
-
+BACKENDS = SDPBackend.FLASH_ATTENTION, SDPBackend.CUDNN_ATTENTION
 
 # prompt, long_prompt, new: tokens. contexts: of decode(). repeats: of generation.
 GPT2 = SimpleNamespace(
@@ -111,15 +110,11 @@ def nanogpt_generate(path, sizes):
     return generate
 
 
-def text_part(sizes, others):
-    def rows():
-        for batch in sizes.batches:
-            whole, rest, first = time_ours(sizes, batch)
-            rates = [time_generate(make, sizes, batch) for make in others.values()]
-            yield [batch, *(f"{rate:,.0f}" for rate in (whole, *rates, rest)), f"{1000 * first:.1f}"]
-
-    print(f"prompt {sizes.prompt}, {sizes.new} new tokens; first token of a prompt of {sizes.long_prompt:,}")
-    table(["batch", "Kestrel tokens/s", *others, "Kestrel without the prompt", "first token, ms"], rows())
+def text_rows(sizes, others):
+    for batch in sizes.batches:
+        whole, rest, first = time_ours(sizes, batch)
+        rates = [time_generate(make, sizes, batch) for make in others.values()]
+        yield [batch, *(f"{rate:,.0f}" for rate in (whole, *rates, rest)), f"{1000 * first:.1f}"]
 
 
 def graph_seconds(calls):
@@ -134,47 +129,28 @@ def graph_seconds(calls):
     return do_bench_cudagraph(call_all, rep=100, return_mode="median") / 1000 / len(calls)
 
 
-def sdpa(backend, q, k, v):
-    with sdpa_kernel(backend):
-        q, k, v = (x.transpose(1, 2) for x in (q, k, v))
-        return F.scaled_dot_product_attention(q, k, v, enable_gqa=q.shape[1] != k.shape[1])
-
-
 @torch.no_grad()
-def attention_part(sizes, others):
-    cases = itertools.product(HEADS.items(), (1, 8), sizes.contexts)
-    head = ["heads", "batch", "context", "decode() GB/s", "SDPA flash", "SDPA cuDNN"]
-    table(head, (attention_row(name, batch, context, *shape) for (name, shape), batch, context in cases))
-
-
-def attention_row(name, batch, context, heads, kv_heads, dim):
-    """GB/s at which decode(), SDPA flash and SDPA cuDNN read the cache; 0 if a backend does not serve this call."""
-    size = 2 * batch * context * kv_heads * dim * DTYPE.itemsize
-    q = torch.randn(batch, 1, heads, dim, device=DEVICE, dtype=DTYPE)
-    caches = [
-        torch.randn(2, batch, context, kv_heads, dim, device=DEVICE, dtype=DTYPE)
-        for _ in range(min(64, 1 + L2_BYTES // size) if ON_GPU else 1)
-    ]
-    lengths = torch.full((batch,), context, dtype=torch.int32, device=DEVICE)
-    rates = []
-    for call in (
-        lambda k, v: decode(q, k, v, lengths),
-        partial(sdpa, SDPBackend.FLASH_ATTENTION, q),
-        partial(sdpa, SDPBackend.CUDNN_ATTENTION, q),
-    ):
-        try:
-            rates.append(size / graph_seconds([partial(call, *cache) for cache in caches]) / 1e9)
-        except RuntimeError:
-            rates.append(0)
-    return [name, batch, f"{context:,}", *(f"{rate:,.0f}" if rate else "-" for rate in rates)]
-
-
-PARTS = {"text": text_part, "attention": attention_part}
+def attention_rows(sizes):
+    """GB/s at which decode(), SDPA flash and SDPA cuDNN read the cache; - if a backend does not serve this call."""
+    for (name, (heads, kv_heads, dim)), batch, context in itertools.product(HEADS.items(), (1, 8), sizes.contexts):
+        size = 2 * batch * context * kv_heads * dim * DTYPE.itemsize
+        copies = min(64, 1 + L2_BYTES // size) if ON_GPU else 1
+        q = torch.randn(batch, 1, heads, dim, device=DEVICE, dtype=DTYPE)
+        caches = torch.randn(copies, 2, batch, context, kv_heads, dim, device=DEVICE, dtype=DTYPE)
+        lengths = torch.full((batch,), context, dtype=torch.int32, device=DEVICE)
+        flash, cudnn = (partial(sdpa, backend, q) for backend in BACKENDS)
+        rates = []
+        for call in (lambda k, v, q=q, lengths=lengths: decode(q, k, v, lengths), flash, cudnn):
+            try:
+                rates.append(f"{size / graph_seconds([partial(call, *cache) for cache in caches]) / 1e9:,.0f}")
+            except RuntimeError:
+                rates.append("-")
+        yield [name, batch, f"{context:,}", *rates]
 
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--parts", nargs="+", default=list(PARTS), choices=PARTS)
+    parser.add_argument("--parts", nargs="+", default=["text", "attention"], choices=["text", "attention"])
     parser.add_argument("--transformers", action="store_true", help="also time Hugging Face's GPT-2")
     parser.add_argument("--nanogpt", help="a checkout of nanoGPT, timed in the same process")
     parser.add_argument("--small", action="store_true", help="sizes for a CPU")
@@ -183,8 +159,13 @@ def main():
     if args.nanogpt:
         others["nanoGPT"] = partial(nanogpt_generate, args.nanogpt)
     print(*machine().values(), sep=", ")
-    for name in args.parts:
-        PARTS[name](SMALL if args.small else GPT2, others)
+    sizes = SMALL if args.small else GPT2
+    if "text" in args.parts:
+        head = ["batch", "Kestrel tokens/s", *others, "Kestrel without the prompt", "first token, ms"]
+        table(head, text_rows(sizes, others))
+    if "attention" in args.parts:
+        head = ["heads", "batch", "context", "decode() GB/s", "SDPA flash", "SDPA cuDNN"]
+        table(head, attention_rows(sizes))
 
 
 if __name__ == "__main__":
