@@ -82,8 +82,8 @@ def attention(cases, peers, root):
     table = []
     for text, panel, lengths in cases:
         for length in [length for length in lengths if (panel, length) in found]:
-            cells = {label: f"{found[panel, length].get(name, 0):.0f}" for name, label in peers.items()}
-            cells = {label: "" if cell == "0" else cell for label, cell in cells.items()}
+            cell = found[panel, length]
+            cells = {label: f"{cell[name]:.0f}" if name in cell else "" for name, label in peers.items()}
             table.append(machine | {"case": text, "tokens": f"{length:,}"} | cells)
     return markdown(table, ["attention"])
 
@@ -230,7 +230,8 @@ LOSSES = {  # job and trainer -> what the chart calls them
 def chart_rows(root):
     """{file: (its rows, what draws it)} of the charts that have data."""
     rows = [row for row in read(root, "books", "control", "dial") if (row["job"], row["trainer"]) in LOSSES]
-    timed = len(rows) == len(LOSSES) and all("::" not in row["curve"] for row in rows)
+    one_chip = len({row["chip"] for row in rows}) == 1  # whose seconds can be compared
+    timed = len(rows) == len(LOSSES) and one_chip and all("::" not in row["curve"] for row in rows)
     charts = {CHART: (read(root, "attention"), attention_chart)}
     return charts | ({"docs/images/losses.svg": (rows, losses_chart)} if timed else {})
 
