@@ -13,31 +13,28 @@ import sys
 from functools import partial
 from pathlib import Path
 
-from harness import ROOT, seconds_of, table
+from harness import FOLDER, ROOT, seconds_of, table
 
 from data import prepare
 from data.build import Options
 from data.tokenizer import make_tokenizer
 
-NAME = f"bench-{os.getpid()}"
 COMMANDS = (
     "train.py --help",
-    f"train.py configs/shakespeare.py --data text --input data/play.txt --steps 2 --name {NAME}",
-    f"sample.py {NAME} --max_tokens 1",
-    f"evaluate.py {NAME}",
-    f"plot.py {NAME} --out runs/{NAME}/losses.png",
+    "train.py configs/shakespeare.py --data text --input data/play.txt --steps 2 --name NAME",
+    "sample.py NAME --max_tokens 1",
+    "evaluate.py NAME",
+    "plot.py NAME --out runs/NAME/losses.png",
 )
 
 
 def time_start():
     for command in COMMANDS:
-        argv, seconds = [sys.executable, *command.split()], []
-        for _ in range(3):
-            if command.startswith("train.py"):
-                shutil.rmtree(ROOT / "runs" / NAME, ignore_errors=True)
-            seconds.append(seconds_of(partial(subprocess.run, argv, cwd=ROOT, check=True, capture_output=True)))
-        yield [f"`{command.replace(NAME, 'NAME')}`", f"{min(seconds):.1f}"]
-    shutil.rmtree(ROOT / "runs" / NAME)
+        argv = [sys.executable, *command.replace("NAME", FOLDER.name).split()]
+        call = partial(subprocess.run, argv, cwd=ROOT, check=True, capture_output=True)
+        yield [f"`{command}`", f"{min(seconds_of(call) for _ in range(3)):.1f}"]
+    for folder in FOLDER.parent.glob(f"{FOLDER.name}*"):  # a second run of this name is NAME-2
+        shutil.rmtree(folder)
 
 
 def time_prepare(text, ranks):

@@ -21,9 +21,8 @@ from contextlib import suppress
 from pathlib import Path
 from statistics import median
 
-from harness import ROOT, machine, read_records, table
+from harness import FOLDER, ROOT, machine, read_records, table
 
-FOLDER = ROOT / "runs" / f"bench-{os.getpid()}"
 REPORTS = 6  # of a run, before it is killed
 HEAD = ["run", "GPUs", "ms a step", "tokens/s", "of linear", "GB per GPU"]
 TEXT = dict(
@@ -60,7 +59,7 @@ def reports(gpus, seconds, **options):
         )  # fmt: skip
         end = time.monotonic() + seconds
         try:
-            while len(found := read_records(FOLDER, "loss")) < REPORTS:
+            while len(found := read_records("loss")) < REPORTS:
                 if process.poll() is not None or time.monotonic() > end:
                     log.seek(0)
                     raise RuntimeError(f"train.py failed, or took over {seconds:.0f} s:\n{log.read()[-2000:]}")

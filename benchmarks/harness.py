@@ -16,6 +16,7 @@ from torch.nn.attention import sdpa_kernel
 
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT))  # before this folder, where attention.py and data.py have the names of packages
+FOLDER = ROOT / "runs" / f"bench-{os.getpid()}"  # of a run of train.py, removed after it
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 
@@ -78,9 +79,9 @@ def sdpa(backend, q, k, v, causal=False):
     return out.transpose(1, 2)
 
 
-def read_records(folder, field):
-    """The records of a run's metrics.jsonl that have this field; not the line that is being written."""
-    path = folder / "metrics.jsonl"
+def read_records(field):
+    """The records of the run's metrics.jsonl that have this field; not the line that is being written."""
+    path = FOLDER / "metrics.jsonl"
     lines = path.read_text().splitlines(keepends=True) if path.exists() else []
     records = [json.loads(line) for line in lines if line.endswith("\n")]
     return [record for record in records if field in record]

@@ -26,12 +26,11 @@ import time
 from pathlib import Path
 from typing import NamedTuple
 
-from harness import ROOT, machine, read_records, table
+from harness import FOLDER, ROOT, machine, read_records, table
 
 from errors import command, require
 from training.config import load_config
 
-FOLDER = ROOT / "runs" / f"bench-{os.getpid()}"
 SUFFIXES = (".txt", ".md")  # of books
 TEST_SHARE = 0.04  # of the books
 
@@ -102,7 +101,7 @@ def run(name, argv, seed, tokens, length, args):
     try:
         printed_by("train.py", *argv, *options)
         seconds = time.perf_counter() - start
-        losses, reports = read_records(FOLDER, "val_loss"), read_records(FOLDER, "tokens_per_second")
+        losses, reports = read_records("val_loss"), read_records("tokens_per_second")
         if args.test:
             printed = printed_by("evaluate.py", FOLDER / "checkpoint.pt", f"--text={args.test}", "--json")
             test_loss = json.loads(printed)["results"][str(args.test)]["loss"]

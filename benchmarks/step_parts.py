@@ -5,7 +5,6 @@
 It calls train.py, times and profiles some of its steps, prints the table and ends the run.
 """
 
-import os
 import re
 import shutil
 import sys
@@ -14,13 +13,12 @@ from bisect import bisect
 from dataclasses import asdict
 
 import torch
-from harness import DEVICE, ROOT, machine, seconds_of, table
+from harness import DEVICE, FOLDER, machine, seconds_of, table
 from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
 
 import train
 
-FOLDER = ROOT / "runs" / f"bench-{os.getpid()}"
 STEPS = 30  # not counted, then timed, then profiled
 HEAD, MATMULS = "head and cross-entropy", "matmuls"
 PARTS = {  # part of a step -> pattern of its kernels' names; the first one found counts
