@@ -23,7 +23,7 @@ from statistics import median
 
 from harness import FOLDER, ROOT, machine, read_records, table
 
-REPORTS = 6  # of a run, before it is killed
+REPORTS, SECONDS = 6, 200  # of a run, before it is killed
 HEAD = ["run", "GPUs", "ms a step", "tokens/s", "of linear", "GB per GPU"]
 TEXT = dict(
     data="text", input=ROOT / "data/play.txt", tokenizer="bytes", vocab_size=50304, block_size=1024, warmup_steps=10,
@@ -47,7 +47,7 @@ PARTS = {
 SMALL = dict(n_layer=2, n_head=2, n_embd=32, block_size=32, vocab_size=256, device="cpu", compile="off")
 
 
-def reports(gpus, seconds, **options):
+def reports(gpus, **options):
     """The first reports of a run of train.py, which is killed then. torchrun starts it on several GPUs or with FSDP."""
     torchrun = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={gpus}"]
     launcher = torchrun if gpus > 1 or options.get("parallel") == "fsdp" else []
@@ -57,12 +57,12 @@ def reports(gpus, seconds, **options):
             [sys.executable, *launcher, "train.py", *argv, f"--name={FOLDER.name}"], cwd=ROOT, stdout=log, stderr=log,
             env=os.environ | {"BENCHMARK": FOLDER.name},
         )  # fmt: skip
-        end = time.monotonic() + seconds
+        end = time.monotonic() + SECONDS
         try:
             while len(found := read_records("loss")) < REPORTS:
                 if process.poll() is not None or time.monotonic() > end:
                     log.seek(0)
-                    raise RuntimeError(f"train.py failed, or took over {seconds:.0f} s:\n{log.read()[-2000:]}")
+                    raise RuntimeError(f"train.py failed, or took over {SECONDS} s:\n{log.read()[-2000:]}")
                 time.sleep(0.05)
         finally:
             process.kill()
@@ -90,7 +90,7 @@ def rows(args, cases):
         options, alone = options | (SMALL if args.small else {}), None
         for gpus in args.gpus:
             batch = options["batch_size"] * gpus
-            records = reports(gpus, args.seconds, **options | dict(batch_size=batch))[REPORTS // 2 :]
+            records = reports(gpus, **options | dict(batch_size=batch))[REPORTS // 2 :]
             rate = median(record["tokens_per_second"] for record in records)
             alone = rate if gpus == 1 else alone
             yield [
@@ -103,7 +103,6 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--gpus", type=int, nargs="+", default=[1, 2, 4])
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=PARTS)
-    parser.add_argument("--seconds", type=float, default=200, help="limit of each run")
     parser.add_argument("--small", action="store_true", help="tiny networks on a CPU, to try this script")
     args = parser.parse_args()
     print(*machine().values(), sep=", ")
