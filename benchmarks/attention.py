@@ -23,6 +23,7 @@ from harness import DEVICE, machine, milliseconds, sdpa, synchronize, table
 from torch.nn.attention import SDPBackend
 
 from attention import attention
+from kernels.documents import find_documents
 
 TOKENS = 16_384  # batch * length, except in the GPT-2 cell and the small ones
 LENGTHS = (512, 1024, 2048, 4096, 8192, 16_384)
@@ -38,6 +39,7 @@ class Cell(NamedTuple):
     causal: bool = True
     window: int | None = None
     documents: int | None = None  # mean length of packed documents
+    rows: int | None = None  # of tokens in the packed row, whose documents find_documents() found
 
     def pairs(self, starts):
         """Visible (query, key) pairs of one head, over the batch."""
@@ -65,11 +67,15 @@ def cells(small=False):
     yield Cell("GPT-2 124M layer", 32, 1024, 12, 12, 64)
     yield Cell("d128 window 1024", 1, TOKENS, 16, 16, 128, window=1024)
     yield Cell("d128 documents of 512", 1, TOKENS, 16, 16, 128, documents=512)
+    yield Cell("GPT-2 documents of 800", 1, 32 * 1024, 12, 12, 64, documents=800, rows=32)
 
 
 def document_starts(cell):
     """cu_seqlens of documents of random lengths around the mean."""
     mean, lengths, generator = cell.documents, [], torch.Generator().manual_seed(0)
+    if cell.rows:
+        tokens = torch.randint(mean, (cell.rows, cell.length // cell.rows), generator=generator)
+        return find_documents(tokens.to(DEVICE), end=0)[0]
     while sum(lengths) < TOKENS:
         lengths.append(int(torch.randint(mean // 2, mean * 3 // 2, (1,), generator=generator)))
     lengths[-1] -= sum(lengths) - TOKENS
