@@ -330,9 +330,8 @@ def backward_kernel(
     list_kernel lists them; q_slots: tiles of queries of a head in rows and dq_sum. terms: Terms with the gate
     of split_gate(), whose gradient is added to dgate [B, H, Tk] float32.
     """
-    if PLAN.ragged:
-        if gl.program_id(0) >= gl.load(k_list + 1) * (heads // members):
-            return
+    if PLAN.ragged and gl.program_id(0) >= gl.load(k_list + 1) * (heads // members):
+        return
     work = plan_work(q_len, k_len, batches, heads, group, members, k_list, ragged, q_slots, RULE, PLAN)
     dtype: gl.constexpr = q.dtype
     keys: gl.constexpr = [PLAN.block_k, PLAN.dim]
