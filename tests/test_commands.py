@@ -54,6 +54,8 @@ def short(words, run):
         words = words[1 if words[0] == "python" else words.index("train.py") :]
         if words[0] == "-m":
             words = [words[1].replace(".", "/") + ".py", *words[2:]]
+        if "--epochs" in words:  # SHORT has --steps
+            del words[(at := words.index("--epochs")) : at + 2]
     added = {"sample.py": "--device cpu --max_tokens 5", "evaluate.py": "--device cpu", "train.py": SHORT}
     if words[0] == "train.py" and "--resume" in words:
         added["train.py"] = "--steps 8 --allow_changes"
