@@ -44,14 +44,14 @@ class EvaluateConfig:
     text: str = ""
     """A UTF-8 file to compute the loss on."""
     split: str = ""
-    """val or train: the part of the run's corpus to compute the loss on. val if there is no --text and no --tasks."""
+    """The part of the run's corpus to compute the loss on, val or train; without --text and --tasks it is val."""
     stride: int | None = None
     """Tokens from one window to the next: each token is scored once, after at least block_size - stride others. The
     default is block_size."""
     tasks: tuple[str, ...] = ()
     """Tasks of lm_eval, your own .yaml files, folders of them, or .jsonl files of questions (see docs/guide.md)."""
     limit: int = 0
-    """Items of each task, from its first on; 0 = all."""
+    """Number of items of each task, from the first on; 0 = all."""
     batch_size: int = 16
     """Contexts per forward pass."""
     json: bool = False

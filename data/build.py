@@ -45,8 +45,8 @@ class Options:
     val_share: float | None = None
     """Share of the documents for validation; None takes 0.005, or 0.1 if there are fewer than 1,000."""
     text_field: str = "text"
-    """Field of JSON lines, or column of Parquet files, that holds the text, or the messages of a conversation: of these
-    `text` means messages or conversations."""
+    """Field of JSON lines, or column of Parquet files, that holds the text or the messages. In conversations, the
+    default takes the field messages or conversations."""
     separator: str = ""
     """A line that separates the documents of a text file, such as '<|endoftext|>'."""
     skip_bad: bool = False

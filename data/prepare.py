@@ -26,9 +26,9 @@ class Command(Options):
     """Tokenize a corpus for train.py, and print its sizes. An interrupted preparation goes on where it was."""
 
     name: tyro.conf.Positional[str]
-    """The corpus: shakespeare; text, or chat for conversations, with --input; fineweb-edu, openwebtext, or any data set
-    of the Hugging Face hub as hub:OWNER/NAME or hub:OWNER/NAME/FOLDER, which means text, or chat with --text_field
-    messages; or tokens of nanoGPT, llm.c or modded-nanogpt, which are used as they are."""
+    """The corpus: shakespeare, fineweb-edu or openwebtext; with --input, text, chat (conversations) or tokens (of
+    nanoGPT, llm.c or modded-nanogpt, used where they are); or hub:OWNER/NAME or hub:OWNER/NAME/FOLDER, a data set of
+    the Hugging Face hub, which has texts or, with --text_field messages, conversations."""
     input: Path | None = None
     """File or folder: .txt, .md, .jsonl, .ndjson, all of them also with .gz or .zst, .parquet; for chat, .jsonl or
     .parquet. For shakespeare, a local copy. For tokens, the folder with train.bin and val.bin, or with *_train_*.bin
@@ -61,4 +61,4 @@ def main(command):
 
 if __name__ == "__main__":
     with command():
-        main(tyro.cli(Command, use_underscores=True))
+        main(tyro.cli(Command, prog="python -m data.prepare", use_underscores=True))

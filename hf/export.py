@@ -121,7 +121,7 @@ class Command:
     """Write a model as a Hugging Face folder, or as a GGUF file for llama.cpp and Ollama."""
 
     run: tyro.conf.Positional[str]
-    """Run folder, whose best.pt is preferred, or checkpoint file."""
+    """A run, as its folder or NAME (its best.pt is preferred), or a checkpoint file."""
     path: tyro.conf.Positional[Path]
     """Folder to write, or a file that ends in .gguf; it must not exist."""
     dtype: Literal["float32", "float16"] = "float32"
@@ -130,7 +130,7 @@ class Command:
 
 if __name__ == "__main__":
     with command():
-        options = tyro.cli(Command)
+        options = tyro.cli(Command, prog="python -m hf.export")
         export(options.run, options.path, options.dtype)
         trust = ", trust_remote_code=True" if (options.path / "modeling_kestrel.py").exists() else ""
         use = f"load it with AutoModelForCausalLM.from_pretrained({str(options.path)!r}{trust})"

@@ -44,17 +44,17 @@ class Config(GPTConfig):
 
     # one number for all
     depth: int = 0
-    """Layers, from which configs/modern.py derives width, heads, batch, rates and steps that are not given."""
+    """Layers. In configs/modern.py width, heads, batch, rates and steps follow from it, unless they are given."""
     tokens: int = 0
     """With --depth, tokens to train on; 0 takes 10 for each weight of the blocks and the head."""
 
     # data
     data: Literal["shakespeare", "text", "chat", "fineweb-edu", "openwebtext", "tokens"] = "shakespeare"
-    """Corpus: tiny Shakespeare, text, conversations (chat) or tokens of yours with --input, or a data set that
+    """Corpus: tiny Shakespeare; your own text, conversations (chat) or tokens, which --input names; or a data set that
     `python -m data.prepare` has prepared."""
     input: str = ""
-    """File or folder for --data text (or a local copy of tiny Shakespeare) and chat, or hub:OWNER/NAME if that is
-    prepared; folder for --data tokens."""
+    """For --data text and chat, a file, a folder, or hub:OWNER/NAME if that is prepared. For tokens, a folder. For
+    shakespeare, a local copy."""
     tokenizer: str = "char"
     """bytes, char, bpe:N (trained on the corpus), gpt2, gpt2:RANK_FILE, or run:PATH (the tokenizer of a run)."""
     verify: bool = False
@@ -62,7 +62,7 @@ class Config(GPTConfig):
 
     init_from: str = ""
     """Weights to begin with: gpt2, gpt2-medium, gpt2-large, gpt2-xl, a Hugging Face folder or its .safetensors file, a
-    run folder or a checkpoint file. They determine the network and the tokenizer; block_size may be smaller."""
+    run folder or a checkpoint file. Network and tokenizer are those of the weights; block_size may be smaller."""
 
     # batches
     batch_size: int = 64
@@ -90,7 +90,7 @@ class Config(GPTConfig):
     muon_scale: float = 1.0
     """With muon, the learning rate of the blocks' matrices, as a multiple of learning_rate; try up to 2."""
     embed_scale: float = 1.0
-    """Learning rate of embeddings and a tied head, and so their weight decay, as a multiple of learning_rate."""
+    """Learning rate of embeddings and a tied head, as a multiple of learning_rate; their weight decay grows with it."""
     weight_decay: float = 0.1
     """Weight decay of matrices and embeddings; norms and biases have none."""
     beta2: float = 0.99
@@ -107,7 +107,7 @@ class Config(GPTConfig):
     name: str = "run"
     """The run's folder is runs/NAME, or runs/NAME-2 and so on if that exists."""
     resume: str = ""
-    """Resume the run in this folder; --resume alone takes the newest."""
+    """Resume this run, given as its folder or NAME; --resume alone takes the newest."""
     allow_changes: bool = False
     """With --resume: accept other options or data than before; the result will differ from an uninterrupted run."""
     keep: int = 2
@@ -122,7 +122,7 @@ class Config(GPTConfig):
     other devices."""
     fp8: bool = False
     """Multiply in FP8 in the forward pass of training: the head, the MLPs, and q, k and v. It needs a GPU of compute
-    capability 8.9 or higher, and pays for networks of GPT-2's size or larger. Evaluation does not use it."""
+    capability 8.9 or higher, and saves time if the network is as large as GPT-2. Evaluation does not use it."""
     compile: Literal["auto", "model", "blocks", "off"] = "auto"
     """torch.compile the whole model, or only its blocks, which share one compilation: this starts sooner and runs a few
     percent slower. auto: model on CUDA, off elsewhere."""
