@@ -12,6 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 from attention import attention, decode, ops
+from attention.features import GRADIENTS, Call, feature_lacking
 from attention.launcher import Launcher
 
 # name -> implementation, dtype and problem: without options, or with all options that the implementation supports
@@ -362,3 +363,28 @@ def test_memory_grows_with_the_length_only(impl, device):
     peak = torch.cuda.max_memory_allocated() - before
     print(f"peak memory beyond the inputs: {peak / 2**20:.0f} MiB")
     assert peak < (8 if impl == "hopper" else 6) * q.numel() * q.element_size()
+
+
+@pytest.mark.parametrize("impl", ["triton", "hopper"])
+@pytest.mark.parametrize("name", GRADIENTS[3:])
+def test_wanted_gradients_leave_compiled_kernels_valid(name, impl, monkeypatch):
+    """A Launcher keeps what it compiled first, in which an argument that was None stays None."""
+    q = torch.empty(1, 40, 2, 64, dtype=torch.bfloat16)
+    shape = dict(bias=(1, 1, 40, 1), decay=(1, 2, 40), sink=(2,), relative_bias=(1, 2, 9))[name]
+    dtype = torch.float64 if name == "decay" else q.dtype
+    call = Call(q, q, q, **{name: torch.empty(shape, dtype=dtype)}, scale=1.0, impl=impl)
+    if feature_lacking(call, impl):
+        pytest.skip(f"{impl} does not serve {name}")
+    module, absent = ops.backend(impl), {}
+
+    def start(launcher, *args):
+        found = [x is None for x in args]
+        assert absent.setdefault(launcher, found) == found, launcher.kernel
+
+    monkeypatch.setattr(Launcher, "start", start)
+    for launch in {module, ops.backend("triton")}:
+        monkeypatch.setattr(launch, "processors", lambda device: 1)
+    out, lse2 = module.forward(call)
+    for needed in (*([x] for x in GRADIENTS), GRADIENTS):
+        wanted = {x: x in needed and getattr(call, x) is not None for x in GRADIENTS}
+        module.backward(call, out, lse2, out, None, wanted)

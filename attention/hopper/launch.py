@@ -194,8 +194,8 @@ def backward(call, out, lse2, dout, dlse, wanted, deterministic=None):
     # keys before every window are left out too (bounds() in ragged.py): only then is all filled with zeros
     new = partial(output, problem) if problem.rule.window else empty
     (dq, dk, dv), found = gradients(q, k, v, call.kv_heads > 0, empty, new)
-    with_distances = bool(portable.features_by_distance(wanted))
-    delta = None if call.sink is None and not with_distances else output(problem, lse2)
+    # with a relative_bias even if nobody asks for its gradient: a Launcher stays with a delta that is None, or is not
+    delta = None if call.sink is None and call.relative_bias is None else output(problem, lse2)
     gate = call.decay
     dgate = None if gate is None else empty(gate, dtype=torch.float32).zero_()
     parts = [None, None]
@@ -222,7 +222,7 @@ def backward(call, out, lse2, dout, dlse, wanted, deterministic=None):
             problem.ragged, q_slots,
         )  # fmt: skip
         finish.start(dq_sum, view("dq", dq), *where, call.scale)
-        if with_distances:
+        if portable.features_by_distance(wanted):
             tensors = dict(q=q, k=k, v=v, dout=dout, lse2=lse2, delta=delta)
             inputs = [view(name, x) for name, x in tensors.items()]
             found |= portable.launch_distances(problem, inputs, call, wanted)

@@ -116,11 +116,11 @@ def launch_dq(problem, inputs, out, dlse, sink, bias, dq, q_gate, wanted):
         problem.q_len, problem.k_len, problem.ragged, problem.terms,
     )  # fmt: skip
     for outputs in ("delta",) if not wanted else ("delta", "dq") if walks else ("both",):
-        problem.cached(dq_launcher, outputs).start(*args)
+        problem.cached(dq_launcher, outputs, walks).start(*args)
 
 
-def dq_launcher(problem, outputs):
-    """outputs: of dq_kernel."""
+def dq_launcher(problem, outputs, walks):
+    """outputs: of dq_kernel; walks: whether its `out` is None, for which another kernel is compiled."""
     tile = problem.tile_for(launch := problem.launches["dq"])
     return Launcher(dq_kernel, problem.programs(tile), launch, (problem.rule, tile, outputs))
 
