@@ -70,10 +70,10 @@ def _(out, lse2, dout, dlse, wanted, *call):
 
 
 def launch_backward(call, out, lse2, dout, dlse, wanted):
-    """The gradients of GRADIENTS by a backend's kernels; anything for those that are not wanted."""
+    """The gradients of GRADIENTS by a backend's kernels; None for those that are not wanted."""
     wanted = dict(zip(GRADIENTS, wanted, strict=True))
     found = backend(call.impl).backward(call, out, lse2, dout, dlse, wanted)
-    return [found.get(name) for name in GRADIENTS]
+    return [found[name] if needed else None for name, needed in wanted.items()]
 
 
 @torch.library.register_fake("attention::backward", lib=LIBRARY)

@@ -222,7 +222,7 @@ def backward(call, out, lse2, dout, dlse, wanted, deterministic=None):
             problem.ragged, q_slots,
         )  # fmt: skip
         finish.start(dq_sum, view("dq", dq), *where, call.scale)
-        if portable.features_by_distance(wanted):
+        if call.relative_bias is not None:
             tensors = dict(q=q, k=k, v=v, dout=dout, lse2=lse2, delta=delta)
             inputs = [view(name, x) for name, x in tensors.items()]
             found |= portable.launch_distances(problem, inputs, call, wanted)

@@ -20,6 +20,8 @@ from .dkdv import dkdv_kernel, group_sum_kernel
 from .dq import dq_kernel
 from .forward import forward_kernel
 
+# Their gradients follow from delta or come from a kernel of their own: dq_kernel and dkdv_kernel sum all others.
+SUMMED_ELSEWHERE = {"bias", "sink", *(feature.name for feature in FEATURES if feature.distance_gradient)}
 DBIAS_WAVES = 8  # programs per multiprocessor that share the gradient of a small bias
 
 
@@ -78,16 +80,16 @@ def backward(call, out, lse2, dout, dlse, wanted):
     # A gate's gradient is the difference of two sums of dS: as a query and as a key. It is added up over all later keys
     # (cumsum in autograd), and so are its rounding errors. Inputs of 16 bits have larger errors of their own.
     sum_type = torch.float64 if q.element_size() > 2 else torch.float32
+    summed = {name for name in GRADIENTS if wanted[name]} - SUMMED_ELSEWHERE
     q_gate, k_gate = (None if gate is None else empty(gate, dtype=sum_type).zero_() for _ in range(2))
 
     with torch.cuda.device_of(q):
-        launch_dq(problem, inputs, out, view("dlse", dlse), sink, bias, dq, q_gate, wanted["q"] or wanted["decay"])
-        if wanted["k"] or wanted["v"] or wanted["decay"] or (wanted["q"] and call.kv_heads > 0):
+        launch_dq(problem, inputs, out, view("dlse", dlse), sink, bias, dq, q_gate, bool(summed - {"k", "v"}))
+        if summed - (set() if call.kv_heads > 0 else {"q"}):
             launch_dkdv(problem, inputs, dk, dv, k_gate)
         if bias is not None:
             found["bias"] = launch_dbias(problem, inputs, bias)
-        if features_by_distance(wanted):
-            found |= launch_distances(problem, inputs, call, wanted)
+        found |= launch_distances(problem, inputs, call, wanted)
 
     if wanted["decay"]:
         found["decay"] = (q_gate + k_gate).to(gate.dtype)
@@ -102,8 +104,8 @@ def sink_gradient(sink, lse2, delta):
     return -torch.where(lse2 == float("-inf"), 0.0, weight * delta).sum((0, 2)).to(sink.dtype)
 
 
-def launch_dq(problem, inputs, out, dlse, sink, bias, dq, q_gate, wanted):
-    """Fill delta [B, H, Tq], which is among the inputs, and if wanted dq [B, Tq, H, D] and the query half of dgate.
+def launch_dq(problem, inputs, out, dlse, sink, bias, dq, q_gate, with_dq):
+    """Fill delta [B, H, Tq], which is among the inputs, and if with_dq dq [B, Tq, H, D] and the query half of dgate.
 
     bias: of which the gradient is asked, or None.
     """
@@ -115,7 +117,7 @@ def launch_dq(problem, inputs, out, dlse, sink, bias, dq, q_gate, wanted):
         sink, problem.view("dq", dq), problem.view("q_gate", q_gate),
         problem.q_len, problem.k_len, problem.ragged, problem.terms,
     )  # fmt: skip
-    for outputs in ("delta",) if not wanted else ("delta", "dq") if walks else ("both",):
+    for outputs in ("delta",) if not with_dq else ("delta", "dq") if walks else ("both",):
         problem.cached(dq_launcher, outputs, walks).start(*args)
 
 
@@ -203,21 +205,18 @@ def dbias_launcher(problem, rows, bias_heads, q_len, k_len):
     return Launcher(dbias_kernel, programs * parts, launch, (problem.rule, tile, spread._replace(parts=parts)))
 
 
-def features_by_distance(wanted):
-    """The features whose gradient is wanted, {name: bool}, and follows from sums of dS by distance."""
-    return [feature for feature in FEATURES if feature.distance_gradient and wanted[feature.name]]
-
-
 def launch_distances(problem, inputs, call, wanted):
-    """{name: gradient} of features_by_distance()."""
+    """{name: gradient} of the features whose gradient is wanted and follows from sums of dS by distance."""
+    features = [feature for feature in FEATURES if feature.distance_gradient and wanted[feature.name]]
+    if not features:
+        return {}
     launcher = problem.cached(distance_launcher)
     tile, first, diagonals, parts = launcher.constants[1:]
     shape = parts, problem.tile.heads, diagonals, 3, tile.block_q
     sums = torch.empty(shape, dtype=torch.float32, device=problem.device)
     launcher.start(*inputs, sums, problem.q_len, problem.k_len, problem.sequences, problem.ragged, problem.terms)
     sides = of_diagonals(sums.sum(0), first)
-    found = features_by_distance(wanted)
-    return {x.name: x.distance_gradient(sides, getattr(call, x.name)) for x in found}
+    return {x.name: x.distance_gradient(sides, getattr(call, x.name)) for x in features}
 
 
 def distance_launcher(problem):
