@@ -111,12 +111,12 @@ def transformed():
     return torch._C._functorch.maybe_current_level() is not None
 
 
-PLAIN = frozenset({Tensor, torch.nn.Parameter, type(None)})
+TYPES = frozenset({Tensor, torch.nn.Parameter, type(None)})
 
 
 def _can_skip_dispatcher(*tensors):
     """Whether nothing but the device is to see the operators: no tensor subclass, tracing, counting mode or vmap."""
-    return PLAIN.issuperset(map(type, tensors)) and torch._C._len_torch_dispatch_stack() == 0 and not transformed()
+    return TYPES.issuperset(map(type, tensors)) and torch._C._len_torch_dispatch_stack() == 0 and not transformed()
 
 
 def forward_without_gradient(call):
@@ -128,7 +128,7 @@ def forward_without_gradient(call):
 
 
 def backward_without_gradient(call, out, lse2, dout, dlse, wanted):
-    """As forward_without_gradient(); returns all gradients, anything for those that are not wanted."""
+    """As forward_without_gradient(); returns all gradients, None for those that are not wanted."""
     if _can_skip_dispatcher(*call.tensors, dout):
         return launch_backward(call, out, lse2, dout, dlse, wanted)
     with torch._C._AutoDispatchBelowAutograd():

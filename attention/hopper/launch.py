@@ -121,7 +121,8 @@ def forward(call):
     """As forward() of portable/launch.py."""
     q, k, v = (reachable(x, call.is_ragged) for x in call.split())
     problem = describe(q, k, v, call)
-    _, tile, _ = problem.cached(forward_launcher).constants
+    launcher = problem.cached(forward_launcher)
+    _, tile, _ = launcher.constants
     rows, block_k, n_tiles = PER_CONSUMER.value, tile.block_k, -(-problem.q_len // tile.block_q)
     out = empty(q, None if q.shape[3] == v.shape[3] else (*q.shape[:3], v.shape[3]))
     lse2 = output(problem, q, (problem.batch, tile.heads, problem.q_len), fill=float("-inf"), dtype=torch.float32)
@@ -133,7 +134,7 @@ def forward(call):
             blank(problem, out)
         else:
             tile_list = q.new_zeros(1, dtype=torch.int32)
-        problem.cached(forward_launcher).start(
+        launcher.start(
             tiled(problem, "q", q, rows), tiled(problem, "k", k, block_k), tiled(problem, "v", v, block_k),
             tiled(problem, "out", out, rows), lse2, max_logit2,
             call.sink, tile_list, problem.ragged, problem.q_len,

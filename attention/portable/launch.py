@@ -36,19 +36,14 @@ def forward(call):
     out = output(problem, q, None if value_dim == dim else (batch, q_len, heads, value_dim))
     lse2 = output(problem, q, (batch, heads, q_len), fill=float("-inf"), dtype=torch.float32)
     max_logit2 = q.new_full((heads,), float("-inf"), dtype=torch.float32) if call.return_max_logit else None
+    view = problem.view
     if out.numel() > 0:
         with torch.cuda.device_of(q):
-            launch_forward(problem, q, k, v, out, lse2, max_logit2, call.sink)
+            problem.cached(forward_launcher).start(
+                view("q", q), view("k", k), view("v", v), *loop_descriptors(problem, "forward", k, v), view("out", out),
+                view("lse2", lse2), max_logit2, call.sink, problem.q_len, problem.k_len, problem.ragged, problem.terms,
+            )  # fmt: skip
     return (out, lse2, max_logit2)[: 2 + call.return_max_logit]
-
-
-def launch_forward(problem, q, k, v, out, lse2, max_logit2, sink):
-    """Fill out, lse2 and, unless it is None, max_logit2."""
-    view = problem.view
-    problem.cached(forward_launcher).start(
-        view("q", q), view("k", k), view("v", v), *loop_descriptors(problem, "forward", k, v), view("out", out),
-        view("lse2", lse2), max_logit2, sink, problem.q_len, problem.k_len, problem.ragged, problem.terms,
-    )  # fmt: skip
 
 
 def forward_launcher(problem):
