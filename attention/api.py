@@ -7,10 +7,10 @@ import torch
 from . import ops
 from .checks import DTYPES, check_is_tensor, check_qkv, pair
 from .choose import decide
-from .features import Call, features_of, four_dims
+from .features import Call, features_of
 from .reference import reference_attention
 from .score_mod import key_of_function, split_args
-from .sdpa import packed_sdpa_attention, sdpa_attention
+from .sdpa import attention_by_sdpa
 
 # asked once, here: torch.compile cannot trace the question in PyTorch 2.11
 AUTOCAST_DEVICES = frozenset(d for d in ("cpu", "cuda", "mps", "xpu") if torch.amp.is_autocast_available(d))
@@ -141,13 +141,10 @@ def _attend(call, qkv=None):
     impl, _ = decide(call)
     q, k, v = call[:3]
     scale = q.shape[-1] ** -0.5 if call.scale is None else float(call.scale)
-    if impl == "sdpa" and call.cu_seqlens is not None:
-        return packed_sdpa_attention(q, k, v, call.causal, call.window, scale, call.dropout, call.cu_seqlens)
-    if impl == "sdpa":
-        bias = None if call.bias is None else four_dims(call, call.bias)
-        return sdpa_attention(q, k, v, call.causal, call.window, scale, call.dropout, bias)
-    seed = _seed_tensor(call.seed, q.device) if call.dropout > 0 else None
+    seed = _seed_tensor(call.seed, q.device) if call.dropout > 0 and impl != "sdpa" else None  # SDPA draws its own
     call = call._replace(scale=scale, seed=seed, impl=impl)
+    if impl == "sdpa":
+        return attention_by_sdpa(call)
     if impl == "reference":
         return reference_attention(q, k, v, **{name: getattr(call, name) for name in KEYWORDS if name != "impl"})
     call = for_kernels(call)

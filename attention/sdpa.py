@@ -5,7 +5,7 @@ from itertools import pairwise
 import torch
 import torch.nn.functional as F
 
-from .features import feature_lacking
+from .features import feature_lacking, four_dims
 from .reference import hides, narrowed
 
 TOGETHER = 128  # tokens: shorter packed sequences always share a call
@@ -35,6 +35,14 @@ def sdpa_problem(call):
     if call.lengths is not None:
         return "lengths (queries past them see no key)"
     return None
+
+
+def attention_by_sdpa(call):
+    """out [B, Tq, H, Dv] of a Call that sdpa_problem() accepts, with its scale."""
+    arguments = *call[:3], call.causal, call.window, call.scale, call.dropout
+    if call.cu_seqlens is not None:
+        return packed_sdpa_attention(*arguments, call.cu_seqlens)
+    return sdpa_attention(*arguments, None if call.bias is None else four_dims(call, call.bias))
 
 
 def packed_sdpa_attention(q, k, v, causal, window, scale, dropout, cu_seqlens):
