@@ -1,8 +1,14 @@
-"""Four functions for score_mod, as docs/attention.md shows them, each with its twin in PyTorch."""
+"""Functions for score_mod, three as docs/attention.md shows them, each with its twin in PyTorch."""
 
 import torch
 import triton
 import triton.language as tl
+
+
+@triton.jit
+def gaussian(score, q_pos, k_pos, head, sequence, width):
+    distance = (q_pos - k_pos) / width
+    return score - distance * distance / 2, 1.0
 
 
 @triton.jit
@@ -14,12 +20,6 @@ def soft_cap(score, q_pos, k_pos, head, sequence, limit):
 @triton.jit
 def alibi(score, q_pos, k_pos, head, sequence, slopes):
     return score - tl.load(slopes + head) * tl.abs(q_pos - k_pos), 1.0
-
-
-@triton.jit
-def gaussian(score, q_pos, k_pos, head, sequence, width):
-    distance = (q_pos - k_pos) / width
-    return score - distance * distance / 2, 1.0
 
 
 @triton.jit

@@ -136,9 +136,8 @@ def forward(call):
             tile_list = q.new_zeros(1, dtype=torch.int32)
         launcher.start(
             tiled(problem, "q", q, rows), tiled(problem, "k", k, block_k), tiled(problem, "v", v, block_k),
-            tiled(problem, "out", out, rows), lse2, max_logit2,
-            call.sink, tile_list, problem.ragged, problem.q_len,
-            problem.k_len, n_tiles, tile.heads * problem.batch,
+            tiled(problem, "out", out, rows), lse2, max_logit2, call.sink, tile_list, problem.ragged,
+            problem.q_len, problem.k_len, n_tiles, tile.heads * problem.batch,
             problem.terms._replace(scale=scale, gate=split_gate(call.decay)),
         )  # fmt: skip
     return (out, lse2, max_logit2)[: 2 + call.return_max_logit]
@@ -224,8 +223,7 @@ def backward(call, out, lse2, dout, dlse, wanted, deterministic=None):
         )  # fmt: skip
         finish.start(dq_sum, view("dq", dq), *where, call.scale)
         if call.relative_bias is not None:
-            tensors = dict(q=q, k=k, v=v, dout=dout, lse2=lse2, delta=delta)
-            inputs = [view(name, x) for name, x in tensors.items()]
+            inputs = [view(name, x) for name, x in dict(q=q, k=k, v=v, dout=dout, lse2=lse2, delta=delta).items()]
             found |= portable.launch_distances(problem, inputs, call, wanted)
         if members < group:
             for part, total in zip(parts, (dk, dv), strict=True):

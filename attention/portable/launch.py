@@ -69,9 +69,7 @@ def backward(call, out, lse2, dout, dlse, wanted):
         given = zip(GRADIENTS[3:], call.learned[3:], strict=True)
         return found | {name: torch.zeros_like(x) for name, x in given if x is not None}
     delta = output(problem, lse2)
-    inputs = (
-        view("q", q), view("k", k), view("v", v), view("dout", dout), view("lse2", lse2), view("delta", delta)
-    )  # fmt: skip
+    inputs = [view(name, x) for name, x in dict(q=q, k=k, v=v, dout=dout, lse2=lse2, delta=delta).items()]
     # A gate's gradient is the difference of two sums of dS: as a query and as a key. It is added up over all later keys
     # (cumsum in autograd), and so are its rounding errors. Inputs of 16 bits have larger errors of their own.
     sum_type = torch.float64 if q.element_size() > 2 else torch.float32
