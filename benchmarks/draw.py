@@ -9,12 +9,14 @@ import hashlib
 import re
 from functools import partial
 from pathlib import Path
+from textwrap import fill
 
 PAGES = ("README.md", "docs/results.md")
 CHART = "benchmarks/results/attention.svg"
 ROOT = Path(__file__).parents[1]
 MACHINE = ("chip", "commit", "torch", "triton")  # columns of every CSV file
 HIDDEN = ("job", "target", "curve")  # columns that no page shows
+SCRIPTS = ("train.py", "model.py", "sample.py", "evaluate.py", "plot.py", "errors.py")
 FOLDERS = ("training", "data", "generation", "hf", "kernels", "attention", "benchmarks", "tests")
 OURS = {"hopper": "our Hopper", "triton": "our Triton"}
 PEERS = OURS | {"flash": "SDPA flash", "cudnn": "SDPA cuDNN", "flash4": "flash-attn-4"}
@@ -145,14 +147,13 @@ def fp8(root):
 
 
 def code(root):
-    """Lines of code per folder, rounded so that a small change leaves the page as it is."""
-    scripts = [["train.py", "model.py"], ["sample.py", "evaluate.py", "plot.py", "errors.py"]]
-    cells = {}
-    for group in (*scripts, *([f"{name}/"] for name in FOLDERS)):
-        paths = [path for name in group for path in ((root / name).rglob("*.py") if "/" in name else [root / name])]
+    """A sentence on lines of code, rounded so that a small change leaves the page as it is."""
+    counts = []
+    for name in (*SCRIPTS, *(f"{name}/" for name in FOLDERS)):
+        paths = (root / name).rglob("*.py") if "/" in name else [root / name]
         count = sum(len(path.read_text().splitlines()) for path in paths)
-        cells[", ".join(f"`{name}`" for name in group[:3])] = f"{round(count, -1 if count < 1000 else -2):,}"
-    return markdown([cells], [])
+        counts.append(f"`{name}` {round(count, -1 if count < 1000 else -2):,}")
+    return f"{fill(', '.join(counts), 120)}.\n\n"
 
 
 # name of a marker -> what draws its table; other names are those of CSV files
