@@ -152,7 +152,7 @@ def series(args):
             require(not (args.test and config.ema), "--test reads checkpoint.pt, without the average; leave out --ema")
             if config.depth:  # steps follow from the tokens
                 tokens = round(args.tokens)
-                length = dict(tokens=tokens)
+                length = dict(tokens=tokens, eval_every=10**9)  # once at the start and once at the end
             else:
                 steps = max(1, round(args.tokens / config.batch_size / config.block_size))
                 tokens = steps * config.batch_size * config.block_size
