@@ -33,7 +33,7 @@ def time_start():
         argv = [sys.executable, *command.replace("NAME", FOLDER.name).split()]
         call = partial(subprocess.run, argv, cwd=ROOT, check=True, capture_output=True)
         yield [f"`{command}`", f"{min(seconds_of(call) for _ in range(3)):.1f}"]
-    for folder in FOLDER.parent.glob(f"{FOLDER.name}*"):  # a second run of this name is NAME-2
+    for folder in (FOLDER, *FOLDER.parent.glob(f"{FOLDER.name}-*")):  # a second run of this name is NAME-2
         shutil.rmtree(folder)
 
 
