@@ -153,7 +153,7 @@ def code(root):
         paths = (root / name).rglob("*.py") if "/" in name else [root / name]
         count = sum(len(path.read_text().splitlines()) for path in paths)
         counts.append(f"`{name}` {round(count, -1 if count < 1000 else -2):,}")
-    return f"{fill(', '.join(counts), 120)}.\n\n"
+    return f"{fill(', '.join(counts) + '.', 120)}\n\n"
 
 
 # name of a marker -> what draws its table; other names are those of CSV files
