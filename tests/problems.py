@@ -221,8 +221,9 @@ def check(draw, dtype, impls=None, yardstick=None):
     The bound is never below twice the error of a sum in float32, see roundoff(), because eager PyTorch is sometimes
     better than that. For a single key and a scale of 0, its LSE is exact, and so is the gradient of a bias that comes
     from this LSE. For a single query it sums more exactly than one by one. For the gradient of a bias, dbias = P dP - P
-    delta, this float32 bound is relative to P dP: if a query sees one key, the two cancel exactly in eager PyTorch. It
-    applies only after 128 draws, or after 8 if the error is over 20 times eager PyTorch's.
+    delta, this float32 bound is relative to P dP: if a query sees one key, the two cancel exactly in eager PyTorch. In
+    all gradients delta also has the error of the rounded output, see error_of_delta(). This bound applies only after
+    128 draws, or after 8 if the error is over 20 times eager PyTorch's; to a single row always.
     """
     squares = {}  # (implementation, result) -> sums over draws, by row: errors of ours, eager's, a float32 sum's; truth
     for count in range(1, 129):
@@ -231,11 +232,14 @@ def check(draw, dtype, impls=None, yardstick=None):
         exact = results(reference, problem, torch.float64)
         eager = results(reference, problem, yardstick or dtype)
         sizes = exact | ({"dbias": exact["dbias"].abs() + minuend(problem)} if "dbias" in exact else {})
+        of_delta = error_of_delta(problem, eager["out"].double() - exact["out"])
         for impl in impls:
             ours = results(partial(attention, impl=impl), problem, dtype)
             for name, truth in exact.items():
                 assert ours[name].isfinite().all(), f"{name} of {impl} is not finite"
-                precision = sizes[name] * roundoff(name, problem)
+                precision = sizes[name].abs() * roundoff(name, problem)
+                if name not in ("out", "lse"):
+                    precision += of_delta[name].abs()
                 rows = [ours[name].double() - truth, eager[name].double() - truth, precision, truth]
                 rows = torch.stack([by_row(name, x.square()) for x in rows])
                 squares[impl, name] = squares.get((impl, name), 0) + rows
@@ -266,13 +270,20 @@ def by_row(name, squares):
 
 
 def worst_row(rows, held_to):
-    """The largest error of a row, as a multiple of its share of held_to or, if more, of eager PyTorch's error in it.
+    """The largest error of a row, as a multiple of its share of held_to or, if more, of what check() allows in it.
 
     A row's share is in proportion to its norm, but at least that of a row of mean square.
     """
-    error, of_eager, _, truth = rows.sqrt()
+    error, of_eager, precision, truth = rows.sqrt()
     share = held_to * (truth / truth.norm().clamp(min=1e-300)).clamp(min=truth.numel() ** -0.5)
-    return (error / torch.maximum(share, of_eager)).max().item()
+    return (error / share.maximum(of_eager).maximum(precision)).max().item()
+
+
+def error_of_delta(problem, error):
+    """Gradients' errors from `error`, that of the output, in delta = dO . O, where it acts as a gradient of the LSE."""
+    arguments, dout, _ = problem
+    dlse = (dout.double() * error).sum(-1).transpose(1, 2)
+    return results(reference, (arguments, torch.zeros_like(dout), dlse), torch.float64)
 
 
 def minuend(problem):
