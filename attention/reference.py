@@ -152,8 +152,8 @@ def place(shape, lengths, cu_seqlens, device):
 
 
 def drop_probability(dropout):
-    """dropout as the mask has it: rounded to a multiple of 1 / 65,536, below 1, since 16 random bits decide."""
-    return min(round(dropout * 2**16), 2**16 - 1) / 2**16
+    """dropout rounded to a multiple of 1 / 256, since 8 random bits decide; above 0 if dropout is, and below 1."""
+    return min(max(round(dropout * 256), 1), 255) / 256 if dropout > 0 else 0.0
 
 
 def keep_mask(seed, sequence, heads, q_index, k_index, dropout):
@@ -162,10 +162,10 @@ def keep_mask(seed, sequence, heads, q_index, k_index, dropout):
     head = torch.arange(heads, device=seed.device).view(1, -1, 1, 1)
     low, high = philox(sequence, head, value & 0xFFFFFFFF)
     key, _ = philox(low, high, (value >> 32) & 0xFFFFFFFF)
-    low, high = philox(q_index & 0xFFFFFFF7, k_index & 0xFFFFFFF7, key)  # shared by queries, and keys, 8 apart
-    word = torch.where((k_index & 8) == 0, low, high)
-    bits = torch.where((q_index & 8) == 0, word & 0xFFFF, word >> 16)
-    return bits >= drop_probability(dropout) * 2**16
+    low, high = philox(q_index & ~8, k_index & ~9, key)  # shared by queries, and keys, 8 apart, and keys 1 apart
+    word = torch.where(((q_index ^ k_index) & 1) == 0, low, high)
+    byte = word >> ((q_index & 8) + 2 * (k_index & 8)) & 0xFF
+    return byte >= drop_probability(dropout) * 256
 
 
 def philox(low, high, key):

@@ -314,23 +314,18 @@ def dropout_key(sequence, head, seed, RULE: tl.constexpr):
 
 
 @triton.jit
-def keeps(bits, dropout):
-    """Whether a weight is kept: not with probability `dropout`, by the upper 16 of its random bits, a uint32."""
-    return bits >= tl.cast(dropout * 2**32, tl.uint32)
-
-
-@triton.jit
 def drop(weights, key, q_pos, k_pos, seq, terms, RULE: tl.constexpr):
     """Zero each weight with probability terms.dropout and scale the others up.
 
     A weight's fate depends on the seed, its sequence and head, and on which query and key of the sequence it is of. The
-    four weights of queries i and i + 8, keys j and j + 8 of blocks of 16 share the bits of one philox(), 16 each: in
-    matmuls of tensor cores one thread holds them all, also of the transpose. Here each computes its own.
+    eight weights of queries i and i + 8, keys j, j + 1, j + 8 and j + 9 of blocks of 16, with an even j, have a byte
+    each of one philox(). In matmuls of tensor cores one thread holds them all; of the transpose, where these are rows,
+    two threads do. Here each weight computes its own.
     """
     if RULE.dropout:
         query = q_pos - (seq.k_len - seq.q_len)
-        low, high = philox((query & -9).to(tl.uint32), (k_pos & -9).to(tl.uint32), key)
-        word = tl.where((k_pos & 8) == 0, low, high)
-        bits = word << (16 - 2 * (query & 8)).to(tl.uint32)
-        weights = tl.where(keeps(bits, terms.dropout), weights * (1 / (1 - terms.dropout)), 0.0)
+        low, high = philox((query & ~8).to(tl.uint32), (k_pos & ~9).to(tl.uint32), key)
+        word = tl.where(((query ^ k_pos) & 1) == 0, low, high)
+        byte = word >> ((query & 8) + 2 * (k_pos & 8)).to(tl.uint32) & 0xFF
+        weights = tl.where(byte >= terms.dropout * 256, weights * (1 / (1 - terms.dropout)), 0.0)
     return weights

@@ -10,7 +10,7 @@ from problems import CASES, GRADIENTS, ON_GPU, by_impl, check, make_problem, nee
 
 from attention import attention, problem, table
 from attention.portable import launch as portable
-from attention.reference import keep_mask, reference_attention
+from attention.reference import drop_probability, keep_mask, reference_attention
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -165,11 +165,12 @@ def test_dropout_mask_is_fair_and_keyed_by_position(device):
     large = mask(4, 4, 128)
     for dropout in (0.25, 0.01, 0.999):
         kept = mask(4, 4, 128, dropout)
-        deviation = (dropout * (1 - dropout) / kept.numel()) ** 0.5
-        assert abs(kept.float().mean().item() - (1 - dropout)) < 5 * deviation
+        rounded = drop_probability(dropout)
+        deviation = (rounded * (1 - rounded) / kept.numel()) ** 0.5
+        assert abs(kept.float().mean().item() - (1 - rounded)) < 5 * deviation
     assert torch.equal(mask(1, 1, 16)[0, 0], large[0, 0, :16, :16])
-    # the four weights that share random bits, neighbours, heads, sequences and seeds
-    words = large.unflatten(2, (8, 2, 8)).unflatten(5, (8, 2, 8)).permute(3, 6, 0, 1, 2, 4, 5, 7).flatten(0, 1)
+    # the eight weights that share random bits, neighbours, heads, sequences and seeds
+    words = large.unflatten(2, (8, 2, 8)).unflatten(5, (8, 2, 4, 2)).permute(3, 6, 8, 0, 1, 2, 4, 5, 7).flatten(0, 2)
     pairs = list(itertools.combinations(words, 2))
     pairs += [
         (large[..., 1:], large[..., :-1]),
@@ -203,10 +204,10 @@ def test_kernels_drop_what_the_reference_drops(impl, device):
     assert torch.equal(torch.cat(gradients, -1)[..., :q_len] > 0, mask.permute(0, 3, 1, 2))
 
 
-def test_dropout_is_rounded_to_16_bits(device):
-    """No probability, however close to 1, drops all; the factor of the others belongs to what is rounded."""
+def test_dropout_is_rounded_to_8_bits(device):
+    """Neither to 0 nor to 1; the factor of the weights that are kept has the rounded probability."""
     q, v = torch.zeros(1, 64, 1, 16, device=device), torch.ones(1, 64, 1, 16, device=device)
-    for dropout, rounded in ((1e-6, 0.0), (0.3, round(0.3 * 2**16) / 2**16), (1 - 1e-9, 1 - 2**-16)):
+    for dropout, rounded in ((1e-6, 1 / 256), (0.3, 77 / 256), (1 - 1e-9, 255 / 256)):
         options = dict(dropout=dropout, seed=torch.tensor([1], device=device), causal=False)
         found = [attention(q, q, v, impl=impl, **options) for impl in ("triton", "reference")]
         counts = [x * 64 * (1 - rounded) for x in found]  # of the weights that are kept

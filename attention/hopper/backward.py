@@ -41,7 +41,17 @@ from .gluon import (
 )
 from .ragged import corner
 from .rows import WIDTH
-from .tiles import Dropout, alibi_slope2, cap_scores, dropout_key, keep_columns, kept, ramp, relative_bias
+from .tiles import (
+    Dropout,
+    alibi_slope2,
+    cap_scores,
+    dropout_key,
+    keep_columns,
+    negate_dropped,
+    positive_part,
+    ramp,
+    relative_bias,
+)
 from .work import accumulator, advance, has_mask, operand_layout, plan_work, scores_layout, staged
 
 
@@ -146,7 +156,10 @@ def add_dq(dq, dq_sum, shared, step, PLAN: gl.constexpr):
 
 @gluon.jit
 def weigh(scores, lse2, step, dropout, work, terms, RULE: gl.constexpr, PLAN: gl.constexpr, TAIL: gl.constexpr):
-    """Raw scores [keys, queries] -> weights, and weights times d score / d (scale q.k); both negative where dropped."""
+    """Raw scores [keys, queries] -> weights, and weights times d score / d (scale q.k); both negative where dropped.
+
+    With dropout, weights are 1 / (1 - dropout) times as large, and delta is smaller by as much: see prepare_kernel.
+    """
     offset = lse2[None, :]
     row = gl.arange(0, PLAN.block_k, gl.SliceLayout(1, scores_layout(PLAN)))
     after = step.tile * PLAN.block_q + work.shift - work.k_start - row  # how far the first query is after each key
@@ -174,8 +187,7 @@ def weigh(scores, lse2, step, dropout, work, terms, RULE: gl.constexpr, PLAN: gl
             else:
                 weights = keep_columns(weights, first, None, 0.0)
     if RULE.dropout:  # a sign takes no register
-        keep = kept(weights, work.k_start, step.tile * PLAN.block_q, dropout, QUERIES=1)
-        weights = gl.where(keep, weights, -weights)
+        weights = negate_dropped(weights, work.k_start, step.tile * PLAN.block_q, dropout)
     sloped = weights
     if RULE.softcap > 0:
         sloped = weights * (1 - scores * scores)
@@ -183,12 +195,12 @@ def weigh(scores, lse2, step, dropout, work, terms, RULE: gl.constexpr, PLAN: gl
 
 
 @gluon.jit
-def sloped_score_gradient(sloped, dweights, delta, dropout, RULE: gl.constexpr):
+def sloped_score_gradient(sloped, dweights, delta, RULE: gl.constexpr):
     """dS times the slope, without the scale, from results of weigh() and dO.v."""
     if RULE.dropout:
-        dweights = gl.where(sloped > 0, dweights, 0.0) * (1 / (1 - dropout.probability))
-        sloped = gl.abs(sloped)
-    return sloped * (dweights - delta)
+        return gl.maximum(sloped, 0.0) * dweights - gl.abs(sloped) * delta
+    else:
+        return sloped * (dweights - delta)
 
 
 @gluon.jit
@@ -210,20 +222,19 @@ def backward_step(
     lse2 = shared.q.rows.index(slot).load(queries)
     scores = warpgroup_mma_wait(1, deps=(scores,))  # (1) is done
     weights, sloped = weigh(scores, lse2, step, dropout, work, terms, RULE, PLAN, TAIL)
-    if RULE.dropout:
-        weights = gl.maximum(weights, 0.0)
+    weights = positive_part(weights, dtype) if RULE.dropout else weights.to(dtype)
     no_dq = accumulator(PLAN.block_q, PLAN.dim, PLAN)
     if staged(PLAN):
         left = shared.weights
-        left.store(weights.to(dtype))
+        left.store(weights)
         fence_async_shared()
         partition_barrier()  # all of P is in shared memory
     else:
-        left = gl.convert_layout(weights.to(dtype), operand_layout(PLAN, PLAN.value_dim))
+        left = gl.convert_layout(weights, operand_layout(PLAN, PLAN.value_dim))
     dweights = warpgroup_mma_wait(0, deps=(dweights,))  # (2) is done
     dv = warpgroup_mma(left, dout, dv, is_async=True)  # (3)
     delta = shared.dout.rows.index(slot).load(queries)[None, :]
-    dscores = sloped_score_gradient(sloped, dweights, delta, dropout, RULE).to(dtype)
+    dscores = sloped_score_gradient(sloped, dweights, delta, RULE).to(dtype)
     left = shared.dscores if staged(PLAN) else gl.convert_layout(dscores, operand_layout(PLAN, PLAN.dim))
     if PLAN.dk_before_dq:
         dk = warpgroup_mma(left, q, dk, is_async=True)  # (5)
@@ -300,8 +311,6 @@ def consumer(
             key = dropout_key(work.index, work.head + member, terms.seed, RULE)
 
     dk, dv = sums.dk * terms.scale, sums.dv
-    if RULE.dropout:
-        dv = dv * (1 / (1 - terms.dropout))
     if dk_part is not None:
         store_part(dk_part, dk, work, PLAN)
         store_part(dv_part, dv, work, PLAN)

@@ -40,7 +40,7 @@ from .pipeline import (
     words,
 )
 from .ragged import Extent, corner
-from .tiles import cap_scores, end_softmax, keep_columns, kept, ramp, relative_bias
+from .tiles import cap_scores, drop_pairs, end_softmax, keep_columns, ramp, relative_bias
 
 
 class State(NamedTuple):
@@ -105,9 +105,6 @@ def weigh(
     weights = gl.exp2(scores * factor - pivot[:, None])
     fade = gl.exp2(top - pivot)
     total = total * fade + gl.sum(weights, 1)
-    if RULE.dropout:  # acts on normalised weights
-        keep = kept(weights, edge - (sizes.k_len - sizes.q_len), start, tile_terms.dropout, QUERIES=0)
-        weights = gl.where(keep, weights, 0.0)
     return weights, new_top, total, fade
 
 
@@ -163,7 +160,10 @@ def attend(
             acc = warpgroup_mma_wait(0, deps=(acc,))  # (2) is done
             release(shared.v, count - 1)
             acc = acc * gl.convert_layout(fade, gl.SliceLayout(1, acc.type.layout))[:, None]
-        state = State(acc, pack(weights, q.dtype), top, total)
+        pairs = pack(weights, q.dtype)
+        if RULE.dropout:  # acts on normalised weights
+            pairs = drop_pairs(pairs, edge - (sizes.k_len - sizes.q_len), start, tile_terms.dropout)
+        state = State(acc, pairs, top, total)
         count += 1
         start -= TILE.block_k
     return state, count, start

@@ -212,7 +212,7 @@ def backward(call, out, lse2, dout, dlse, wanted, deterministic=None):
         where = (q_list, problem.ragged, q_slots, q_len, k_len)
         prepare.start(
             view("out", out), view("dout", dout), view("lse2", lse2), view("dlse", dlse), rows, dq_sum,
-            view("delta", delta), view("gate", gate), *where,
+            view("delta", delta), view("gate", gate), *where, problem.terms.dropout,
         )  # fmt: skip
         multiply.start(
             tiled(problem, "q", q, block_q), tiled(problem, "k", k, block_k), tiled(problem, "v", v, block_k),

@@ -30,7 +30,7 @@ def locate_rows(q_list, ragged, q_slots, q_len, k_len, TILE: tl.constexpr):
 
 @triton.jit(do_not_specialize=["q_slots", "q_len", "k_len"])
 def prepare_kernel(
-    out, dout, lse2, dlse, rows, dq_sum, delta, gate, q_list, ragged, q_slots, q_len, k_len,
+    out, dout, lse2, dlse, rows, dq_sum, delta, gate, q_list, ragged, q_slots, q_len, k_len, dropout,
     RULE: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
     """Before backward_kernel, for one tile of queries of one head: rows = [lse2, delta], and a dQ sum of zeros.
@@ -39,6 +39,7 @@ def prepare_kernel(
     that see no key or do not exist; delta of these is 0. With delta [B, H, Tq] not None that is filled too.
 
     With gate [B, H, Tk], lse2 in rows is reduced by each query's gate less that of the tile's first query, in base 2.
+    With dropout, the rows make the weights 1 / (1 - dropout) times as large, and delta smaller by as much.
     """
     start, count, head, seq, number = locate_rows(q_list, ragged, q_slots, q_len, k_len, TILE)
     if q_list is not None and count <= 0:
@@ -63,6 +64,9 @@ def prepare_kernel(
         lse -= (own - lead_gate).to(tl.float32) * LOG2E
     if delta is not None:
         store_rows(delta, sums, seq.row, head, first + start, 0, count, TILE.block_q)
+    if RULE.dropout:
+        lse += tl.log2(1 - dropout)
+        sums *= 1 - dropout
     row = tl.arange(0, TILE.block_q)
     rows += tl.cast(number, tl.int64) * (2 * TILE.block_q)
     tl.store(rows + row, lse)

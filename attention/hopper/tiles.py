@@ -17,7 +17,6 @@ class Dropout(NamedTuple):
 end_softmax = gluon.jit(score.end_softmax.fn)
 bounds = gluon.jit(ragged.bounds.fn)
 dropout_key = gluon.jit(score.dropout_key.fn)
-keeps = gluon.jit(score.keeps.fn)
 listed = gluon.jit(ragged.listed.fn)
 meeting_range = gluon.jit(tiles.meeting_range.fn)
 philox = gluon.jit(score.philox.fn)
@@ -84,26 +83,86 @@ def axis(layout, dim):
 
 
 @gluon.jit
-def kept(x, row, column, dropout, QUERIES: gl.constexpr):
-    """Which weights in a matmul's result x [rows, columns] dropout keeps, as score.drop() decides.
+def split_fours(x, row, column):
+    """The even columns x of a matmul's result -> positions of rows i and of columns j, the first of each four.
 
-    row, column: of the first, multiples of 16; QUERIES: whether rows are queries (0), or columns (1). A thread holds
-    the rows i and i + 8 and the columns j and j + 8 of blocks of 16: of one philox() all four weights.
+    A thread holds fours: rows i and i + 8, columns j and j + 8 of blocks of 16. Positions are uint32 [rows / 16, 8, 1,
+    1] and [1, 1, columns / 16, 4]; row and column, multiples of 16, are those of the first.
     """
-    ROWS: gl.constexpr = x.shape[0]
-    COLUMNS: gl.constexpr = x.shape[1]
-    parts = x.reshape([ROWS // 16, 2, 8, COLUMNS // 16, 2, 8]).permute((0, 2, 3, 5, 1, 4))
+    ROWS: gl.constexpr = x.shape[0] // 16
+    COLUMNS: gl.constexpr = x.shape[1] // 8
+    parts = x.reshape([ROWS, 2, 8, COLUMNS, 2, 4]).permute((0, 2, 3, 5, 1, 4))
     of_four: gl.constexpr = gl.SliceLayout(4, gl.SliceLayout(5, parts.type.layout))
-    rows = row + gl.arange(0, ROWS // 16, axis(of_four, 0))[:, None, None, None] * 16
+    rows = row + gl.arange(0, ROWS, axis(of_four, 0))[:, None, None, None] * 16
     rows += gl.arange(0, 8, axis(of_four, 1))[None, :, None, None]
-    columns = column + gl.arange(0, COLUMNS // 16, axis(of_four, 2))[None, None, :, None] * 16
-    columns += gl.arange(0, 8, axis(of_four, 3))[None, None, None, :]
-    rows, columns = rows.to(gl.uint32), columns.to(gl.uint32)
-    if QUERIES == 0:
-        low, high = philox(rows, columns, dropout.key)
-        bits = gl.join(gl.join(low << 16, low), gl.join(high << 16, high))
+    columns = column + gl.arange(0, COLUMNS, axis(of_four, 2))[None, None, :, None] * 16
+    columns += gl.arange(0, 4, axis(of_four, 3))[None, None, None, :] * 2
+    return rows.to(gl.uint32), columns.to(gl.uint32)
+
+
+@gluon.jit
+def join_fours(first, right, below, last, x):
+    """What belongs to (i, j), (i, j + 8), (i + 8, j) and (i + 8, j + 8) of split_fours(x), laid out as x is."""
+    joined = gl.join(gl.join(first, right), gl.join(below, last)).permute((0, 5, 1, 2, 4, 3))
+    return gl.convert_layout(joined.reshape(x.shape), x.type.layout, assert_trivial=True)
+
+
+@gluon.jit
+def dropped(word, dropout):
+    """Four random bytes in a uint32 -> bit 7 of each is set if it is less than 256 times the probability."""
+    bound = gl.cast(dropout.probability * 256, gl.uint32) * 0x01010101
+    rest = (word | 0x80808080) - (bound & 0x7F7F7F7F)  # bit 7 is set if the other bits are not less
+    return (~word & bound) | (~(word ^ bound) & ~rest)
+
+
+@gluon.jit
+def drop_pairs(pairs, row, column, dropout):
+    """Zero packed weights [queries, keys / 2] as score.drop() does; row, column: of the first query and key."""
+    queries, keys = split_fours(pairs, row, column)
+    low, high = philox(queries, keys, dropout.key)
+    low, high = dropped(low, dropout), dropped(high, dropout)
+    # each mask: its lower half is bit 7 of a byte of low, its upper half of high; for odd queries the reverse
+    FILL: gl.constexpr = "prmt.b32 $0, $1, $2, $3;"
+    choice = 0xCC88 ^ (queries & 1) * 0x4444
+    masks = ()
+    for byte in gl.static_range(4):
+        args = [low, high, choice + byte * 0x1111]
+        masks += (gl.inline_asm_elementwise(FILL, "=r,r,r,r", args, dtype=gl.int32, is_pure=True, pack=1),)
+    return pairs & ~join_fours(masks[0], masks[2], masks[1], masks[3], pairs)
+
+
+@gluon.jit
+def negate(weights, flags):
+    """Weights [keys, queries of one parity], negative where dropped() set their bit in flags."""
+    bits = join_fours(flags << 24, flags << 16, flags << 8, flags, weights) & 0x80000000
+    return (weights.to(gl.uint32, bitcast=True) ^ bits).to(gl.float32, bitcast=True)
+
+
+@gluon.jit
+def negate_dropped(weights, row, column, dropout):
+    """Weights [keys, queries], negative where score.drop() drops; row, column: of the first key and query.
+
+    Of the two threads that hold keys j and j + 1, each calls philox() for half of the queries.
+    """
+    even, odd = gl.split(weights.reshape([weights.shape[0], weights.shape[1] // 2, 2]))
+    keys, queries = split_fours(even, row, column)
+    own = keys & 1  # threads of odd keys draw for odd queries: the low word for their key, the high for the other one
+    low, high = philox(queries + own, keys - own, dropout.key)
+    low, high = dropped(low, dropout), dropped(high, dropout)
+    SWAP: gl.constexpr = "shfl.sync.bfly.b32 $0, $1, 4, 31, -1;"
+    other = gl.inline_asm_elementwise(SWAP, "=r,r", [high], dtype=gl.uint32, is_pure=False, pack=1)
+    even = negate(even, gl.where(own == 0, low, other))
+    odd = negate(odd, gl.where(own == 0, other, low))
+    return gl.convert_layout(gl.join(even, odd).reshape(weights.shape), weights.type.layout, assert_trivial=True)
+
+
+@gluon.jit
+def positive_part(x, DTYPE: gl.constexpr):
+    """x as 16 bits, 0 where it is negative: one instruction for two numbers."""
+    if DTYPE == gl.bfloat16:
+        CONVERT: gl.constexpr = "cvt.rn.relu.bf16x2.f32 $0, $2, $1;"
+        found = gl.inline_asm_elementwise(CONVERT, "=r,f,f", [x], dtype=gl.bfloat16, is_pure=True, pack=2)
     else:
-        low, high = philox(columns, rows, dropout.key)
-        bits = gl.join(gl.join(low << 16, high << 16), gl.join(low, high))
-    keep = keeps(bits, dropout.probability).permute((0, 4, 1, 2, 5, 3)).reshape([ROWS, COLUMNS])
-    return gl.convert_layout(keep, x.type.layout, assert_trivial=True)
+        CONVERT: gl.constexpr = "cvt.rn.relu.f16x2.f32 $0, $2, $1;"
+        found = gl.inline_asm_elementwise(CONVERT, "=r,f,f", [x], dtype=gl.float16, is_pure=True, pack=2)
+    return found
