@@ -40,7 +40,7 @@ from .pipeline import (
     words,
 )
 from .ragged import Extent, corner
-from .tiles import cap_scores, drop_pairs, end_softmax, keep_columns, ramp, relative_bias
+from .tiles import add_ramp, cap_scores, drop_pairs, end_softmax, keep_columns, minus_rows, ramp, relative_bias, row_max
 
 
 class State(NamedTuple):
@@ -77,14 +77,16 @@ def weigh(
     if PIPE.negate_scores:  # the maximum is taken of raw scores, so their factor must be positive
         scores = -scores
     scores, factor = cap_scores(scores, sizes.scale, RULE)
+    lead2 = None  # what is still to be added to the scores
     if RULE.alibi:
         rows = gl.arange(0, scores.shape[0], gl.SliceLayout(1, scores.type.layout))
-        lead = ramp(scores, start - edge - rows, gl.float32)  # how far a key is ahead of a query
+        first = start - edge - rows  # how far the first key is ahead of each query
         slope = sizes.alibi_slope2 / factor
         if RULE.causal:
-            scores += lead * slope
+            scores, lead = add_ramp(scores, slope, first)
+            lead2 = lead * sizes.alibi_slope2
         else:
-            scores -= gl.abs(lead) * slope
+            scores -= gl.abs(ramp(scores, first, gl.float32)) * slope
     if RULE.decay or tile_terms.terms.relative is not None:  # what is added has no factor
         scores *= factor
         factor = 1.0
@@ -97,12 +99,15 @@ def weigh(
         scores += relative_bias(tile_terms.terms, tile_terms.flat_head % TILE.heads, distance) * LOG2E
     if MASKED:
         scores = hide(scores, edge, start, sizes, RULE)
-    new_top = gl.maximum(top, gl.max(scores, 1) * factor)
+    new_top = gl.maximum(top, row_max(scores, factor, lead2))
     if MASKED:  # a row that has seen no key yet: a finite pivot keeps inf - inf away
         pivot = gl.where(new_top == float("-inf"), 0.0, new_top)
     else:
         pivot = new_top
-    weights = gl.exp2(scores * factor - pivot[:, None])
+    if lead2 is None:  # here, because Triton 3.9 spills if minus_rows() does it
+        weights = gl.exp2(scores * factor - pivot[:, None])
+    else:
+        weights = gl.exp2(minus_rows(scores, factor, pivot, lead2))
     fade = gl.exp2(top - pivot)
     total = total * fade + gl.sum(weights, 1)
     return weights, new_top, total, fade

@@ -74,6 +74,36 @@ def ramp(x, first, DTYPE: gl.constexpr):
     return join_columns(found, x)
 
 
+@gluon.jit
+def add_ramp(x, slope, first):
+    """A matmul's result x [rows, columns] -> (sum, lead): sum + slope * lead = x + slope * (first + column).
+
+    lead, float32 [rows, t], is the same for all columns of a row that a thread holds, which leaves constants for the
+    columns: one multiply-add an element.
+    """
+    parts, column, thread = split_columns(x)
+    lead = (expand_rows(first, thread) + thread).to(gl.float32)
+    return join_columns(gl.fma(column.to(gl.float32), slope, parts), x), lead
+
+
+@gluon.jit
+def row_max(x, factor, lead):
+    """The largest x * factor + lead of each row; lead [rows, t] as of add_ramp(), or None."""
+    if lead is None:
+        return gl.max(x, 1) * factor
+    else:
+        parts, _, _ = split_columns(x)
+        largest = gl.max(gl.max(gl.max(parts, 3), 1) * factor + lead, 1)
+        return gl.convert_layout(largest, gl.SliceLayout(1, x.type.layout), assert_trivial=True)
+
+
+@gluon.jit
+def minus_rows(x, factor, rows, lead):
+    """x * factor + lead - rows [rows]; lead [rows, t] as of add_ramp()."""
+    parts, _, thread = split_columns(x)
+    return join_columns(parts * factor - (expand_rows(rows, thread) - lead)[:, None, :, None], x)
+
+
 @gluon.constexpr_function
 def axis(layout, dim):
     """Of one dimension of four."""
