@@ -2,7 +2,7 @@
 
 A program is one warp that loads by TMA and two or three consumers: warpgroups of 64 query rows each. While a consumer
 takes the softmax of one block of keys, its tensor core works on the product of the weights and values of the block
-before, and on the products of the other consumers. Programs are persistent: the next tile loads while this one ends.
+before, and on the products of the other consumers. Programs are persistent: the next tile loads during this one.
 Source: Shah et al., FlashAttention-3; scores in base 2.
 """
 
@@ -234,7 +234,6 @@ def consumer(
 ):  # fmt: skip
     """Attention of PER_CONSUMER queries of each tile."""
     dtype: gl.constexpr = shared.q.tiles.dtype
-    q = shared.q.tiles.index(INDEX)
     count = 0  # of blocks
     visit = 0
     message = receive(shared.mail, visit)
@@ -252,7 +251,8 @@ def consumer(
             decay = decay_from(own_gates, edge, own.k_len)
         tile_terms = TileTerms(dropout, decay, terms, flat_head)
 
-        mbarrier.wait(shared.q.full.index(INDEX), visit & 1)
+        q_number = visit * PIPE.consumers + INDEX
+        q = filled(shared.q, q_number)
         count = skip(shared, count, tile_end - end, INDEX, PIPE)
         start = (end - 1) * TILE.block_k
         state = empty_state(dtype, TILE)
@@ -274,7 +274,7 @@ def consumer(
                 INDEX, RULE, TILE, PIPE, MASKED=True,
             )  # fmt: skip
         if not PIPE.out_in_q_memory:
-            mbarrier.arrive(shared.q.empty.index(INDEX))
+            release(shared.q, q_number)
         v_tile = filled(shared.v, count - 1)
         acc = warpgroup_mma(unpack(state.weights, state.acc, dtype), v_tile, state.acc, is_async=True)  # (2)
 
@@ -296,7 +296,7 @@ def consumer(
         tma_store(out, corner(queries, in_or_past(q_start, own.q_len), flat_head % TILE.heads, PIPE.ragged), out_tile)
         if PIPE.out_in_q_memory:
             tma_wait(0)
-            mbarrier.arrive(shared.q.empty.index(INDEX))
+            release(shared.q, q_number)
         if max_logit2 is not None:  # last, when there are registers for it
             largest = gl.max(gl.where(is_query, top, float("-inf")), 0)
             gl.atomic_max(max_logit2 + flat_head % TILE.heads, largest, sem="relaxed")
@@ -318,7 +318,7 @@ def hopper_forward_kernel(
     """
     sizes = Sizes(q_len, k_len, terms.scale, terms.dropout)
     # full barriers: the loader, or its TMA, arrives. Empty ones: each consumer; of q the one whose slot it is.
-    q_channel = channel(PIPE.consumers, PER_CONSUMER, TILE.dim, q.dtype, 1)
+    q_channel = channel(PIPE.consumers * PIPE.q_stages, PER_CONSUMER, TILE.dim, q.dtype, 1)
     mail_layout: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     shared = ForwardMemory(
         q_channel,

@@ -28,13 +28,13 @@ from .work import Plan
 # (benchmarks/LOG.md). REGISTERS are of a thread, as launched; the partitions of a program then trade them.
 REGISTERS = {(64, 64): 128, (128, 128): 168, (256, 256): 168, (256, 128): 168}
 FORWARD = {  # keys of a block first
-    (64, 64): (128, Pipeline(consumers=3, stages=3, ping_pong=True)),
-    (128, 128): (128, Pipeline(consumers=2, stages=2, ping_pong=True)),
+    (64, 64): (128, Pipeline(consumers=3, stages=3, q_stages=2, ping_pong=True)),
+    (128, 128): (128, Pipeline(consumers=2, stages=2, q_stages=2, ping_pong=True)),
     (256, 256): (64, Pipeline(consumers=2, stages=2, out_in_q_memory=True)),
     (256, 128): (64, Pipeline(consumers=2, stages=2)),
 }
 # three consumers with 128 keys would spill
-FORWARD_WITH_MANY_REGISTERS = FORWARD | {(64, 64): (64, Pipeline(consumers=3, stages=4, ping_pong=True))}
+FORWARD_WITH_MANY_REGISTERS = FORWARD | {(64, 64): (64, Pipeline(consumers=3, stages=4, q_stages=2, ping_pong=True))}
 BACKWARD = {
     (64, 64): Plan(64, 64, 64, 64, warps=4, stages=2, dq_stages=1, mask_edges_only=True, kv_in_registers=True),
     (128, 128): Plan(64, 128, 128, 128, warps=8, stages=2, dq_stages=2, mask_edges_only=True, dk_before_dq=True),

@@ -19,6 +19,7 @@ class Pipeline(NamedTuple):
 
     consumers: int
     stages: int  # blocks of keys, and of values, in shared memory
+    q_stages: int = 1  # tiles of queries of each consumer in shared memory; with two, the next one loads early
     ping_pong: bool = False  # whether consumers issue their products in turn, so that softmax and products alternate
     out_in_q_memory: bool = False  # whether the output passes through the memory of the queries; else it has its own
     negate_scores: bool = False  # because the scale is negative
@@ -28,7 +29,7 @@ class Pipeline(NamedTuple):
 class ForwardMemory(NamedTuple):
     """Shared memory of a program."""
 
-    q: Channel  # from the loader to consumers, like k, v and mail; slot i is for consumer i
+    q: Channel  # from the loader to consumers, like k, v and mail; consumers take its tiles in turn
     k: Channel
     v: Channel
     out: gl.shared_memory_descriptor
