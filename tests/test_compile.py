@@ -67,10 +67,10 @@ SPILLED_BEFORE_3_9 = {
 # Triton 3.9 and 3.6 give.
 SPILLED = {
     "": dict(hopper_forward_kernel=(128, 0, 0, 0), backward_kernel=(28, 64, 16, 72)),
-    MANY: dict(hopper_forward_kernel=(152, 0, 0, 220), backward_kernel=(0, 316, 0, 52)),
+    MANY: dict(hopper_forward_kernel=(152, 0, 0, 260), backward_kernel=(0, 316, 0, 52)),
     "dropout": dict(hopper_forward_kernel=(0, 116, 0, 372), backward_kernel=(28, 352, 16, 260)),
     "alibi_slopes": dict(hopper_forward_kernel=(176, 0, 0, 0), backward_kernel=(0, 168, 16, 156)),
-    "relative_bias": dict(hopper_forward_kernel=(0, 100, 0, 312), backward_kernel=(196, 784, 0, 92)),
+    "relative_bias": dict(hopper_forward_kernel=(0, 104, 0, 328), backward_kernel=(196, 784, 0, 92)),
     DECAY: dict(hopper_forward_kernel=(0, 1220, 0, 952), backward_kernel=(28, 332, 0, 400)),
     ALL: dict(hopper_forward_kernel=(0, 120, 184, 496), backward_kernel=(28, 524, 16, 244)),
 }

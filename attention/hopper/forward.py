@@ -134,41 +134,69 @@ def unpack(pairs, acc, DTYPE: gl.constexpr):
 
 
 @gluon.jit
+def pack_kept(weights, edge, start, tile_terms, sizes, DTYPE: gl.constexpr, RULE: gl.constexpr):
+    """What pack() returns, 0 where dropout drops: it acts on normalised weights, so they are in `total` already."""
+    pairs = pack(weights, DTYPE)
+    if RULE.dropout:
+        pairs = drop_pairs(pairs, edge - (sizes.k_len - sizes.q_len), start, tile_terms.dropout)
+    return pairs
+
+
+@gluon.jit
+def attend_first(
+    q, shared, count, edge, start, tile_terms, sizes,
+    INDEX: gl.constexpr, RULE: gl.constexpr, TILE: gl.constexpr, PIPE: gl.constexpr, KEYS: gl.constexpr,
+):  # fmt: skip
+    """The State after the first block, of which no query sees more than the first KEYS keys. Numbers: see attend()."""
+    state = empty_state(q.dtype, TILE)
+    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, KEYS, 16])
+    rows: gl.constexpr = gl.SliceLayout(1, layout)
+    none = gl.full([PER_CONSUMER, KEYS], 0.0, gl.float32, layout)
+    k_tile = filled(shared.k, count).slice(0, KEYS).permute((1, 0))
+    take_turn(shared.may_issue, count, INDEX, PIPE)
+    scores = warpgroup_mma(q, k_tile, none, use_acc=False, is_async=True)  # (1)
+    pass_turn(shared.may_issue, INDEX, PIPE)
+    scores = warpgroup_mma_wait(0, deps=(scores,))
+    release(shared.k, count)
+    top, total = gl.convert_layout(state.top, rows), gl.convert_layout(state.total, rows)
+    weights, top, total, _ = weigh(scores, top, total, edge, start, tile_terms, sizes, RULE, TILE, PIPE, MASKED=True)
+    pairs = pack_kept(weights, edge, start, tile_terms, sizes, q.dtype, RULE)
+    if KEYS < TILE.block_k:  # (2) multiplies whole blocks: the other half has weight 0
+        pairs = gl.join(pairs, gl.zeros_like(pairs)).permute((0, 2, 1)).reshape(state.weights.shape)
+        pairs = gl.convert_layout(pairs, state.weights.type.layout, assert_trivial=True)
+    top, total = gl.convert_layout(top, state.top.type.layout), gl.convert_layout(total, state.top.type.layout)
+    return State(state.acc, pairs, top, total)
+
+
+@gluon.jit
 def attend(
     state, q, shared, count, steps, edge, start, tile_terms, sizes,
-    INDEX: gl.constexpr, RULE: gl.constexpr, TILE: gl.constexpr, PIPE: gl.constexpr,
-    MASKED: gl.constexpr, FIRST: gl.constexpr = False,
+    INDEX: gl.constexpr, RULE: gl.constexpr, TILE: gl.constexpr, PIPE: gl.constexpr, MASKED: gl.constexpr,
 ):  # fmt: skip
     """Absorb `steps` blocks of keys, from `start` down.
 
     Two products a block, (1) S = Q K^T and (2) acc += P V. (2) is that of the block before, and runs while the softmax
-    turns (1) into weights. FIRST: there is no block before.
+    turns (1) into weights.
     """
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, TILE.block_k, 16])
     none = gl.full([PER_CONSUMER, TILE.block_k], 0.0, gl.float32, layout)
-    acc = state.acc
     for _ in range(steps):
         k_tile = filled(shared.k, count).permute((1, 0))
         take_turn(shared.may_issue, count, INDEX, PIPE)
         scores = warpgroup_mma(q, k_tile, none, use_acc=False, is_async=True)  # (1)
-        if not FIRST:
-            v_tile = filled(shared.v, count - 1)
-            weights = unpack(state.weights, state.acc, q.dtype)
-            acc = warpgroup_mma(weights, v_tile, state.acc, is_async=True)  # (2)
+        v_tile = filled(shared.v, count - 1)
+        weights = unpack(state.weights, state.acc, q.dtype)
+        acc = warpgroup_mma(weights, v_tile, state.acc, is_async=True)  # (2)
         pass_turn(shared.may_issue, INDEX, PIPE)
-        scores = warpgroup_mma_wait(0 if FIRST else 1, deps=(scores,))  # (1) is done
+        scores = warpgroup_mma_wait(1, deps=(scores,))  # (1) is done
         release(shared.k, count)
         weights, top, total, fade = weigh(
             scores, state.top, state.total, edge, start, tile_terms, sizes, RULE, TILE, PIPE, MASKED
         )
-        if not FIRST:
-            acc = warpgroup_mma_wait(0, deps=(acc,))  # (2) is done
-            release(shared.v, count - 1)
-            acc = acc * gl.convert_layout(fade, gl.SliceLayout(1, acc.type.layout))[:, None]
-        pairs = pack(weights, q.dtype)
-        if RULE.dropout:  # acts on normalised weights
-            pairs = drop_pairs(pairs, edge - (sizes.k_len - sizes.q_len), start, tile_terms.dropout)
-        state = State(acc, pairs, top, total)
+        acc = warpgroup_mma_wait(0, deps=(acc,))  # (2) is done
+        release(shared.v, count - 1)
+        acc = acc * gl.convert_layout(fade, gl.SliceLayout(1, acc.type.layout))[:, None]
+        state = State(acc, pack_kept(weights, edge, start, tile_terms, sizes, q.dtype, RULE), top, total)
         count += 1
         start -= TILE.block_k
     return state, count, start
@@ -255,11 +283,16 @@ def consumer(
         q = filled(shared.q, q_number)
         count = skip(shared, count, tile_end - end, INDEX, PIPE)
         start = (end - 1) * TILE.block_k
-        state = empty_state(dtype, TILE)
-        state, count, start = attend(
-            state, q, shared, count, 1, edge, start, tile_terms, own,
-            INDEX, RULE, TILE, PIPE, MASKED=True, FIRST=True,
-        )  # fmt: skip
+        if RULE.causal and TILE.block_k > PER_CONSUMER and edge <= start:  # none sees a key after edge + 63
+            state = attend_first(
+                q, shared, count, edge, start, tile_terms, own, INDEX, RULE, TILE, PIPE, KEYS=PER_CONSUMER
+            )
+        else:
+            state = attend_first(
+                q, shared, count, edge, start, tile_terms, own, INDEX, RULE, TILE, PIPE, KEYS=TILE.block_k
+            )
+        count += 1
+        start -= TILE.block_k
         state, count, start = attend(
             state, q, shared, count, end - 1 - full_end, edge, start, tile_terms, own,
             INDEX, RULE, TILE, PIPE, MASKED=True,
