@@ -68,6 +68,8 @@ class GPTConfig:
     """Give each block (1 + a) x + b (embedding of the token) in place of x; a and b are learned and begin at 0."""
     value_residual: bool = False
     """Mix the values of attention with the first block's, by learned shares that begin at 1/2 (Zhou et al. 2024)."""
+    key_offset: bool = False
+    """In half of each head's channels, a key is that of the token before, without rotary positions (modded-nanogpt)."""
     window: int | None = None
     """Keys that a query sees, its own included; every fourth block sees all keys, and with None all blocks do."""
     dropout: float = 0.0
@@ -88,6 +90,7 @@ class GPTConfig:
         for name, least in dict(vocab_size=0, norm_eps=0, n_layer=1, n_head=1, n_embd=1, block_size=1).items():
             require(getattr(self, name) >= least, f"{name}={getattr(self, name)} must be at least {least}")
         require(self.rope_theta > 0, f"rope_theta={self.rope_theta} must be positive, such as 10000")
+        require(self.position == "rope" or not self.key_offset, "key_offset=True needs RoPE; add --position rope")
         rule = f"n_embd={self.n_embd} / n_head={self.n_head} is the head dim, which must be a multiple of 8 up to 256"
         require(self.n_embd % self.n_head == 0 and self.head_dim % 8 == 0 and self.head_dim <= 256, rule)
         rule = f"n_head={self.n_head} must be a multiple of n_kv_head={self.n_kv_head}; 1 gives multi-query attention"
@@ -125,17 +128,24 @@ def make_norm(config):
 
 
 def rotary_angles(config):
-    """cos and sin [block_size, 1, D / 2] of position * theta^(-2i / D), in float32 (Su et al. 2021, RoFormer)."""
-    half = config.head_dim // 2
+    """cos and sin [block_size, 1, R / 2] of position * theta^(-2i / R), in float32 (Su et al. 2021, RoFormer)."""
+    half = config.head_dim // (4 if config.key_offset else 2)  # R / 2, of the R channels that are rotated
     frequency = config.rope_theta ** (-torch.arange(half, device="cpu") / half)  # on "meta" this would import Dynamo
     angle = torch.outer(torch.arange(config.block_size, device="cpu"), frequency)[:, None, :]
     return angle.cos(), angle.sin()
 
 
 def rotate(x, cos, sin):
-    """Rotate the pairs (x_i, x_{i + D/2}) of x [B, T, heads, D] by their angles."""
-    a, b = x.float().chunk(2, dim=-1)
-    return torch.cat((a * cos - b * sin, b * cos + a * sin), dim=-1).type_as(x)
+    """Rotate the pairs (x_i, x_{i + R/2}) of the first R channels of x [B, T, heads, D] by their angles."""
+    R = 2 * cos.shape[-1]
+    a, b = x[..., :R].float().chunk(2, dim=-1)
+    return torch.cat((a * cos - b * sin, b * cos + a * sin, x[..., R:]), dim=-1).type_as(x)
+
+
+def offset_keys(k, before, is_first):
+    """k [B, T, heads, D], with the second half of the channels from `before`, the tokens before, unless is_first."""
+    half = k.shape[-1] // 2
+    return torch.cat((k[..., :half], torch.where(is_first, k, before)[..., half:]), dim=-1)
 
 
 @dataclass
@@ -179,6 +189,8 @@ class Attention(nn.Module):
             q, k = (F.rms_norm(z, (config.head_dim,), eps=config.norm_eps or None) for z in (q, k))
         if context.rotary:
             q, k = (rotate(z, *context.rotary) for z in (q, k))
+        if config.key_offset and T > 1:  # for a single token, the cache does it
+            k = offset_keys(k, k.roll(1, dims=1), context.rotary[1][..., :1] == 0)  # sin is 0 only at position 0
         if context.layers:
             y = context.layers[self.index].attend(q, k, v, self.window)
         else:

@@ -8,6 +8,7 @@ from typing import NamedTuple
 import torch
 
 from attention import attention, decode
+from model import offset_keys
 
 
 class View(NamedTuple):
@@ -42,9 +43,14 @@ class DecodeLayer(NamedTuple):
     rows: torch.Tensor  # [B], 0 to B - 1
     slots: torch.Tensor  # [B], where the keys and values of the new tokens go
     lengths: torch.Tensor  # [B] int32, with the new tokens
+    key_offset: bool  # as in GPTConfig; if so, the slot after a row's keys has the second half of the next key
 
     def attend(self, q, k, v, window):
         """Store k, v [B, 1, G, D]; returns the attention [B, 1, H, D] of q over the keys of its row."""
+        if self.key_offset:
+            before = self.k[self.rows, self.slots]
+            self.k[self.rows, self.slots + 1] = k[:, 0]
+            k = offset_keys(k, before[:, None], (self.slots == 0)[:, None, None, None])
         self.k[self.rows, self.slots] = k[:, 0]
         self.v[self.rows, self.slots] = v[:, 0]
         return self.decode(q, window)
@@ -58,16 +64,19 @@ class Cache:
     """Keys and values of `batch` rows of up to block_size tokens.
 
     Attributes:
-        k, v: [layers, B, S, G, D]. lengths: [B] int32, the number of tokens in each row.
+        k, v: [layers, B, S, G, D], where S is block_size, and one more with key_offset.
+        lengths: [B] int32, the number of tokens in each row.
     """
 
     def __init__(self, config, batch, device, dtype):
-        shape = (config.n_layer, batch, config.block_size, config.kv_heads, config.head_dim)
+        slots = config.block_size + config.key_offset
+        shape = (config.n_layer, batch, slots, config.kv_heads, config.head_dim)
         self.k, self.v = (torch.zeros(shape, device=device, dtype=dtype) for _ in range(2))
         self.lengths = torch.zeros(batch, dtype=torch.int32, device=device)
         self.rows = torch.arange(batch, device=device)
         self.slots = torch.zeros_like(self.rows)
-        layers = [DecodeLayer(k, v, self.rows, self.slots, self.lengths) for k, v in zip(self.k, self.v, strict=True)]
+        rows = self.rows, self.slots, self.lengths, config.key_offset
+        layers = [DecodeLayer(k, v, *rows) for k, v in zip(self.k, self.v, strict=True)]
         self.next = View(self.slots[:, None], layers)  # the same in every step: only the contents of its tensors change
         # PyTorch's attention has nothing to compile, so the first token comes sooner
         self.impl = "sdpa" if config.attention == "auto" else config.attention
@@ -75,7 +84,8 @@ class Cache:
     def prefill(self, tokens, rows, sources):
         """View for tokens [N, T]: their row sources[i] becomes the beginning of row rows[i] of the cache.
 
-        The caller sets the lengths, because some of the tokens may be padding.
+        The caller sets the lengths, because some of the tokens may be padding. With key_offset, each row needs a token
+        of padding after its text, whose key has the second half of the next one.
         """
         positions = torch.arange(tokens.shape[1], device=tokens.device).expand_as(tokens)
         layers = [PrefillLayer(k, v, rows, sources, self.impl) for k, v in zip(self.k, self.v, strict=True)]

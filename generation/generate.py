@@ -110,7 +110,7 @@ class Generator:
         self.graph, self.graphed = None, on_gpu if graph is None else graph
         has_kernels = self.graphed and HAS_TRITON and dtype in (torch.float16, torch.bfloat16)
         lacks = self.config.embed_norm or self.config.embed_skip or self.config.value_residual
-        lacks |= self.config.qk_norm and self.config.norm_eps > 0
+        lacks |= self.config.key_offset or (self.config.qk_norm and self.config.norm_eps > 0)
         self.fused = has_kernels and not lacks  # generation.fused does not have these
         self.cache = Cache(model.config, batch, self.device, dtype)
         # the newest tokens, which are not yet in the cache, and the positions of the next ones in their texts
@@ -225,6 +225,7 @@ class Generator:
         width = max(map(len, unique))
         index = torch.tensor(list(rows), device=self.device)
         if width > 0:
+            width += self.config.key_offset  # the cache needs a token of padding
             padded = [context + (0,) * (width - len(context)) for context in unique]
             sources = torch.tensor([unique[context] for context in contexts], device=self.device)
             tokens = torch.tensor(padded, device=self.device)

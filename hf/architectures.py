@@ -19,8 +19,8 @@ GPT2_VOCABULARY = 50257
 # Options that a network must have, with the values that are allowed; the first one is advised.
 KESTREL = dict(position=["rope"], norm=["rmsnorm"], mlp=["relu2"], bias=[False], mask_documents=[False],
                embed_norm=[False])  # fmt: skip
-NANOCHAT = KESTREL | dict(window=[None], embed_skip=[False], value_residual=[False], norm_weight=[False],
-                          qk_norm=[True], embed_norm=[True])  # fmt: skip
+NANOCHAT = KESTREL | dict(window=[None], embed_skip=[False], value_residual=[False], key_offset=[False],
+                          norm_weight=[False], qk_norm=[True], embed_norm=[True])  # fmt: skip
 ARCEE = NANOCHAT | dict(norm_weight=[True, False], qk_norm=[False], embed_norm=[False], logit_softcap=[None])
 LLAMA = ARCEE | dict(mlp=["swiglu"])
 WRITABLE = {
@@ -34,7 +34,7 @@ WRITABLE = {
 READABLE = ("gpt2", "llama", "arcee", "nanochat", "kestrel")
 CLASSES = dict(gpt2="GPT2", llama="Llama", qwen3="Qwen3", arcee="Arcee", nanochat="NanoChat", kestrel="Kestrel")
 # Options in a Kestrel's config.json under our names. Transformers leaves out those with these values.
-KESTREL_DEFAULTS = dict(norm_weight=False, qk_norm=True, embed_skip=True, value_residual=True)
+KESTREL_DEFAULTS = dict(norm_weight=False, qk_norm=True, embed_skip=True, value_residual=True, key_offset=False)
 
 # Our modules and Hugging Face's. * is the number of a block. The rows of our qkv are those of q, k and v.
 GPT2_NAMES = {
@@ -72,6 +72,8 @@ NANOCHAT_NAMES = LLAMA_NAMES | {
 def _wrong(config, kind):
     """Options of a network that an architecture lacks, with their allowed values."""
     allowed = WRITABLE[kind] | ({"n_kv_head": [None, config.n_head]} if kind == "gpt2" else {})
+    if config.key_offset:  # needs the key before the oldest visible one, which the cache of a window drops
+        allowed = allowed | {"window": [None]}
     return {name: values for name, values in allowed.items() if getattr(config, name) not in values}
 
 

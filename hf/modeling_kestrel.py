@@ -23,15 +23,17 @@ class KestrelConfig(PreTrainedConfig):
     qk_norm: bool = True  # each query and key has a root mean square of 1
     embed_skip: bool = True  # block i has the input (1 + a_i) x + b_i (embedding of the token)
     value_residual: bool = True  # attention mixes its values with those of the first block
+    key_offset: bool = False  # in the second half of its channels, a key is that of the token before, and not rotated
     layer_types: list | None = None  # of each block, full_attention or sliding_attention
     sliding_window: int | None = None  # keys that a query sees in sliding_attention, its own included
     final_logit_softcapping: float | None = None  # logits are cap * tanh(logits / cap)
 
 
 def rotate(x, cos, sin):
-    """Rotate the pairs (x_i, x_{i + D/2}) of x [B, heads, T, D] by their angles, in float32."""
-    a, b = x.float().chunk(2, dim=-1)
-    return torch.cat((a * cos - b * sin, b * cos + a * sin), dim=-1).type_as(x)
+    """Rotate the pairs (x_i, x_{i + R/2}) of the first R channels of x [B, heads, T, D] by their angles, in float32."""
+    R = 2 * cos.shape[-1]
+    a, b = x[..., :R].float().chunk(2, dim=-1)
+    return torch.cat((a * cos - b * sin, b * cos + a * sin, x[..., R:]), dim=-1).type_as(x)
 
 
 class KestrelAttention(nn.Module):
@@ -49,8 +51,11 @@ class KestrelAttention(nn.Module):
         if config.value_residual and layer_idx > 0:
             self.value_mix = nn.Parameter(torch.zeros(1))  # share of the first block's values, minus 1/2
 
-    def forward(self, hidden_states, first_v, angles, attention_mask, cache, **kwargs):
-        """(output, first_v). first_v: the first block's values of these tokens, which that block sets."""
+    def forward(self, hidden_states, first_v, angles, precedes, attention_mask, cache, **kwargs):
+        """(output, first_v). first_v: the first block's values of these tokens, which that block sets.
+
+        precedes: [B, 1, T, 1], whether the next token is the first of a text, after padding or another text.
+        """
         shape = (*hidden_states.shape[:-1], -1, self.config.head_dim)
         q = self.q_proj(hidden_states).view(shape).transpose(1, 2)
         k = self.k_proj(hidden_states).view(shape).transpose(1, 2)
@@ -62,8 +67,14 @@ class KestrelAttention(nn.Module):
         if self.config.qk_norm:
             q, k = (F.rms_norm(z, z.shape[-1:], eps=self.config.rms_norm_eps) for z in (q, k))
         q, k = rotate(q, *angles), rotate(k, *angles)
+        half = self.config.head_dim // 2
+        if self.config.key_offset:  # so that the first token of a text finds its own key before it
+            k = torch.cat((k[..., :half], torch.where(precedes, k.roll(-1, dims=2), k)[..., half:]), dim=-1)
         if cache is not None:
             k, v = cache.update(k, v, self.layer_idx)
+        if self.config.key_offset:  # the cache has the keys without the offset
+            before = torch.cat((k[:, :, :1], k[:, :, :-1]), dim=2)
+            k = torch.cat((k[..., :half], before[..., half:]), dim=-1)
         attend = ALL_ATTENTION_FUNCTIONS.get_interface(self.config._attn_implementation, eager_attention_forward)
         kwargs["sliding_window"] = self.sliding_window
         y, _ = attend(self, q, k, v, attention_mask, scaling=self.scaling, **kwargs)  # [B, T, heads, D]
@@ -113,15 +124,18 @@ class KestrelModel(KestrelPreTrainedModel):
         cache = past_key_values if cache is None else cache
         if cache is None and use_cache:
             cache = DynamicCache(config=self.config)
+        if position_ids is None and getattr(attention_mask, "ndim", None) == 2:
+            position_ids = (attention_mask.cumsum(-1) - 1)[:, -x.shape[1] :]
         if position_ids is None:
             start = 0 if cache is None else cache.get_seq_length()
             position_ids = torch.arange(x.shape[1], device=x.device)[None] + start
         if not isinstance(attention_mask, dict):  # of the layer types
             attention_mask = create_masks_for_generate(self.config, x, attention_mask, cache, position_ids)
-        D = self.config.head_dim
-        frequency = self.config.rope_theta ** (-torch.arange(0, D, 2, device=x.device) / D)
-        angle, first_v = (position_ids[..., None] * frequency)[:, None], None  # [B, 1, T, D / 2]
-        options = dict(angles=(angle.cos(), angle.sin()), cache=cache, **kwargs)
+        R = self.config.head_dim // (2 if self.config.key_offset else 1)  # channels that are rotated
+        frequency = self.config.rope_theta ** (-torch.arange(0, R, 2, device=x.device) / R)
+        angle, first_v = (position_ids[..., None] * frequency)[:, None], None  # [B, 1, T, R / 2]
+        precedes = F.pad(position_ids[:, 1:] == 0, (0, 1))[:, None, :, None]
+        options = dict(angles=(angle.cos(), angle.sin()), precedes=precedes, cache=cache, **kwargs)
         for index, (layer, kind) in enumerate(zip(self.layers, self.config.layer_types, strict=True)):
             if self.config.embed_skip:
                 a, b = self.skips[2 * index : 2 * index + 2].float()
@@ -140,9 +154,13 @@ class KestrelForCausalLM(KestrelPreTrainedModel, GenerationMixin):
         self.post_init()
 
     @can_return_tuple
-    def forward(self, input_ids=None, labels=None, logits_to_keep=0, **kwargs):
-        """CausalLMOutputWithPast, with logits of the last logits_to_keep tokens, or of all if that is 0."""
-        outputs, cap = dict(self.model(input_ids, **kwargs)), self.config.final_logit_softcapping
+    def forward(self, input_ids=None, position_ids=None, labels=None, logits_to_keep=0, **kwargs):
+        """CausalLMOutputWithPast, with logits of the last logits_to_keep tokens, or of all if that is 0.
+
+        position_ids is named here, because generate() passes only arguments that it finds in this list.
+        """
+        outputs = dict(self.model(input_ids, position_ids=position_ids, **kwargs))
+        cap = self.config.final_logit_softcapping
         logits = self.lm_head(outputs.pop("last_hidden_state")[:, -logits_to_keep:]).float()
         logits = logits if cap is None else cap * torch.tanh(logits / cap)
         loss = None if labels is None else self.loss_function(logits, labels, self.config.vocab_size)

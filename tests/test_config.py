@@ -146,6 +146,7 @@ def test_a_config_file_may_stand_after_flags(config_file):
         ("--learning_rat 1", ["--learning_rat", "Perhaps", "--learning_rate"]),
         ("--dev cpu", ["--dev", "--device"]),  # no abbreviations
         ("--n_kv_head 4", ["n_head=6", "n_kv_head=4"]),
+        ("--key_offset True", ["key_offset=True", "--position"]),
         ("--learning_rate nan", ["learning_rate=nan"]),
         ("--learning_rate 1e-5", ["learning_rate=1e-05", "min_learning_rate=0.0001"]),
         ("--device cuda:99", ["device='cuda:99'"]),

@@ -26,7 +26,7 @@ MODELS = {
     "odd_context": dict(block_size=7, position="rope"),
     "paths": dict(
         position="rope", norm="rmsnorm", norm_weight=False, embed_norm=True, embed_skip=True, value_residual=True,
-        window=5,
+        key_offset=True, window=5,
     ),
     "window": dict(norm_weight=False, n_layer=4, window=5),
 }  # fmt: skip
@@ -140,11 +140,10 @@ def test_bfloat16(model, graph):
 
 
 @pytest.mark.parametrize("graph", GRAPH)
-@pytest.mark.parametrize("position", ["learned", "rope"])
-def test_documents(device, position, graph):
+@pytest.mark.parametrize("options", [{}, dict(position="rope"), dict(position="rope", key_offset=True)], ids=str)
+def test_documents(device, options, graph):
     """With mask_documents, a token depends on nothing before an end of text, in a prompt, a text, or across refills."""
-    config = dict(vocab_size=257, block_size=24, position=position, mask_documents=True, end_of_text=256)
-    model = make_model(device, **config)
+    model = make_model(device, vocab_size=257, block_size=24, mask_documents=True, end_of_text=256, **options)
     prompts = [[1, 2, 256, 3, 4], [256], [*range(30), 256, *range(9)], list(range(40)), [256, 6]]
     generator = Generator(model, ENDED, len(prompts), GREEDY, graph=graph)
     generator.delay = 0

@@ -115,7 +115,7 @@ def test_mistakes(folder):
     """Nothing is written."""
     for options, tokenizer, words in (
         (NANOCHAT, make_tokenizer("bytes"), "^mlp=relu2, embed_norm=True cannot be written as GGUF: .* --mlp swiglu"),
-        (RECIPE, make_tokenizer("bytes+eot"), "embed_skip=True, value_residual=True, .* cannot be written as GGUF"),
+        (RECIPE, make_tokenizer("bytes+eot"), "value_residual=True, key_offset=True, .* cannot be written as GGUF"),
         ({}, make_tokenizer("char", [TEXT]), r"tokenizer char cannot be written as GGUF: .* train with .*char\+eot"),
     ):
         make_run(folder / f"runs/{tokenizer.name}", tokenizer, **options)

@@ -16,9 +16,10 @@ CONFIGS = {
     "modern": GPTConfig(**SMALL, **MODERN, logit_softcap=15.0),
     "swiglu": GPTConfig(**SMALL, norm="rmsnorm", position="rope", mlp="swiglu", n_kv_head=1),
     "paths": GPTConfig(
-        **SMALL, **MODERN, norm_weight=False, embed_norm=True, embed_skip=True, value_residual=True, window=7
+        **SMALL, **MODERN, norm_weight=False, embed_norm=True, embed_skip=True, value_residual=True, key_offset=True,
+        window=7,
     ),
-}
+}  # fmt: skip
 
 
 @pytest.fixture(params=CONFIGS.values(), ids=CONFIGS)

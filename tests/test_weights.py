@@ -33,7 +33,7 @@ SMALL = dict(block_size=32, n_layer=2, n_head=4, n_embd=64)
 MODERN = dict(position="rope", norm="rmsnorm", mlp="swiglu")
 NANOCHAT = MODERN | dict(mlp="relu2", qk_norm=True, norm_weight=False, embed_norm=True)
 SQUARED = MODERN | dict(mlp="relu2", qk_norm=True, logit_softcap=1.5)
-RECIPE = SQUARED | dict(norm_weight=False, tie_head=False, embed_skip=True, value_residual=True)
+RECIPE = SQUARED | dict(norm_weight=False, tie_head=False, embed_skip=True, value_residual=True, key_offset=True)
 NETWORKS = {  # options of GPTConfig, and the architecture
     "classic": ({}, "GPT2LMHeadModel"),
     "with biases": (dict(bias=True, mlp="gelu_tanh", tie_head=False), "GPT2LMHeadModel"),
@@ -128,10 +128,11 @@ def test_transformers_computes_the_same_logits_and_text(folder, network):
 
 
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])
-def test_the_modeling_file_pads_caches_and_saves(folder, attention):
+@pytest.mark.parametrize("options", [dict(window=8, key_offset=False), dict(key_offset=True)], ids=str)
+def test_the_modeling_file_pads_caches_and_saves(folder, attention, options):
     """A row with padding on the left gets the text of the row alone, and what Transformers saves is read again."""
     tokenizer = make_tokenizer("bytes")
-    model = make_run(folder / "runs/x", tokenizer, **RECIPE | dict(window=8, n_layer=5, n_kv_head=2, norm_weight=True))
+    model = make_run(folder / "runs/x", tokenizer, **RECIPE | dict(n_layer=5, n_kv_head=2, norm_weight=True) | options)
     export("runs/x", "out")
     load_theirs = transformers.AutoModelForCausalLM.from_pretrained
     theirs = load_theirs("out", trust_remote_code=True, attn_implementation=attention).eval()
@@ -143,10 +144,13 @@ def test_the_modeling_file_pads_caches_and_saves(folder, attention):
     assert_close(theirs(tokens[:, 9:], past_key_values=first.past_key_values).logits, expected[:, 9:])
     mask = torch.ones_like(tokens)
     mask[1, :5] = 0
+    assert_close(theirs(tokens, attention_mask=mask).logits[1, 5:], model(tokens[1:, 5:])[0, :, :256])
     options = dict(max_new_tokens=15, do_sample=False)
     both = theirs.generate(tokens, attention_mask=mask, **options)
     assert torch.equal(both[1:, 5:], theirs.generate(tokens[1:, 5:], **options))
     assert torch.equal(both[:1], theirs.generate(tokens[:1], **options))
+    fixed = dict(cache_implementation="static", disable_compile=True)
+    assert torch.equal(both, theirs.generate(tokens, attention_mask=mask, **fixed, **options))
 
     loss = torch.nn.functional.cross_entropy(expected[:, :-1].flatten(0, 1), tokens[:, 1:].flatten())
     torch.testing.assert_close(theirs(tokens, labels=tokens).loss, loss)
@@ -189,12 +193,14 @@ REFUSED = [  # options that are allowed, and one that is not
     ({}, dict(embed_norm=True)),
     (MODERN, dict(embed_skip=True)),
     (MODERN, dict(value_residual=True)),
+    (MODERN, dict(key_offset=True)),
     (MODERN, dict(bias=True)),
     (MODERN, dict(mlp="gelu")),
     (MODERN | dict(qk_norm=True), dict(window=8)),
     (MODERN, dict(logit_softcap=15.0)),
     (NANOCHAT, dict(norm_weight=True)),
     (RECIPE, dict(mlp="gelu")),
+    (RECIPE, dict(window=8)),
     (RECIPE, dict(norm="layernorm")),
     (RECIPE, dict(mask_documents=True)),
     (RECIPE, dict(embed_norm=True)),
