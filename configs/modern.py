@@ -20,6 +20,7 @@ logit_softcap = 15.0
 tie_head = False
 embed_skip = True
 value_residual = True
+key_offset = True
 
 optimizer = "muon"
 muon_scale = 0.5
