@@ -75,8 +75,8 @@ class Cache:
         self.lengths = torch.zeros(batch, dtype=torch.int32, device=device)
         self.rows = torch.arange(batch, device=device)
         self.slots = torch.zeros_like(self.rows)
-        rows = self.rows, self.slots, self.lengths, config.key_offset
-        layers = [DecodeLayer(k, v, *rows) for k, v in zip(self.k, self.v, strict=True)]
+        shared = self.rows, self.slots, self.lengths, config.key_offset
+        layers = [DecodeLayer(k, v, *shared) for k, v in zip(self.k, self.v, strict=True)]
         self.next = View(self.slots[:, None], layers)  # the same in every step: only the contents of its tensors change
         # PyTorch's attention has nothing to compile, so the first token comes sooner
         self.impl = "sdpa" if config.attention == "auto" else config.attention

@@ -232,7 +232,7 @@ def check(draw, dtype, impls=None, yardstick=None):
         exact = results(reference, problem, torch.float64)
         eager = results(reference, problem, yardstick or dtype)
         sizes = exact | ({"dbias": exact["dbias"].abs() + minuend(problem)} if "dbias" in exact else {})
-        of_delta = error_of_delta(problem, eager["out"].double() - exact["out"])
+        of_delta = error_of_delta(problem, exact["out"].to(dtype) - exact["out"])
         for impl in impls:
             ours = results(partial(attention, impl=impl), problem, dtype)
             for name, truth in exact.items():

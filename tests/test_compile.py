@@ -71,7 +71,7 @@ SPILLED = {
     "dropout": dict(hopper_forward_kernel=(0, 116, 0, 372), backward_kernel=(28, 352, 16, 260)),
     "alibi_slopes": dict(hopper_forward_kernel=(176, 0, 0, 0), backward_kernel=(0, 168, 16, 156)),
     "relative_bias": dict(hopper_forward_kernel=(0, 104, 0, 328), backward_kernel=(196, 784, 0, 92)),
-    DECAY: dict(hopper_forward_kernel=(0, 1220, 0, 952), backward_kernel=(28, 332, 0, 400)),
+    DECAY: dict(hopper_forward_kernel=(0, 1220, 0, 956), backward_kernel=(28, 332, 0, 400)),
     ALL: dict(hopper_forward_kernel=(0, 120, 184, 496), backward_kernel=(28, 524, 16, 244)),
 }
 # head dim -> barrier of the warps of backward_kernel that multiply (its number, threads), and their mbarrier.arrives

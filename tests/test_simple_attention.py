@@ -24,7 +24,9 @@ DTYPES = [torch.float32, torch.bfloat16] + [torch.float16] * ON_GPU
 @pytest.mark.parametrize("case", CASES)
 def test_output_and_gradients(case, dtype, device, poisoned, monkeypatch):
     def simple_or_reference(*, impl, return_lse, **arguments):
-        return (simple_attention if impl == "simple" else reference_attention)(**arguments)
+        if impl == "simple":
+            return simple_attention(**arguments)
+        return reference_attention(**arguments, return_lse=return_lse)
 
     monkeypatch.setattr("problems.attention", simple_or_reference)
     draw = partial(make_problem, device, dtype, return_lse=False, **CASES[case])

@@ -350,7 +350,7 @@ def hopper_forward_kernel(
     tile_list: those of ragged sequences as list_kernel lists them; else n_tiles of each head, and a 0 to count them.
     """
     sizes = Sizes(q_len, k_len, terms.scale, terms.dropout)
-    # full barriers: the loader, or its TMA, arrives. Empty ones: each consumer; of q the one whose slot it is.
+    # full barriers: the loader, or its TMA, arrives. Empty ones: each consumer; of q the one whose tile it is.
     q_channel = channel(PIPE.consumers * PIPE.q_stages, PER_CONSUMER, TILE.dim, q.dtype, 1)
     mail_layout: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     shared = ForwardMemory(
