@@ -143,7 +143,7 @@ def rotate(x, cos, sin):
 
 
 def offset_keys(k, before, is_first):
-    """k [B, T, heads, D], with the second half of the channels from `before`, the tokens before, unless is_first."""
+    """k [B, T, heads, D] with the second half of `before`, the keys of the tokens before, but where is_first."""
     half = k.shape[-1] // 2
     return torch.cat((k[..., :half], torch.where(is_first, k, before)[..., half:]), dim=-1)
 

@@ -39,7 +39,7 @@ def attention(
         scale: factor of q.k; None = 1 / sqrt(D).
         softcap: scores s become softcap * tanh(s / softcap) before bias and mask, 1e-30 to 1e30; None = off.
         dropout: probability in [0, 1) with which a normalised weight is dropped; the others grow by 1 / (1 - dropout).
-            All but PyTorch's round it, for both uses, to n / 256 with n from 1 to 255; 0 stays 0.
+            Our kernels and the reference round it, in this factor too, to n / 256 with n from 1 to 255; 0 stays 0.
         seed: int or int64 tensor of one element on the device of q, for dropout; None draws one from torch's generator.
             The same seed drops the same (sequence, head, query, key), counted from the sequence's first, whatever the
             tile sizes, in the reference and all kernels.

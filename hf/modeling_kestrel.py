@@ -68,7 +68,7 @@ class KestrelAttention(nn.Module):
             q, k = (F.rms_norm(z, z.shape[-1:], eps=self.config.rms_norm_eps) for z in (q, k))
         q, k = rotate(q, *angles), rotate(k, *angles)
         half = self.config.head_dim // 2
-        if self.config.key_offset:  # so that the first token finds its own key in the padding before it, in one call
+        if self.config.key_offset:  # the first token finds its own key in padding before it, if in the same call
             k = torch.cat((k[..., :half], torch.where(precedes, k.roll(-1, dims=2), k)[..., half:]), dim=-1)
         if cache is not None:
             k, v = cache.update(k, v, self.layer_idx)

@@ -223,7 +223,7 @@ def check(draw, dtype, impls=None, yardstick=None):
     from this LSE. For a single query it sums more exactly than one by one. For the gradient of a bias, dbias = P dP - P
     delta, this float32 bound is relative to P dP: if a query sees one key, the two cancel exactly in eager PyTorch. In
     all gradients delta also has the error of the rounded output, see error_of_delta(). This bound applies only after
-    128 draws, or after 8 if the error is over 20 times eager PyTorch's; to a single row always.
+    128 draws, or after 8 if the error is over 20 times eager PyTorch's; for single rows it applies at once.
     """
     squares = {}  # (implementation, result) -> sums over draws, by row: errors of ours, eager's, a float32 sum's; truth
     for count in range(1, 129):

@@ -135,7 +135,7 @@ def unpack(pairs, acc, DTYPE: gl.constexpr):
 
 @gluon.jit
 def pack_kept(weights, edge, start, tile_terms, sizes, DTYPE: gl.constexpr, RULE: gl.constexpr):
-    """What pack() returns, 0 where dropout drops: it acts on normalised weights, so they are in `total` already."""
+    """pack() with zeros where dropout drops. `total` has these weights too: dropout acts on normalised ones."""
     pairs = pack(weights, DTYPE)
     if RULE.dropout:
         pairs = drop_pairs(pairs, edge - (sizes.k_len - sizes.q_len), start, tile_terms.dropout)

@@ -21,7 +21,7 @@ class Pipeline(NamedTuple):
     stages: int  # blocks of keys, and of values, in shared memory
     q_stages: int = 1  # tiles of queries of each consumer in shared memory; with two, the next one loads early
     ping_pong: bool = False  # whether consumers issue their products in turn, so that softmax and products alternate
-    out_in_q_memory: bool = False  # whether the output passes through the queries' memory, one slot then
+    out_in_q_memory: bool = False  # whether the output takes the queries' memory, then of one slot; else it has its own
     negate_scores: bool = False  # because the scale is negative
     ragged: bool = False  # whether sequences have lengths of their own, and tiles come from a list
 
