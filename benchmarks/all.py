@@ -63,6 +63,8 @@ PARTS = {
     ),
     "recipe_control": recipe("gpt2_books", "control_alone", "' --tokens 150M --seeds 1 2 --test {books}/test.txt"),
     "recipe_parts": recipe("modern", "modern_without", "' --tokens 24M"),
+    "depths": "benchmarks/recipes.py configs/modern.py benchmarks/changes/depths.txt --seconds 560 --csv {csv} "
+    "'--options=--input {books}/train --tokenizer bpe:8192' --seeds 1 2",
     "sampling_text": "benchmarks/sampling.py --parts text --nanogpt {nanogpt} --transformers",
     "sampling_attention": "benchmarks/sampling.py --parts attention",
     "start": "benchmarks/commands.py start",

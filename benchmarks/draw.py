@@ -6,10 +6,13 @@ TABLES or of a CSV file. A chart holds the digest of its data and is drawn again
 
 import csv
 import hashlib
+import math
 import re
 from functools import partial
 from pathlib import Path
 from textwrap import fill
+
+import numpy as np
 
 PAGES = ("README.md", "docs/results.md")
 CHART = "benchmarks/results/attention.svg"
@@ -221,6 +224,33 @@ def losses_chart(rows):
     return with_legend(figure, axis, columns=1)
 
 
+def power_law(points):
+    """(a, b, c) of loss = a + b / flops^c, fitted to points (flops, loss) by least squares of logarithms."""
+    flops, losses = np.log(points)[:, 0], np.array(points)[:, 1]
+
+    def fit(limit):
+        (slope, start), error, *_ = np.polyfit(flops, np.log(losses - limit), 1, full=True)
+        return error.sum(), limit, math.exp(start), -slope
+
+    return min(fit(limit) for limit in np.arange(0, min(losses), 0.01))[1:]
+
+
+def depths_chart(rows):
+    """Losses of the dial by operations of a run, with a power law fitted to three depths: full dots."""
+    figure, axis = plain_axes(f"{rows[0]['chip']}: validation loss (nats/token) by operations of a run")
+    points = {}
+    for row in rows:
+        points.setdefault(row["name"], []).append((float(row["gflops"]) * 1e9 * int(row["tokens"]), float(row["loss"])))
+    a, b, c = power_law([point for name in FITTED for point in points[name]])
+    flops = np.geomspace(*np.sort([some[0][0] for some in points.values()])[[0, -1]])
+    axis.plot(flops, a + b / flops**c, color="gray", label=f"{a:.2f} + {b:.0f} / C^{c:.2f}")
+    for name, some in points.items():
+        axis.plot(*zip(*some, strict=True), "o", label=name, fillstyle="full" if name in FITTED else "none")
+    axis.set_xscale("log")
+    return with_legend(figure, axis, columns=3)
+
+
+FITTED = ("depth 2", "depth 4", "depth 6")
 LOSSES = {  # job and trainer -> what the chart calls them
     ("books", "nanoGPT"): "nanoGPT",
     ("control", "Kestrel"): "configs/gpt2_books.py: the same network, tuned",
@@ -234,6 +264,9 @@ def chart_rows(root):
     one_chip = len({row["chip"] for row in rows}) == 1  # whose seconds can be compared
     timed = len(rows) == len(LOSSES) and one_chip and all("::" not in row["curve"] for row in rows)
     charts = {CHART: (read(root, "attention"), attention_chart)}
+    depths = read(root, "depths")
+    if {row["name"] for row in depths} > set(FITTED):
+        charts["docs/images/depths.svg"] = depths, depths_chart
     return charts | ({"docs/images/losses.svg": (rows, losses_chart)} if timed else {})
 
 

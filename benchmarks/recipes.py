@@ -151,7 +151,7 @@ def series(args):
             config = load_config(argv)  # a mistake shows before the run
             require(not (args.test and config.ema), "--test reads checkpoint.pt, without the average; leave out --ema")
             if config.depth:  # steps follow from the tokens
-                tokens = round(args.tokens)
+                tokens = config.tokens or round(args.tokens)
                 length = dict(tokens=tokens, eval_every=10**9)  # once at the start and once at the end
             else:
                 steps = max(1, round(args.tokens / config.batch_size / config.block_size))
