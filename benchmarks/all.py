@@ -5,8 +5,8 @@
     python benchmarks/all.py tables                            draw tables and charts of the pages from these files
 
 A file holds the table that a part prints, with chip, commit and versions in each row. Parts with --csv share or extend
-a file: fp8 and recipe_* go on where they were, so run them until they start no more runs. Such a file is begun anew if
-a row of it is of another commit, chip or version.
+a file: fp8, recipe_* and depths go on where they were, so run them until they start no more runs. Such a file is begun
+anew if a row of it is of another commit, chip or version.
 
 --text is tiny Shakespeare, --books the folder that `recipes.py split` wrote, --ranks GPT-2's r50k_base.tiktoken, and
 --nanogpt a checkout of nanoGPT. On a new machine, compiled kernels are cached only after a first run.
@@ -32,9 +32,9 @@ FP8 = (
 )
 
 
-def recipe(config, changes, rest, csv="{csv}"):
+def recipe(config, changes, rest, csv="{csv}", tokenizer="gpt2:{ranks}"):
     start = f"benchmarks/recipes.py configs/{config}.py benchmarks/changes/{changes}.txt --seconds 560 --csv {csv}"
-    return start + " '--options=--input {books}/train --tokenizer gpt2:{ranks}" + rest
+    return start + f" '--options=--input {{books}}/train --tokenizer {tokenizer}{rest}"
 
 
 PARTS = {
@@ -63,8 +63,7 @@ PARTS = {
     ),
     "recipe_control": recipe("gpt2_books", "control_alone", "' --tokens 150M --seeds 1 2 --test {books}/test.txt"),
     "recipe_parts": recipe("modern", "modern_without", "' --tokens 24M"),
-    "depths": "benchmarks/recipes.py configs/modern.py benchmarks/changes/depths.txt --seconds 560 --csv {csv} "
-    "'--options=--input {books}/train --tokenizer bpe:8192' --seeds 1 2",
+    "depths": recipe("modern", "depths", "' --seeds 1 2", tokenizer="bpe:8192"),
     "sampling_text": "benchmarks/sampling.py --parts text --nanogpt {nanogpt} --transformers",
     "sampling_attention": "benchmarks/sampling.py --parts attention",
     "start": "benchmarks/commands.py start",

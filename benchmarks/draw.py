@@ -6,7 +6,6 @@ TABLES or of a CSV file. A chart holds the digest of its data and is drawn again
 
 import csv
 import hashlib
-import math
 import re
 from functools import partial
 from pathlib import Path
@@ -225,27 +224,30 @@ def losses_chart(rows):
 
 
 def power_law(points):
-    """(a, b, c) of loss = a + b / flops^c, fitted to points (flops, loss) by least squares of logarithms."""
-    flops, losses = np.log(points)[:, 0], np.array(points)[:, 1]
+    """(a, b, c) of y = a + b / x^c, fitted to points (x, y) by least squares; a is a multiple of 0.01."""
+    x, y = np.array(points).T
 
-    def fit(limit):
-        (slope, start), error, *_ = np.polyfit(flops, np.log(losses - limit), 1, full=True)
-        return error.sum(), limit, math.exp(start), -slope
+    def fit(a):
+        slope, start = np.polyfit(np.log(x), np.log(y - a), 1)
+        return np.square(a + np.exp(start) * x**slope - y).sum(), a, np.exp(start), -slope
 
-    return min(fit(limit) for limit in np.arange(0, min(losses), 0.01))[1:]
+    return min(fit(a) for a in np.arange(0, y.min(), 0.01))[1:]
 
 
 def depths_chart(rows):
-    """Losses of the dial by operations of a run, with a power law fitted to three depths: full dots."""
-    figure, axis = plain_axes(f"{rows[0]['chip']}: validation loss (nats/token) by operations of a run")
+    """Losses of the dial by operations of a run, with a power law fitted to the depths FITTED."""
+    figure, axis = plain_axes(f"{rows[0]['chip']}: validation loss (nats/token) by C, PFLOP of a run")
     points = {}
     for row in rows:
-        points.setdefault(row["name"], []).append((float(row["gflops"]) * 1e9 * int(row["tokens"]), float(row["loss"])))
+        point = float(row["gflops"]) * int(row["tokens"]) / 1e6, float(row["loss"])
+        points.setdefault(row["name"], []).append(point)
     a, b, c = power_law([point for name in FITTED for point in points[name]])
-    flops = np.geomspace(*np.sort([some[0][0] for some in points.values()])[[0, -1]])
-    axis.plot(flops, a + b / flops**c, color="gray", label=f"{a:.2f} + {b:.0f} / C^{c:.2f}")
+    every = [x for some in points.values() for x, _ in some]
+    x = np.geomspace(min(every), max(every))
+    axis.plot(x, a + b / x**c, color="gray", label=f"{a:.2f} + {b:.2f} / C^{c:.2f}")
     for name, some in points.items():
-        axis.plot(*zip(*some, strict=True), "o", label=name, fillstyle="full" if name in FITTED else "none")
+        label = f"{name}, fitted" if name in FITTED else name
+        axis.plot(*zip(*some, strict=True), "o", label=label, fillstyle="full" if name in FITTED else "none")
     axis.set_xscale("log")
     return with_legend(figure, axis, columns=3)
 

@@ -219,7 +219,10 @@ def main(argv):
         parser.add_argument("base", help="a config file")
         parser.add_argument("changes", type=read_changes, help="a file with a line `name: options` for each change")
         parser.add_argument("--options", type=shlex.split, default=[], help="options of all runs, in one argument")
-        parser.add_argument("--tokens", default="50M", type=lambda text: float(text.removesuffix("M")) * 1e6)
+        parser.add_argument(
+            "--tokens", default="50M", type=lambda text: float(text.removesuffix("M")) * 1e6,
+            help="of a run, unless its line says --tokens itself, for --depth",
+        )  # fmt: skip
         parser.add_argument("--seeds", type=int, nargs="+", default=[1])
         parser.add_argument("--seconds", type=float, default=math.inf, help="start no run that would end after this")
         parser.add_argument("--csv", type=Path, default=ROOT / "benchmarks" / "results" / "recipes.csv")
