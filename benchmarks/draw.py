@@ -25,8 +25,8 @@ PEERS = OURS | {"flash": "SDPA flash", "cudnn": "SDPA cuDNN", "flash4": "flash-a
 ALL_PEERS = PEERS | {"flex": "FlexAttention", "fla": "FLA"}
 # (text, panel, lengths) of the tables of attention
 CASES = [
-    ("D 64, causal", "d64 causal", (1024, 4096, 16_384)),
-    ("D 128, causal", "d128 causal", (1024, 4096, 16_384)),
+    ("D 64, causal", "d64 causal", (4096,)),
+    ("D 128, causal", "d128 causal", (4096,)),
     ("D 128, full", "d128 full", (4096,)),
     ("D 256, causal", "d256 causal", (4096,)),
     ("D 128, causal, 32 query and 8 key heads", "d128 causal 32/8 heads", (4096,)),
@@ -92,22 +92,6 @@ def attention(cases, peers, root):
     return markdown(table, ["attention"])
 
 
-def ratios(root):
-    """How our kernels compare with others', over all cases."""
-    dims = {"": (64, 128, 256), ", D 64": (64,), ", D 128 and 256": (128, 256)}
-    pairs = [("hopper", "cudnn", ""), ("hopper", "flash4", ", D 64"), ("hopper", "flash4", ", D 128 and 256")]
-    rows, table = read(root, "attention"), []
-    for ours, theirs, which in [*pairs, ("triton", "flash", "")]:
-        text = f"{PEERS[ours].removeprefix('our ')} / {PEERS[theirs]}{which}"
-        cells = {"our speed divided by another's, lowest and highest of all cases": text}
-        for direction in ("forward", "backward"):
-            some = speeds([row for row in rows if int(row["dim"]) in dims[which]], direction).values()
-            found = [cell[ours] / cell[theirs] for cell in some if {ours, theirs} <= cell.keys()]
-            cells[direction] = f"{min(found):.2f}-{max(found):.2f}" if found else ""
-        table.append(cells | {name: rows[0][name] for name in MACHINE})
-    return markdown(table, ["attention"])
-
-
 def curve(row):
     """{step: (seconds, loss)} of the validations of a row of benchmarks/training.py."""
     points = (point.split(":") for point in row["curve"].split())
@@ -162,7 +146,6 @@ def code(root):
 TABLES = {
     "attention": partial(attention, CASES, ALL_PEERS),
     "attention_readme": partial(attention, README_CASES, PEERS),
-    "ratios": ratios,
     "char": partial(from_csv, "char_cold", "char"),
     "gpt2": partial(from_csv, "gpt2", "gpt2_fp8", "gpt2_documents"),
     "books": books,
