@@ -12,7 +12,7 @@ from itertools import chain
 import numpy as np
 
 from data.hub_tokenizer import END_OF_TEXT, TURNS, HubTokenizer
-from data.tokenizer import CharTokenizer, encode, from_state, to_state
+from data.tokenizer import encode, from_state, is_char, to_state
 from errors import UserError, require
 
 SYSTEM, USER, ASSISTANT, END = TURNS
@@ -36,7 +36,7 @@ def require_turns(tokenizer):
 def with_turns(tokenizer):
     """A tokenizer with the tokens of turns and an end of text; those that it lacks follow its other tokens."""
     rule = "gives each token to a character and has no room for those that begin and end turns"
-    require(not isinstance(tokenizer, CharTokenizer), f"tokenizer char {rule}; take gpt2, bpe:N or bytes")
+    require(not is_char(tokenizer), f"tokenizer char {rule}; take gpt2, bpe:N or bytes")
     new = [name for name in (END_OF_TEXT, *TURNS) if name not in tokenizer._special_tokens]
     if isinstance(tokenizer, HubTokenizer):
         return tokenizer.with_tokens(new) if new else tokenizer

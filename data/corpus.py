@@ -15,9 +15,10 @@ from data.chat import ASSISTANT, END, with_turns
 from data.external import index_tokens
 from data.files import data_folder, lock_file
 from data.hub import DATASETS, HUB
+from data.hub_tokenizer import HubTokenizer
 from data.shards import HEADER_BYTES, SPLITS, Tokens, file_sha256, map_shard
 from data.sources import find_source
-from data.tokenizer import UNTRAINED, CharTokenizer, end_of_text, from_state, make_tokenizer, to_state, tokenizer_name
+from data.tokenizer import UNTRAINED, end_of_text, from_state, make_tokenizer, to_state, tokenizer_name
 from errors import UserError, require
 
 
@@ -27,7 +28,7 @@ class Corpus:
 
     train: Tokens
     val: Tokens
-    tokenizer: tiktoken.Encoding | CharTokenizer
+    tokenizer: tiktoken.Encoding | HubTokenizer
     folder: Path
     source: str
     bad_lines: int = 0

@@ -1,8 +1,7 @@
 """Text <-> token ids.
 
-A tokenizer is a tiktoken.Encoding, or a CharTokenizer or HubTokenizer with the part of its interface that this
-repository uses. In a text, the name of a special token, such as "<|endoftext|>", is plain text; `end_of_text` gives the
-id.
+A tokenizer is a tiktoken.Encoding, or a HubTokenizer with the part of its interface that this repository uses. In a
+text, the name of a special token, such as "<|endoftext|>", is plain text; `end_of_text` gives the id.
 """
 
 import base64
@@ -27,6 +26,7 @@ GPT4_PATTERN = (
 )
 GPT2_PATTERN = r"'(?:[sdmt]|ll|ve|re)| ?\p{L}++| ?\p{N}++| ?[^\s\p{L}\p{N}]++|\s++$|\s+(?!\S)|\s"
 LINE_PATTERN = r"[^\n]+|\n+"  # any pattern would do for bytes, which are never merged
+CHARACTER_PATTERN = r"[\s\S]"  # of char: each character is a token, also if it has several bytes
 
 GPT2_URL = "https://openaipublic.blob.core.windows.net/encodings/r50k_base.tiktoken"
 GPT2_SHA256 = "306cd27f03c1a714eca7108e03d66b7dc042abe8c258b44c199a7ed9838dd930"
@@ -39,40 +39,14 @@ CHUNK = 1 << 19  # characters that are encoded at once
 CUT = re.compile(r"(?<=[^\W\d_])(?= [^\W\d_])|(?<=[^\W_])(?=\n)|(?<=\S\n)(?=[^\W_])|(?<=\s{1000})(?=\s)")
 
 
-class CharTokenizer:
-    """One token per character, in the order of the str `characters`, as in nanoGPT; then end-of-text, if wanted."""
-
-    def __init__(self, characters, end_of_text=False):
-        self.characters = characters
-        self.name = "char+eot" if end_of_text else "char"
-        self._special_tokens = {END_OF_TEXT: len(characters)} if end_of_text else {}
-        self._texts = [*characters, *self._special_tokens]
-        self.n_vocab = len(self._texts)
-        self._ids = np.full(max(map(ord, characters), default=0) + 2, -1)
-        self._ids[[ord(character) for character in characters]] = np.arange(len(characters))
-
-    def encode_ordinary(self, text):
-        return self.encode_to_numpy(text).tolist()
-
-    def encode_to_numpy(self, text, disallowed_special=()):
-        """[len(text)] uint32; UserError if a character is not in the vocabulary."""
-        codes = np.frombuffer(text.encode("utf-32-le"), "<u4")
-        ids = self._ids[np.minimum(codes, len(self._ids) - 1)]
-        if len(ids) and ids.min() < 0:
-            unknown = text[int(ids.argmin())]
-            raise UserError(f"the char tokenizer has no token for {unknown!r}; leave this character out")
-        return ids.astype(np.uint32)
-
-    def decode(self, ids):
-        return "".join(self._texts[index] for index in ids)
-
-    def decode_bytes(self, ids):
-        return self.decode(ids).encode()
-
-
 def end_of_text(tokenizer):
     """Id of the token that ends a document; None if the tokenizer has none."""
     return tokenizer._special_tokens.get(END_OF_TEXT)
+
+
+def is_char(tokenizer):
+    """Whether each token is a character, in the order of their codes, as in nanoGPT; then end-of-text, if wanted."""
+    return tokenizer.name in ("char", "char+eot")
 
 
 def tokenizer_name(spec):
@@ -113,7 +87,7 @@ def make_tokenizer(spec, texts=(), many_documents=False):
         characters = set()
         for text in texts:
             characters.update(text)
-        return CharTokenizer("".join(sorted(characters)), bool(ends))
+        return _char_encoding(sorted(characters), ends)
     if kind == "gpt2":
         ranks = _gpt2_ranks(spec.partition(":")[2])
         return _encoding(name, GPT2_PATTERN, ranks, {END_OF_TEXT: len(ranks)})
@@ -121,7 +95,11 @@ def make_tokenizer(spec, texts=(), many_documents=False):
 
 
 def encode(tokenizer, text):
-    """[count] uint32 ids of a text of any length."""
+    """[count] uint32 ids of a text of any length; UserError if it has a character that `char` did not find."""
+    if is_char(tokenizer):
+        unknown = [character for character in set(text) if character.encode() not in tokenizer._mergeable_ranks]
+        rule = f"the char tokenizer has no token for {min(unknown, default='')!r}; leave this character out"
+        require(not unknown, rule)
     ids = [tokenizer.encode_to_numpy(chunk, disallowed_special=()) for chunk in chunks([text])]
     return np.concatenate(ids) if ids else np.empty(0, np.uint32)
 
@@ -144,20 +122,20 @@ def chunks(pieces, size=CHUNK):
 
 def to_state(tokenizer):
     """A dict of str, int, list and dict, for JSON and checkpoints; `from_state` turns it back into the tokenizer."""
-    if isinstance(tokenizer, CharTokenizer):
-        ends = end_of_text(tokenizer) is not None
-        return {"kind": "char", "name": tokenizer.name, "characters": tokenizer.characters, "end_of_text": ends}
     if isinstance(tokenizer, HubTokenizer):
         return {"kind": "hub", "json": tokenizer.text, "end": tokenizer.end}
-    ranks, special = tokenizer._mergeable_ranks, dict(tokenizer._special_tokens)
-    tokens = [base64.b64encode(token).decode() for token in sorted(ranks, key=ranks.get)]
-    return dict(kind="bpe", name=tokenizer.name, pattern=tokenizer._pat_str, tokens=tokens, special=special)
+    ranks, special, name = tokenizer._mergeable_ranks, dict(tokenizer._special_tokens), tokenizer.name
+    tokens = sorted(ranks, key=ranks.get)
+    if is_char(tokenizer):
+        return dict(kind="char", name=name, characters=b"".join(tokens).decode(), end_of_text=bool(special))
+    tokens = [base64.b64encode(token).decode() for token in tokens]
+    return dict(kind="bpe", name=name, pattern=tokenizer._pat_str, tokens=tokens, special=special)
 
 
 def from_state(state):
     """The tokenizer that `to_state` turned into `state`."""
     if state["kind"] == "char":
-        return CharTokenizer(state["characters"], state.get("end_of_text", False))
+        return _char_encoding(state["characters"], state.get("end_of_text", False))
     if state["kind"] == "hub":
         return HubTokenizer(state["json"], state["end"])
     tokens = [base64.b64decode(token) for token in state["tokens"]]
@@ -168,6 +146,12 @@ def _encoding(name, pattern, tokens, special=None):
     """tiktoken.Encoding whose token of rank i is tokens[i]."""
     ranks = {token: rank for rank, token in enumerate(tokens)}
     return tiktoken.Encoding(name, pat_str=pattern, mergeable_ranks=ranks, special_tokens=special or {})
+
+
+def _char_encoding(characters, ends):
+    tokens = [character.encode() for character in characters]
+    special = {END_OF_TEXT: len(tokens)} if ends else {}
+    return _encoding("char+eot" if ends else "char", CHARACTER_PATTERN, tokens, special)
 
 
 def _train_bpe(name, size, texts, many_documents):

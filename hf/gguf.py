@@ -7,14 +7,14 @@ approximation, on a CPU rounded to float16. Each changes logits by a thousandth,
 from data.chat import END, TEMPLATE, has_turns
 from data.files import optional
 from data.hub_tokenizer import HubTokenizer
-from data.tokenizer import GPT2_PATTERN, GPT4_PATTERN, LINE_PATTERN, CharTokenizer, end_of_text
+from data.tokenizer import CHARACTER_PATTERN, GPT2_PATTERN, GPT4_PATTERN, LINE_PATTERN, end_of_text, is_char
 from errors import require
 from hf.architectures import is_transposed, require_writable, their_weights
 from hf.tokenizer_json import letters_of, merged_pairs, vocabulary_of
 from model import LAYERNORM_EPSILON, RMSNORM_EPSILON
 
 # llama.cpp's names of our patterns. Bytes and characters are never merged, so that any pattern does.
-PATTERNS = {GPT4_PATTERN: "llama-bpe", GPT2_PATTERN: "gpt-2", LINE_PATTERN: "gpt-2"}
+PATTERNS = {GPT4_PATTERN: "llama-bpe", GPT2_PATTERN: "gpt-2", LINE_PATTERN: "gpt-2", CHARACTER_PATTERN: "gpt-2"}
 NO_MERGE = "aa aa"  # llama.cpp requires a merge; nothing makes "aa", so this one never happens
 
 
@@ -65,21 +65,18 @@ def _write_tokenizer(writer, types, tokenizer):
     rule = "it is another model's; export a folder and convert that with llama.cpp's convert_hf_to_gguf.py"
     require(not isinstance(tokenizer, HubTokenizer), f"tokenizer {tokenizer.name} cannot be written as GGUF: {rule}")
     vocabulary, end, special = vocabulary_of(tokenizer), end_of_text(tokenizer), tokenizer._special_tokens
-    if isinstance(tokenizer, CharTokenizer):
+    if is_char(tokenizer):
         rule = "llama.cpp ends texts at a token, and characters leave none free; train with --tokenizer char+eot"
         require(end is not None, f"tokenizer {tokenizer.name} cannot be written as GGUF: {rule}")
-        characters = {text: letters_of(text.encode()) for text in vocabulary if text not in special}
-        vocabulary = {characters.get(text, text): index for text, index in vocabulary.items()}
-        pairs = [(letters[:cut], letters[cut]) for letters in characters.values() for cut in range(1, len(letters))]
-        pattern = GPT2_PATTERN
+        characters = [letters for letters in vocabulary if letters not in special]
+        pairs = [(letters[:cut], letters[cut]) for letters in characters for cut in range(1, len(letters))]
     else:
         pairs = [map(letters_of, pair) for pair in merged_pairs(tokenizer._mergeable_ranks)]
-        pattern = tokenizer._pat_str
         if end is None:  # llama.cpp would take token 11. This byte is in no text
             end = vocabulary[letters_of(b"\xff")]
     texts = sorted(vocabulary, key=vocabulary.get)
     writer.add_tokenizer_model("gpt2")
-    writer.add_tokenizer_pre(PATTERNS[pattern])
+    writer.add_tokenizer_pre(PATTERNS[tokenizer._pat_str])
     writer.add_token_list(texts)
     writer.add_token_types([types.CONTROL if text in special else types.NORMAL for text in texts])
     writer.add_token_merges([" ".join(pair) for pair in pairs] or [NO_MERGE])

@@ -3,27 +3,26 @@
 import json
 
 from data.hub_tokenizer import HubTokenizer, byte_letters
-from data.tokenizer import CharTokenizer
-
-EACH_CHARACTER = r"[\s\S]"
+from data.tokenizer import is_char
 
 
 def tokenizer_json(tokenizer):
     """The contents of tokenizer.json, dicts and lists, for any tokenizer."""
     if isinstance(tokenizer, HubTokenizer):
         return json.loads(tokenizer.text)
-    vocabulary = vocabulary_of(tokenizer)
-    if isinstance(tokenizer, CharTokenizer):
+    ranks = tokenizer._mergeable_ranks
+    if is_char(tokenizer):
+        vocabulary = {token.decode(): rank for token, rank in ranks.items()} | tokenizer._special_tokens
         model = {"type": "WordLevel", "vocab": vocabulary, "unk_token": ""}  # no unknown token: other text is an error
-        pattern, steps, decoder = EACH_CHARACTER, [], {"type": "Fuse"}
+        steps, decoder = [], {"type": "Fuse"}
     else:
-        merges = [[letters_of(part) for part in pair] for pair in merged_pairs(tokenizer._mergeable_ranks)]
-        model = {"type": "BPE", "vocab": vocabulary, "merges": merges, "ignore_merges": True}
+        merges = [[letters_of(part) for part in pair] for pair in merged_pairs(ranks)]
+        model = {"type": "BPE", "vocab": vocabulary_of(tokenizer), "merges": merges, "ignore_merges": True}
         decoder = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": False, "use_regex": False}
-        pattern, steps = tokenizer._pat_str, [decoder]
+        steps = [decoder]
     options = {"special": True} | dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
     added = [{"id": index, "content": name, **options} for name, index in tokenizer._special_tokens.items()]
-    split = {"type": "Split", "pattern": {"Regex": pattern}, "behavior": "Isolated", "invert": False}
+    split = {"type": "Split", "pattern": {"Regex": tokenizer._pat_str}, "behavior": "Isolated", "invert": False}
     pre_tokenizer = {"type": "Sequence", "pretokenizers": [split, *steps]}
     nothing = dict.fromkeys(("truncation", "padding", "normalizer", "post_processor"))
     return {"version": "1.0", "added_tokens": added, "pre_tokenizer": pre_tokenizer, "model": model,
@@ -39,9 +38,7 @@ def merged_pairs(ranks):
 
 
 def vocabulary_of(tokenizer):
-    """{text: id} of the tokens of a tokenizer of ours; letters_of() writes the bytes of a tiktoken.Encoding."""
-    if isinstance(tokenizer, CharTokenizer):
-        return {text: index for index, text in enumerate(tokenizer._texts)}
+    """{text: id} of the tokens of a tiktoken.Encoding, whose bytes letters_of() writes."""
     return {letters_of(token): rank for token, rank in tokenizer._mergeable_ranks.items()} | tokenizer._special_tokens
 
 
