@@ -1,4 +1,4 @@
-"""Data folders, atomic files, locks and downloads."""
+"""Data folders, atomic files and locks."""
 
 import errno
 import json
@@ -73,16 +73,3 @@ def lock_file(path, timeout=-1):
             raise
         print(f"warning: {error.strerror} in this file system: start nothing twice at once", file=sys.stderr)
     return lock
-
-
-def download(url, file_name, sha256):
-    """Path of downloads/`file_name`; the file is downloaded from `url` if it is missing or has another sha256."""
-    import pooch  # imported here, since most runs download nothing
-
-    pooch.get_logger().setLevel("WARNING")
-    folder = data_folder("downloads")
-    downloader = pooch.HTTPDownloader(timeout=(3, 10))  # seconds to connect to an address, and to wait for data
-    try:
-        return Path(pooch.retrieve(url, f"sha256:{sha256}", file_name, folder, downloader=downloader))
-    except (OSError, ValueError) as error:
-        raise UserError(f"cannot download {file_name} ({error}); save {url} as {folder / file_name}") from None

@@ -4,6 +4,7 @@ import hashlib
 import re
 import sys
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from itertools import accumulate
@@ -11,10 +12,10 @@ from pathlib import Path
 
 from data.documents import SUFFIXES, suffix_of
 from data.external import token_files
-from data.files import data_folder, download
+from data.files import atomic_file, data_folder
 from data.hub import DATASETS, HUB, download_file, list_dataset
 from data.shards import SPLITS, file_sha256
-from errors import UserError, require
+from errors import require
 
 SHAKESPEARE_URL = "https://raw.githubusercontent.com/karpathy/char-rnn/master/data/tinyshakespeare/input.txt"
 SHAKESPEARE_SHA256 = "86c4e6aa9db7c042ec79f339dcb96d42b0075e16b8fc2e86bf0ca57e2dc565ed"
@@ -101,13 +102,22 @@ def _of_files(folder, files, title=None):
 
 
 def _find_shakespeare(input):
-    if input:
-        same = file_sha256(input) == SHAKESPEARE_SHA256
-        require(same, f"{input} is not tiny Shakespeare (its sha256 differs); for another text give --data text")
-    try:
-        path = Path(input) if input else download(SHAKESPEARE_URL, "tinyshakespeare.txt", SHAKESPEARE_SHA256)
+    path = Path(input or data_folder("downloads") / "tinyshakespeare.txt")
+    if not input and not _is_shakespeare(path):
+        import requests  # which takes a third of a second; most runs download nothing
+
+        with suppress(requests.RequestException):
+            answer = requests.get(SHAKESPEARE_URL, timeout=(3, 10))  # seconds to connect, and between bytes
+            answer.raise_for_status()
+            with atomic_file(path) as file:
+                file.write(answer.content)
+    if _is_shakespeare(path):
         return _of_files(path.parent, [path], "tiny Shakespeare")
-    except UserError:
-        notice = "tiny Shakespeare could not be downloaded; this is the embedded play, data/play.txt"
-        print(f"NOTICE: {notice}. --input FILE reads a copy of the former.", file=sys.stderr)
-        return _of_files(PLAY_FILE.parent, [PLAY_FILE], "the embedded play")
+    require(not input, f"{input} is not tiny Shakespeare (its sha256 differs); for another text give --data text")
+    notice = "tiny Shakespeare could not be downloaded; this is the embedded play, data/play.txt"
+    print(f"NOTICE: {notice}. --input FILE reads a copy of the former.", file=sys.stderr)
+    return _of_files(PLAY_FILE.parent, [PLAY_FILE], "the embedded play")
+
+
+def _is_shakespeare(path):
+    return path.is_file() and file_sha256(path) == SHAKESPEARE_SHA256

@@ -13,7 +13,7 @@ import pytest
 
 CALL = """
 import json, pkgutil, sys
-for name in ("kernels", "model", "training", "tiktoken", "tyro", "tqdm", "pooch", "matplotlib", "wandb"):
+for name in ("kernels", "model", "training", "tiktoken", "tyro", "tqdm", "requests", "matplotlib", "wandb"):
     sys.modules[name] = None
 sys.path.insert(0, sys.argv[1])
 import torch
