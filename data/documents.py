@@ -73,11 +73,7 @@ def read_blocks(path, text_field="text", separator="", skip_bad=False, chat=Fals
 def read_text(path):
     """Yield a UTF-8 file in pieces of about half a megabyte, with \\n as line ends and without a byte order mark."""
     with _opened(path) as (file, _):
-        yield from _pieces(file)
-
-
-def _pieces(file):
-    return chunks(iter(partial(file.read, CHUNK), ""))
+        yield from chunks(iter(partial(file.read, CHUNK), ""))
 
 
 @contextmanager
@@ -105,10 +101,10 @@ def _whole(path):
         sha256.update(piece.encode())
         length += len(piece)
         blank &= not piece.strip()
-    with _opened(path) as (file, raw):
-        for piece in () if blank else _pieces(file):
-            offset += len(piece)
-            yield Block([piece], raw.tell(), 0, sha256.digest(), offset - len(piece), last=offset == length)
+    for piece in () if blank else read_text(path):
+        end = offset + len(piece)
+        yield Block([piece], path.stat().st_size * end // length, 0, sha256.digest(), offset, end == length)
+        offset = end
 
 
 def _separated(path, separator):
