@@ -16,6 +16,7 @@ from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 from tqdm import tqdm
@@ -85,8 +86,6 @@ def build(folder, source, request, tokenizer_spec, options, threads):
         manifest = {"request": request} | _new_manifest(source, tokenizer_spec, options)
         shutil.rmtree(folder, ignore_errors=True)
         folder.mkdir()
-    for path in folder.glob(".*.tmp"):  # of a process that was killed
-        path.unlink()
     _write_all(folder, source, options, manifest, threads or os.cpu_count())
     remedy = "give more text, in documents that differ, more --tokens, or another --val_share"
     for split in SPLITS:
@@ -95,7 +94,8 @@ def build(folder, source, request, tokenizer_spec, options, threads):
 
 def _write_all(folder, source, options, manifest, threads):
     """Tokenize the input files that are not finished, and write their tokens in order."""
-    offsets, first, encoder = source.offsets, manifest["finished"], Encoder(manifest)
+    offsets, first = source.offsets, manifest["finished"]
+    encoder = partial(encode_block, from_state(manifest["tokenizer"]), manifest)
     limit, size = parse_tokens(options.tokens), parse_tokens(options.shard_tokens)
     writers = {split: ShardWriter(folder, split, manifest["dtype"], size, manifest[split]) for split in SPLITS}
     bar = dict(total=offsets[-1], initial=offsets[first], unit="B", unit_scale=True, desc=source.title)
@@ -120,32 +120,25 @@ def _write_all(folder, source, options, manifest, threads):
             first = manifest["finished"] = last
 
 
-class Encoder:
-    """Encodes blocks, in several threads at once: tiktoken releases Python's lock."""
-
-    def __init__(self, manifest):
-        self.tokenizer, self.dtype = from_state(manifest["tokenizer"]), manifest["dtype"]
-        self.cut, self.threshold, self.chat = manifest["cut"], manifest["threshold"], manifest.get("chat")
-        several, end = self.cut is None, end_of_text(self.tokenizer)
-        self.end = np.array([end] if several and end is not None else [], self.dtype)
-        self.between = BETWEEN if several and end is None else ""
-
-    def __call__(self, block):
-        """(ids, documents, bytes of text) of a block, each by split."""
-        ids, documents, text_bytes = {split: [self.end[:0]] for split in SPLITS}, Counter(), Counter()
-        for split, text in split_texts(block, self.cut, self.threshold):
-            if self.chat:
-                turns = json.loads(text)
-                ids[split] += [np.array(turn, self.dtype) for turn in encode_turns(self.tokenizer, turns)]
-                text = "".join(said for role, said in turns if role == ASSISTANT)
-            else:
-                text += self.between * block.last
-                ids[split].append(encode(self.tokenizer, text).astype(self.dtype))
-            if block.last:
-                ids[split].append(self.end)
-            documents[split] += block.last
-            text_bytes[split] += len(text.encode())
-        return {split: np.concatenate(arrays) for split, arrays in ids.items()}, documents, text_bytes
+def encode_block(tokenizer, manifest, block):
+    """(ids, documents, bytes of text) of a block, each by split. tiktoken releases Python's lock."""
+    cut, end = manifest["cut"], end_of_text(tokenizer)
+    ids, documents, text_bytes = {split: [[]] for split in SPLITS}, Counter(), Counter()
+    for split, text in split_texts(block, cut, manifest["threshold"]):
+        ends = block.last and cut is None  # nothing follows a single document
+        if manifest.get("chat"):
+            turns = json.loads(text)
+            ids[split] += encode_turns(tokenizer, turns)
+            text = "".join(said for role, said in turns if role == ASSISTANT)
+        else:
+            text += BETWEEN if ends and end is None else ""
+            ids[split].append(encode(tokenizer, text))
+        if ends and end is not None:
+            ids[split].append([end])
+        documents[split] += block.last
+        text_bytes[split] += len(text.encode())
+    how = dict(dtype=manifest["dtype"], casting="unsafe")
+    return {split: np.concatenate(arrays, **how) for split, arrays in ids.items()}, documents, text_bytes
 
 
 def split_texts(block, cut, threshold):

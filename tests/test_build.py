@@ -144,15 +144,15 @@ def test_an_interrupted_preparation_goes_on(tmp_path, monkeypatch, stop):
     """After the last finished input file, with the same shards; so does one with another number of threads."""
     monkeypatch.setattr("data.documents.BLOCK_BYTES", 500)
     monkeypatch.setattr(build, "GROUP_BYTES", 1)  # each file is a group of several blocks and shards
-    seen, limit, encode_block = [], [None], build.Encoder.__call__
+    seen, limit, encode_block = [], [None], build.encode_block
 
-    def encode(self, block):
+    def encode(tokenizer, manifest, block):
         if len(seen) == limit[0]:
             raise KeyboardInterrupt
         seen.append(block.texts[0])
-        return encode_block(self, block)
+        return encode_block(tokenizer, manifest, block)
 
-    monkeypatch.setattr(build.Encoder, "__call__", encode)
+    monkeypatch.setattr(build, "encode_block", encode)
     for name in "abc":
         write_lines(tmp_path / f"{name}.jsonl", make_documents(100, seed=ord(name)))
     arguments = ("text", "bpe:300", tmp_path, Options(shard_tokens="900"))
