@@ -7,6 +7,7 @@ text, the name of a special token, such as "<|endoftext|>", is plain text; `end_
 import base64
 import os
 import re
+from itertools import chain
 from pathlib import Path
 
 import numpy as np
@@ -81,16 +82,12 @@ def make_tokenizer(spec, texts=(), many_documents=False):
     name = tokenizer_name(spec)
     kind, _, ends = name.partition("+")
     if kind == "bytes":
-        tokens = [bytes([value]) for value in range(256)]
-        return _encoding(name, LINE_PATTERN, tokens, {END_OF_TEXT: 256} if ends else {})
+        return _encoding(name, LINE_PATTERN, [bytes([value]) for value in range(256)], bool(ends))
     if kind == "char":
-        characters = set()
-        for text in texts:
-            characters.update(text)
-        return _char_encoding(sorted(characters), ends)
+        characters = set(chain.from_iterable(texts))
+        return _encoding(name, CHARACTER_PATTERN, sorted(map(str.encode, characters)), bool(ends))
     if kind == "gpt2":
-        ranks = _gpt2_ranks(spec.partition(":")[2])
-        return _encoding(name, GPT2_PATTERN, ranks, {END_OF_TEXT: len(ranks)})
+        return _encoding(name, GPT2_PATTERN, _gpt2_ranks(spec.partition(":")[2]), ends=True)
     return _train_bpe(name, int(name.partition(":")[2]), texts, many_documents)
 
 
@@ -135,23 +132,19 @@ def to_state(tokenizer):
 def from_state(state):
     """The tokenizer that `to_state` turned into `state`."""
     if state["kind"] == "char":
-        return _char_encoding(state["characters"], state.get("end_of_text", False))
+        characters = map(str.encode, state["characters"])
+        return _encoding(state["name"], CHARACTER_PATTERN, list(characters), state.get("end_of_text", False))
     if state["kind"] == "hub":
         return HubTokenizer(state["json"], state["end"])
     tokens = [base64.b64decode(token) for token in state["tokens"]]
-    return _encoding(state["name"], state["pattern"], tokens, state["special"])
+    return _encoding(state["name"], state["pattern"], tokens, special=state["special"])
 
 
-def _encoding(name, pattern, tokens, special=None):
-    """tiktoken.Encoding whose token of rank i is tokens[i]."""
+def _encoding(name, pattern, tokens, ends=False, special=None):
+    """tiktoken.Encoding whose token of rank i is tokens[i]. ends: whether the only special token is end-of-text."""
     ranks = {token: rank for rank, token in enumerate(tokens)}
-    return tiktoken.Encoding(name, pat_str=pattern, mergeable_ranks=ranks, special_tokens=special or {})
-
-
-def _char_encoding(characters, ends):
-    tokens = [character.encode() for character in characters]
-    special = {END_OF_TEXT: len(tokens)} if ends else {}
-    return _encoding("char+eot" if ends else "char", CHARACTER_PATTERN, tokens, special)
+    special = {END_OF_TEXT: len(tokens)} if ends else special or {}
+    return tiktoken.Encoding(name, pat_str=pattern, mergeable_ranks=ranks, special_tokens=special)
 
 
 def _train_bpe(name, size, texts, many_documents):
@@ -162,7 +155,7 @@ def _train_bpe(name, size, texts, many_documents):
     trainer.train_from_iterator(learned, size - many_documents, pattern=GPT4_PATTERN)
     # two merges may give the same bytes; tiktoken identifies tokens by their bytes, so keep one
     tokens = list(dict.fromkeys(bytes(token) for token, _ in trainer.get_mergeable_ranks()))
-    return _encoding(name, GPT4_PATTERN, tokens, {END_OF_TEXT: len(tokens)} if many_documents else {})
+    return _encoding(name, GPT4_PATTERN, tokens, many_documents)
 
 
 def _gpt2_ranks(path):

@@ -78,7 +78,7 @@ def small_tokenizer(spec):
     if spec != "gpt2's pattern":
         return make_tokenizer(spec, [TEXT * 9], many_documents=True)
     tokens = list(make_tokenizer("bpe:400", [TEXT * 9])._mergeable_ranks)
-    return _encoding("gpt2", GPT2_PATTERN, tokens, {"<|endoftext|>": len(tokens)})
+    return _encoding("gpt2", GPT2_PATTERN, tokens, ends=True)
 
 
 def assert_close(found, expected):
