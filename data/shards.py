@@ -30,22 +30,21 @@ class Tokens:
     turns: tuple | None = None  # of conversations: the tokens <|assistant|>, <|end|> and end-of-text
 
     @cached_property
-    def ends(self):
-        """[shards] int64: position after the last token of each shard."""
-        return np.cumsum([len(shard) for shard in self.shards])
+    def borders(self):
+        """[shards + 1] int64: position of the first token of each shard, then the number of tokens."""
+        return np.cumsum([0, *map(len, self.shards)])
 
     def __len__(self):
-        return int(self.ends[-1])
+        return int(self.borders[-1])
 
     @cached_property
     def answers(self):
         """[answers, 3] int64: where the conversation of an answer begins, where the answer does, and where it ends."""
-        first = self.ends - [len(shard) for shard in self.shards]
-        begins, ends, borders = (
-            np.concatenate([at + np.flatnonzero(shard == x) for at, shard in zip(first, self.shards, strict=True)])
+        begins, ends, closed = (
+            np.concatenate([self.borders[i] + np.flatnonzero(shard == x) for i, shard in enumerate(self.shards)])
             for x in self.turns
         )
-        starts = np.append(0, borders + 1)[np.searchsorted(borders, begins)]
+        starts = np.append(0, closed + 1)[np.searchsorted(closed, begins)]
         return np.stack([starts, begins + 1, ends[np.searchsorted(ends, begins)] + 1], 1)
 
     @property
@@ -56,11 +55,11 @@ class Tokens:
     def windows(self, starts, length):
         """[len(starts), length] array of the ids from each of these positions on; a window may span several shards."""
         windows = np.empty((len(starts), length), self.shards[0].dtype)
-        first = np.searchsorted(self.ends, starts, side="right")
+        first = np.searchsorted(self.borders, starts, side="right") - 1
         for window, start, shard in zip(windows, starts, first, strict=True):
             done = 0
             while done < length:
-                offset = start + done - (self.ends[shard] - len(self.shards[shard]))
+                offset = start + done - self.borders[shard]
                 ids = self.shards[shard][offset : offset + length - done]
                 window[done : done + len(ids)] = ids
                 done += len(ids)
