@@ -130,8 +130,7 @@ def _parsed(path, kind, field, items, text_of, skip_bad):
         for item in block:
             number += 1
             try:
-                text = text_of(item) if item and item.strip() else None
-                text = "" if text is None else text
+                text = (text_of(item) if item and item.strip() else None) or ""
                 rule = "messages are conversations, for which type python -m data.prepare chat"
                 require(not isinstance(text, list), rule)
                 text.encode()  # AttributeError if it is no str; UnicodeEncodeError for half a surrogate pair

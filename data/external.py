@@ -28,7 +28,7 @@ def index_tokens(source, tokenizer_spec):
     tokenizer = make_tokenizer(tokenizer_spec)
     manifest = {"tokenizer": to_state(tokenizer)}
     special, end = set(tokenizer._special_tokens.values()), end_of_text(tokenizer)
-    lengths = [0 if i in special else len(tokenizer.decode_single_token_bytes(i)) for i in range(tokenizer.n_vocab)]
+    lengths = [0 if i in special else len(tokenizer.decode_bytes([i])) for i in range(tokenizer.n_vocab)]
     for split in SPLITS:
         shards, counts = [], np.zeros(tokenizer.n_vocab, np.int64)
         for path in token_files(source.folder, split):

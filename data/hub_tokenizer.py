@@ -21,21 +21,16 @@ class HubTokenizer:
         self._tokenizer = optional("tokenizers", "tokenizer.json").Tokenizer.from_str(text)
         self._tokenizer.encode_special_tokens = True  # as any text
         self._tokenizer.no_truncation()
-        names = {END_OF_TEXT: end} | {name: name for name in TURNS}
-        self._special_tokens = {name: self.vocabulary[x] for name, x in names.items() if x in self.vocabulary}
-        self.n_vocab = 1 + max(self.vocabulary.values())
-
-    @cached_property
-    def vocabulary(self):
-        """{text: id}, where byte_letters() stand for bytes except in added tokens."""
-        return self._tokenizer.get_vocab()
+        names, vocabulary = {END_OF_TEXT: end} | {name: name for name in TURNS}, self._tokenizer.get_vocab()
+        self._special_tokens = {name: vocabulary[x] for name, x in names.items() if x in vocabulary}
+        self.n_vocab = 1 + max(vocabulary.values())
 
     @cached_property
     def _bytes(self):
-        values = {letter: bytes([byte]) for byte, letter in enumerate(byte_letters())}
+        """{id: bytes}. In the text of a token, byte_letters() stand for bytes, except in added tokens."""
+        values, vocabulary = {letter: byte for byte, letter in enumerate(byte_letters())}, self._tokenizer.get_vocab()
         added = {index: token.content.encode() for index, token in self._tokenizer.get_added_tokens_decoder().items()}
-        texts = {index: text for text, index in self.vocabulary.items() if index not in added}
-        return {index: b"".join(map(values.__getitem__, text)) for index, text in texts.items()} | added
+        return {i: bytes(map(values.get, text)) for text, i in vocabulary.items() if i not in added} | added
 
     def with_tokens(self, names):
         """This tokenizer with special tokens after its others."""
