@@ -86,15 +86,7 @@ def build(folder, source, request, tokenizer_spec, options, threads):
         manifest = {"request": request} | _new_manifest(source, tokenizer_spec, options)
         shutil.rmtree(folder, ignore_errors=True)
         folder.mkdir()
-    _write_all(folder, source, options, manifest, threads or os.cpu_count())
-    remedy = "give more text, in documents that differ, more --tokens, or another --val_share"
-    for split in SPLITS:
-        require(manifest[split]["tokens"], f"{source.title} has no text for the split {split}; {remedy}")
-
-
-def _write_all(folder, source, options, manifest, threads):
-    """Tokenize the input files that are not finished, and write their tokens in order."""
-    offsets, first = source.offsets, manifest["finished"]
+    threads, offsets, first = threads or os.cpu_count(), source.offsets, manifest["finished"]
     encoder = partial(encode_block, from_state(manifest["tokenizer"]), manifest)
     limit, size = parse_tokens(options.tokens), parse_tokens(options.shard_tokens)
     writers = {split: ShardWriter(folder, split, manifest["dtype"], size, manifest[split]) for split in SPLITS}
@@ -104,7 +96,7 @@ def _write_all(folder, source, options, manifest, threads):
             write_manifest(folder, manifest)
             source.delete_downloads(first)
             if first == len(source.names):
-                return
+                break
             last = max(first + 1, bisect(offsets, offsets[first] + GROUP_BYTES) - 1)
             blocks = _blocks(source, options, range(first, last))
             for block, (ids, documents, text_bytes) in map_ahead(pool, encoder, blocks, 2 * threads):
@@ -118,6 +110,9 @@ def _write_all(folder, source, options, manifest, threads):
             for writer in writers.values():
                 writer.close()
             first = manifest["finished"] = last
+    remedy = "give more text, in documents that differ, more --tokens, or another --val_share"
+    for split in SPLITS:
+        require(manifest[split]["tokens"], f"{source.title} has no text for the split {split}; {remedy}")
 
 
 def encode_block(tokenizer, manifest, block):
