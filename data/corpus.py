@@ -24,24 +24,20 @@ from errors import UserError, require
 
 @dataclass(frozen=True)
 class Corpus:
-    """A prepared corpus, open for reading. source: title of the text. bad_lines: lines or rows that were left out."""
+    """A prepared corpus, open for reading."""
 
     train: Tokens
     val: Tokens
     tokenizer: tiktoken.Encoding | HubTokenizer
     folder: Path
-    source: str
-    bad_lines: int = 0
+    sha256: str  # of the tokens of both splits
+    source: str  # title of the text
+    bad_lines: int  # lines or rows that were left out
 
     @property
     def bytes_per_token(self):
         """Bytes of validation text per token: bits per byte = nats per token / ln 2 / bytes_per_token."""
         return self.val.text_bytes / self.val.counted
-
-    @property
-    def sha256(self):
-        """Hex digest of the tokens of both splits; it is made from the stored digests, not from the ids."""
-        return _joined_sha256(self.train.sha256, self.val.sha256)
 
 
 def open_corpus(name, tokenizer_spec, input=None, *, sha256=None, verify=False):
@@ -115,7 +111,7 @@ def _find_tokens(sha256, tokenizer_spec, verify):
     """The prepared corpus with these tokens, or None."""
     for folder in data_folder("prepared").iterdir():
         manifest = read_manifest(folder)
-        if manifest and _joined_sha256(*(_shards_sha256(manifest[split]) for split in SPLITS)) == sha256:
+        if manifest and _tokens_sha256(manifest) == sha256:
             of_run = tokenizer_spec.startswith("run:")  # that run may be gone
             if of_run or manifest["request"]["tokenizer"] == tokenizer_name(tokenizer_spec):
                 with suppress(UserError):  # a shard is missing or damaged
@@ -150,13 +146,13 @@ def load_corpus(folder, manifest, verify=False):
             path = folder / shard["file"]
             arrays.append(map_shard(path, manifest["dtype"], shard["tokens"], shard.get("offset", HEADER_BYTES)))
             require(not verify or file_sha256(path) == shard["sha256"], f"{path} is damaged: its sha256 is another")
-        splits.append(Tokens(tuple(arrays), _shards_sha256(entry), entry["documents"], entry["text_bytes"], turns))
-    return Corpus(*splits, tokenizer, folder, manifest["request"]["source"], manifest.get("bad", 0))
+        splits.append(Tokens(tuple(arrays), entry["documents"], entry["text_bytes"], turns))
+    about = _tokens_sha256(manifest), manifest["request"]["source"], manifest.get("bad", 0)
+    return Corpus(*splits, tokenizer, folder, *about)
 
 
-def _shards_sha256(entry):
-    return _joined_sha256(*(shard["sha256"] for shard in entry["shards"]))
-
-
-def _joined_sha256(*digests):
-    return hashlib.sha256(bytes.fromhex("".join(digests))).hexdigest()
+def _tokens_sha256(manifest):
+    """Hex digest of the tokens of both splits; it is made from the stored digests, not from the ids."""
+    shards = ["".join(shard["sha256"] for shard in manifest[split]["shards"]) for split in SPLITS]
+    splits = [hashlib.sha256(bytes.fromhex(digests)).digest() for digests in shards]
+    return hashlib.sha256(b"".join(splits)).hexdigest()

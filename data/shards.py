@@ -24,7 +24,6 @@ class Tokens:
     """The tokens of the training or validation split, in one or more shards."""
 
     shards: tuple[np.ndarray, ...]  # [count] uint16 or uint32 each, memory-mapped
-    sha256: str  # of the shards' digests
     documents: int
     text_bytes: int  # of the documents, in UTF-8; of conversations, only of the answers
     turns: tuple | None = None  # of conversations: the tokens <|assistant|>, <|end|> and end-of-text

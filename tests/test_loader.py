@@ -16,7 +16,7 @@ from data.shards import Tokens
 def make_tokens(count):
     """Tokens whose ids are their positions, so that a window shows where it was cut. They span three shards."""
     ids = np.arange(count, dtype=np.uint32)
-    return Tokens(tuple(np.split(ids, [count // 3, count // 3 + 1])), sha256="", documents=1, text_bytes=count)
+    return Tokens(tuple(np.split(ids, [count // 3, count // 3 + 1])), documents=1, text_bytes=count)
 
 
 def starts_of(batches, steps):

@@ -195,7 +195,7 @@ def test_evaluation_is_the_mean_over_all_tokens_and_is_split_over_the_ranks(mode
     inputs, targets = ids[:-1].view(17, 8), ids[1:].view(17, 8)
     with torch.no_grad():
         expected = model.eval()(inputs, targets).item()
-    text = Tokens((ids.numpy().astype("<u2"),), sha256="", documents=1, text_bytes=len(ids))
+    text = Tokens((ids.numpy().astype("<u2"),), documents=1, text_bytes=len(ids))
     validation = validation_batches(text, block_size=8, batch_size=4)
     config = Config(**SMALL, device="cpu")
     assert evaluate(model.train(), validation, config, ONE) == pytest.approx(expected, rel=1e-6) and model.training
