@@ -50,9 +50,8 @@ def read_messages(messages):
     turns = []
     for number, message in enumerate(messages, 1):
         require(isinstance(message, dict), f"message {number} is no object with role and content")
-        role, text = (message.get(name, message.get(other)) for name, other in (("role", "from"), ("content", "value")))
-        known = isinstance(role, str) and role in ROLES
-        require(known, f"message {number} has the role {role!r}, which must be system, user or assistant")
+        role, text = message.get("role", message.get("from")), message.get("content", message.get("value"))
+        require(role in ROLES, f"message {number} has the role {role!r}, which must be system, user or assistant")
         require(isinstance(text, str), f"message {number} has no text")
         require(text.strip() or ROLES[role] != ASSISTANT, f"message {number} is an empty answer of the assistant")
         turns.append((ROLES[role], text))

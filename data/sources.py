@@ -5,8 +5,8 @@ import re
 import sys
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass, replace
-from functools import cached_property, partial
+from dataclasses import dataclass
+from functools import partial
 from itertools import accumulate
 from pathlib import Path
 
@@ -31,16 +31,11 @@ class Source:
     title: str
     folder: Path
     names: list[str]  # of the files in the folder
-    sizes: list[int]
+    offsets: list[int]  # bytes before each file, then bytes of all files
     sha256: str  # of names and sizes, and of the contents if they are small or on the hub
     others: int = 0  # files in the folder that are left out
     fetch: Callable | None = None  # downloads the file with a name to the folder
     chat: bool = False  # whether the files hold conversations
-
-    @cached_property
-    def offsets(self):
-        """Bytes before each file, then bytes of all files."""
-        return [0, *accumulate(self.sizes)]
 
     def path(self, index):
         """Path of a file, which is downloaded first if it is on the hub."""
@@ -75,12 +70,12 @@ def find_source(name, input=None, sample="10BT"):
         require(path.is_dir(), f"--data tokens needs --input FOLDER, and {path} is no folder")
         return _of_files(path, [file for split in SPLITS for file in token_files(path, split)])
     if not path.is_dir():
-        return replace(_of_files(path.parent, [path], path.resolve().name), chat=chat)
+        return _of_files(path.parent, [path], path.resolve().name, chat=chat)
     files = [file for file in path.rglob("*") if file.is_file()]
     files = [file for file in files if not any(part[0] == "." for part in file.relative_to(path).parts)]  # hidden
     known = sorted(file for file in files if suffix_of(file) in SUFFIXES)
     require(known, f"{path} has no file to read; their names must end in one of {' '.join(SUFFIXES)}")
-    return replace(_of_files(path, known), others=len(files) - len(known), chat=chat)
+    return _of_files(path, known, others=len(files) - len(known), chat=chat)
 
 
 def _on_the_hub(title, place, chat):
@@ -90,15 +85,16 @@ def _on_the_hub(title, place, chat):
     about = [f"{found[1]}@{commit}/{path}, sha256 {sha256}" for path, (_, sha256) in files.items()]
     digest, downloads = hashlib.sha256(repr(about).encode()).hexdigest(), data_folder(f"downloads/{found[1]}")
     fetch = partial(download_file, found[1], commit, files, downloads)
-    return Source(title, downloads, list(files), [size for size, _ in files.values()], digest, 0, fetch, chat)
+    offsets = [0, *accumulate(size for size, _ in files.values())]
+    return Source(title, downloads, list(files), offsets, digest, fetch=fetch, chat=chat)
 
 
-def _of_files(folder, files, title=None):
+def _of_files(folder, files, title=None, **about):
     """The Source of local files."""
     names, sizes = [str(file.relative_to(folder)) for file in files], [file.stat().st_size for file in files]
     contents = [file_sha256(file) for file in files] if sum(sizes) <= SMALL else []
     digest = hashlib.sha256(repr((names, sizes, contents)).encode()).hexdigest()
-    return Source(title or folder.resolve().name, folder, names, sizes, digest)
+    return Source(title or folder.resolve().name, folder, names, [0, *accumulate(sizes)], digest, **about)
 
 
 def _find_shakespeare(input):
