@@ -52,13 +52,10 @@ def read(name, weights=True):
         return _read_hugging_face(path, weights)
     if (path.suffix == ".safetensors" and path.is_file()) or any(path.glob("model*.safetensors")):
         return _read_hugging_face(path, weights)
-    require(path.exists(), f"{path} does not exist; name a run, a Hugging Face folder, or {', '.join(GPT2_SIZES)}")
-    best = path / "best.pt"
-    found = [best] * best.is_file() + checkpoints(path)
-    if path.is_dir() and not found:
-        remedy = "train a run until it saves one, or download a model's weights"
-        raise UserError(f"{path} has no checkpoint and no model.safetensors; {remedy}")
-    contents = load_first(found or [path], weights)
+    found = [file for file in (path, path / "best.pt") if file.is_file()] + checkpoints(path)
+    missing = "has no checkpoint and no model.safetensors" if path.is_dir() else "does not exist"
+    require(found, f"{path} {missing}; name a run that has saved one, a model's folder, or {', '.join(GPT2_SIZES)}")
+    contents = load_first(found, weights)
     config, tokenizer = _restore(contents["path"], contents.get("model_config"), contents.get("tokenizer"))
     return Pretrained(contents["path"], config, contents["model"] if weights else {}, tokenizer, contents)
 
