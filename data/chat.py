@@ -107,10 +107,9 @@ class Windows:
         self.tokens, self.block_size, self.turns = tokens, block_size, tokens.turns
         starts, _, ends = tokens.answers.T
         fits = ends - starts <= block_size
-        self.starts, number = np.unique(starts[fits], return_inverse=True)
-        self.lengths = np.zeros(len(self.starts), np.int64)  # without the end-of-text token
-        np.maximum.at(self.lengths, number, (ends - starts)[fits])
-        self.cut = len(np.unique(starts[~fits]))
+        self.starts, self.cut = np.unique(starts[fits]), len(np.unique(starts[~fits]))
+        last = np.searchsorted(starts[fits], self.starts, side="right") - 1  # the last answer that fits
+        self.lengths = ends[fits][last] - self.starts  # without the end-of-text token
         self.packed = best_fit(self.lengths + 1, block_size + 1)
         self.count = len(self.packed)
         rule = f"no answer of a split ends within block_size={block_size} tokens"
