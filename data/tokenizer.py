@@ -92,11 +92,11 @@ def make_tokenizer(spec, texts=(), many_documents=False):
 
 
 def encode(tokenizer, text):
-    """[count] uint32 ids of a text of any length; UserError if it has a character that `char` did not find."""
+    """[count] uint32 ids of a text of any length; UserError if `char` has no token for one of its characters."""
     if is_char(tokenizer):
-        unknown = [character for character in set(text) if character.encode() not in tokenizer._mergeable_ranks]
-        rule = f"the char tokenizer has no token for {min(unknown, default='')!r}; leave this character out"
-        require(not unknown, rule)
+        for character in set(text):
+            known = character.encode() in tokenizer._mergeable_ranks
+            require(known, f"the char tokenizer has no token for {character!r}; leave this character out")
     ids = [tokenizer.encode_to_numpy(chunk, disallowed_special=()) for chunk in chunks([text])]
     return np.concatenate(ids) if ids else np.empty(0, np.uint32)
 
@@ -121,12 +121,12 @@ def to_state(tokenizer):
     """A dict of str, int, list and dict, for JSON and checkpoints; `from_state` turns it back into the tokenizer."""
     if isinstance(tokenizer, HubTokenizer):
         return {"kind": "hub", "json": tokenizer.text, "end": tokenizer.end}
-    ranks, special, name = tokenizer._mergeable_ranks, dict(tokenizer._special_tokens), tokenizer.name
+    ranks, special, name = tokenizer._mergeable_ranks, tokenizer._special_tokens, tokenizer.name
     tokens = sorted(ranks, key=ranks.get)
     if is_char(tokenizer):
         return dict(kind="char", name=name, characters=b"".join(tokens).decode(), end_of_text=bool(special))
     tokens = [base64.b64encode(token).decode() for token in tokens]
-    return dict(kind="bpe", name=name, pattern=tokenizer._pat_str, tokens=tokens, special=special)
+    return dict(kind="bpe", name=name, pattern=tokenizer._pat_str, tokens=tokens, special=dict(special))
 
 
 def from_state(state):
