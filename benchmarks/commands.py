@@ -15,8 +15,8 @@ from pathlib import Path
 
 from harness import FOLDER, ROOT, seconds_of, table
 
-from data import prepare
 from data.build import Options
+from data.corpus import prepare
 from data.tokenizer import make_tokenizer
 
 COMMANDS = (
