@@ -27,6 +27,7 @@ from kernels.documents import find_documents
 
 TOKENS = 16_384  # batch * length, except in the GPT-2 cell and the small ones
 LENGTHS = (512, 1024, 2048, 4096, 8192, 16_384)
+FLOP = {"forward": 1, "backward": 2.5, "both": 3.5}  # of the forward's
 
 
 class Cell(NamedTuple):
@@ -164,21 +165,15 @@ IMPLEMENTATIONS = {
 }
 
 
-class Contender:
-    """One implementation on the inputs of a cell. backward() uses the graph of one forward, which is kept."""
-
-    def __init__(self, name, cell, starts, inputs, dout):
-        self.function, self.inputs, self.dout = IMPLEMENTATIONS[name](cell, starts), inputs, dout
-        self.out = self.forward()
-
-    def forward(self):
-        return self.function(*self.inputs)
-
-    def backward(self):
-        return torch.autograd.grad(self.out, self.inputs, self.dout, retain_graph=True)
-
-    def both(self):
-        return torch.autograd.grad(self.forward(), self.inputs, self.dout)
+def directions(call, inputs, dout):
+    """The output of an implementation, and {direction: its function}; backward has the graph of one forward."""
+    gradients = partial(torch.autograd.grad, inputs=inputs, grad_outputs=dout)
+    out = call(*inputs)
+    return out, {
+        "forward": lambda: call(*inputs),
+        "backward": lambda: gradients(out, retain_graph=True),
+        "both": lambda: gradients(call(*inputs)),
+    }
 
 
 def run(cell, names):
@@ -189,33 +184,31 @@ def run(cell, names):
         for n in (cell.heads, cell.kv_heads, cell.kv_heads)
     )
     dout, inputs = torch.randn_like(q), (q, k, v)
-    contenders, lacks, expected = {}, {}, None
+    calls, lacks, expected = {}, {}, None
     milliseconds(q.detach)  # allocates the buffer that flushes the cache
     for name in names:
         try:
-            contenders[name] = Contender(name, cell, starts, inputs, dout)
-            found = (contenders[name].out, *contenders[name].backward())
-            contenders[name].both()  # memory must hold the kept output too, as when it is timed
+            out, ways = directions(IMPLEMENTATIONS[name](cell, starts), inputs, dout)
+            found = (out, *ways["backward"]())
+            ways["both"]()  # memory must hold the kept output too, as when it is timed
             expected = expected or found
             # bfloat16 rounds by 0.004
             if any((a - b).norm() > 0.02 * b.norm() for a, b in zip(found, expected, strict=True)):
                 raise ArithmeticError("its output or a gradient differs")
+            calls |= {(name, way): function for way, function in ways.items()}
         except Exception as error:  # a missing package, an unsupported call, too little memory
             unserved = isinstance(error, ValueError) and (name == "hopper" or DEVICE == "cpu")
             if name in ("hopper", "triton") and not unserved:
                 raise  # a bug in ours must not look like a cell that is left out
-            contenders.pop(name, None)
-            lacks[name] = f"{type(error).__name__}: {str(error).splitlines()[0][:80] if str(error) else ''}"
+            lacks[name] = f"{type(error).__name__}: {str(error)[:80]}".splitlines()[0]
             torch.cuda.empty_cache()
-    directions = {"forward": 1, "backward": 2.5, "both": 3.5}  # FLOP, of the forward's
-    calls = {(name, way): getattr(contender, way) for name, contender in contenders.items() for way in directions}
     times = {key: [] for key in calls}
     for turn in range(50):  # turns, so that clocks and other work are the same for all
         for key, call in calls.items():
             if turn < 3 or sum(times[key]) < 20:  # ms
                 times[key].append(milliseconds(call))
     for (name, way), found in times.items():
-        ms, flops = statistics.median(found), 4 * cell.heads * cell.dim * cell.pairs(starts) * directions[way]
+        ms, flops = statistics.median(found), 4 * cell.heads * cell.dim * cell.pairs(starts) * FLOP[way]
         speed = dict(ms=round(ms, 4), tflops=float(f"{flops / ms / 1e9:.4g}"))
         yield cell._asdict() | dict(implementation=name, direction=way) | speed
     for name, reason in lacks.items():
@@ -231,13 +224,13 @@ def overhead(names):
     def microseconds(call):
         return 1e6 * min(statistics.median(repeat(call, synchronize, repeat=50, number=1)) for _ in range(10))
 
-    cell, found = Cell("", 1, 128, 2, 2, 64), {}
+    cell, found, passes = Cell("", 1, 128, 2, 2, 64), {}, ("forward", "backward")
     q, k, v = (torch.randn(1, 128, 2, 64, device=DEVICE, dtype=torch.bfloat16, requires_grad=True) for _ in "qkv")
     for name in names:
         with contextlib.suppress(ImportError, NotImplementedError):
-            contender = Contender(name, cell, None, (q, k, v), torch.randn_like(q))
-            found[f"{name}, us"] = [f"{microseconds(call):.0f}" for call in (contender.forward, contender.backward)]
-    table(["pass", *found], zip(("forward", "backward"), *found.values(), strict=True))
+            _, calls = directions(IMPLEMENTATIONS[name](cell, None), (q, k, v), torch.randn_like(q))
+            found[f"{name}, us"] = [f"{microseconds(calls[way]):.0f}" for way in passes]
+    table(["pass", *found], zip(passes, *found.values(), strict=True))
 
 
 def save(rows, path):
