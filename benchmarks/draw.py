@@ -23,23 +23,23 @@ FOLDERS = ("training", "data", "generation", "hf", "kernels", "attention", "benc
 OURS = {"hopper": "our Hopper", "triton": "our Triton"}
 PEERS = OURS | {"flash": "SDPA flash", "cudnn": "SDPA cuDNN", "flash4": "flash-attn-4"}
 ALL_PEERS = PEERS | {"flex": "FlexAttention", "fla": "FLA"}
-# (text, panel, lengths) of the tables of attention
+# (text, panel, length) of the tables of attention
 CASES = [
-    ("D 64, causal", "d64 causal", (4096,)),
-    ("D 128, causal", "d128 causal", (4096,)),
-    ("D 128, full", "d128 full", (4096,)),
-    ("D 256, causal", "d256 causal", (4096,)),
-    ("D 128, causal, 32 query and 8 key heads", "d128 causal 32/8 heads", (4096,)),
-    ("D 128, window of 1,024", "d128 window 1024", (16_384,)),
-    ("D 128, packed documents of 512 on average", "d128 documents of 512", (16_384,)),
-    ("the layer of GPT-2 124M (B 32, H 12, D 64)", "GPT-2 124M layer", (1024,)),
+    ("D 64, causal", "d64 causal", 4096),
+    ("D 128, causal", "d128 causal", 4096),
+    ("D 128, full", "d128 full", 4096),
+    ("D 256, causal", "d256 causal", 4096),
+    ("D 128, causal, 32 query and 8 key heads", "d128 causal 32/8 heads", 4096),
+    ("D 128, window of 1,024", "d128 window 1024", 16_384),
+    ("D 128, packed documents of 512 on average", "d128 documents of 512", 16_384),
+    ("the layer of GPT-2 124M (B 32, H 12, D 64)", "GPT-2 124M layer", 1024),
 ]
 README_CASES = [
-    ("the layer of GPT-2 124M: D 64", "GPT-2 124M layer", (1024,)),
-    ("D 64", "d64 causal", (4096,)),
-    ("D 128", "d128 causal", (4096,)),
-    ("D 128, 32 query and 8 key heads", "d128 causal 32/8 heads", (4096,)),
-    ("D 128, packed documents of 512 on average", "d128 documents of 512", (16_384,)),
+    ("the layer of GPT-2 124M: D 64", "GPT-2 124M layer", 1024),
+    ("D 64", "d64 causal", 4096),
+    ("D 128", "d128 causal", 4096),
+    ("D 128, 32 query and 8 key heads", "d128 causal 32/8 heads", 4096),
+    ("D 128, packed documents of 512 on average", "d128 documents of 512", 16_384),
 ]
 
 
@@ -84,11 +84,10 @@ def attention(cases, peers, root):
     rows = read(root, "attention")
     found, machine = speeds(rows, "both"), {name: rows[0][name] for name in MACHINE}
     table = []
-    for text, panel, lengths in cases:
-        for length in [length for length in lengths if (panel, length) in found]:
-            cell = found[panel, length]
-            cells = {label: f"{cell[name]:.0f}" if name in cell else "" for name, label in peers.items()}
-            table.append(machine | {"case": text, "tokens": f"{length:,}"} | cells)
+    for text, panel, length in cases:
+        cell = found.get((panel, length), {})
+        cells = {label: f"{cell[name]:.0f}" if name in cell else "" for name, label in peers.items()}
+        table.append(machine | {"case": text, "tokens": f"{length:,}"} | cells)
     return markdown(table, ["attention"])
 
 
@@ -166,13 +165,13 @@ def drawn(text, root):
     return re.sub(r"<!-- (\w+) -->\n.*?<!-- end -->", table, text, flags=re.DOTALL)
 
 
-def plain_axes(title, size=(7, 4.5)):
+def plain_axes(title):
     """A figure with a white background of its own, for pages in the dark, and letters that a phone can show."""
     from matplotlib import rcParams
     from matplotlib.figure import Figure
 
     rcParams.update({"font.size": 13, "svg.hashsalt": "kestrel"})
-    axis = (figure := Figure(figsize=size, layout="constrained", facecolor="white")).subplots()
+    axis = (figure := Figure(figsize=(7, 4.5), layout="constrained", facecolor="white")).subplots()
     axis.set_title(title, fontsize=13)
     axis.grid(alpha=0.3)
     axis.spines[["top", "right"]].set_visible(False)

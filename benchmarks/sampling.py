@@ -70,9 +70,8 @@ def time_ours(sizes, batch):
     return [statistics.median(values) for values in zip(*found[1:], strict=True)]  # the first run warms up
 
 
-def time_generate(make, sizes, batch):
-    """New tokens per second, with the time of the prompt, of what make() returns: generate(prompts, new tokens)."""
-    generate = make(sizes)
+def time_generate(generate, sizes, batch):
+    """New tokens per second, with the time of the prompt, of generate(prompts, new tokens)."""
     given = prompts(batch, sizes.prompt, sizes.model["vocab_size"]).to(DEVICE)
     generate(given, 8)  # to warm up
     return batch * sizes.new / seconds_of(lambda: generate(given, sizes.new))  # once: it takes seconds
@@ -113,7 +112,7 @@ def nanogpt_generate(path, sizes):
 def text_rows(sizes, others):
     for batch in sizes.batches:
         whole, rest, first = time_ours(sizes, batch)
-        rates = [time_generate(make, sizes, batch) for make in others.values()]
+        rates = [time_generate(generate, sizes, batch) for generate in others.values()]
         yield [batch, *(f"{rate:,.0f}" for rate in (whole, *rates, rest)), f"{1000 * first:.1f}"]
 
 
@@ -155,11 +154,12 @@ def main():
     parser.add_argument("--nanogpt", help="a checkout of nanoGPT, timed in the same process")
     parser.add_argument("--small", action="store_true", help="sizes for a CPU")
     args = parser.parse_args()
-    others = {"transformers": transformers_generate} if args.transformers else {}
-    if args.nanogpt:
-        others["nanoGPT"] = partial(nanogpt_generate, args.nanogpt)
     print(*machine().values(), sep=", ")
-    sizes = SMALL if args.small else GPT2
+    sizes, others = SMALL if args.small else GPT2, {}
+    if args.transformers:
+        others["transformers"] = transformers_generate(sizes)
+    if args.nanogpt:
+        others["nanoGPT"] = nanogpt_generate(args.nanogpt, sizes)
     if "text" in args.parts:
         head = ["batch", "Kestrel tokens/s", *others, "Kestrel without the prompt", "first token, ms"]
         table(head, text_rows(sizes, others))
