@@ -23,6 +23,7 @@ import statistics
 import subprocess
 import sys
 import time
+from itertools import product
 from pathlib import Path
 from typing import NamedTuple
 
@@ -145,36 +146,35 @@ def show(outcomes):
 def series(args):
     """All runs of a file of changes, or those for which --seconds leaves time, and their table."""
     start, longest, shown = time.perf_counter(), 0.0, []
-    for seed in args.seeds:
-        for name, options in args.changes.items():
-            argv = [args.base, *args.options, *options]
-            config = load_config(argv)  # a mistake shows before the run
-            require(not (args.test and config.ema), "--test reads checkpoint.pt, without the average; leave out --ema")
-            if config.depth:  # steps follow from the tokens
-                tokens = config.tokens or round(args.tokens)
-                length = dict(tokens=tokens, eval_every=10**9)  # once at the start and once at the end
-            else:
-                steps = max(1, round(args.tokens / config.batch_size / config.block_size))
-                tokens = steps * config.batch_size * config.block_size
-                length = dict(steps=steps, eval_every=steps, log_every=max(1, steps // 100))
-            key = name, seed, tokens, shlex.join(argv)
-            alike = [x for x in read_outcomes(args.csv) if (x.name, x.seed, x.tokens, x.command) == key]
-            alike = [x for x in alike if not (args.test and math.isnan(x.test))]
-            if not alike:
-                if time.perf_counter() - start + longest > args.seconds:
-                    print(f"{name} seed {seed}: no time is left", flush=True)
-                    continue
-                try:
-                    alike = [run(name, argv, seed, tokens, length, args)]
-                except subprocess.CalledProcessError as error:
-                    print(f"{name} seed {seed}: {error.stderr[-2000:]}", flush=True)
-                    continue
-                head = [] if args.csv.exists() else [Outcome._fields]
-                with open(args.csv, "a", newline="") as file:
-                    csv.writer(file).writerows([*head, alike[0]])
-                longest = max(longest, alike[0].seconds)
-            shown.append(alike[-1])
-            print(f"{name} seed {seed}: loss {shown[-1].loss:.4f}, {shown[-1].seconds:.1f} s", flush=True)
+    done = [x for x in read_outcomes(args.csv) if not (args.test and math.isnan(x.test))]
+    done = {(x.name, x.seed, x.tokens, x.command): x for x in done}
+    for seed, (name, options) in product(args.seeds, args.changes.items()):
+        argv = [args.base, *args.options, *options]
+        config = load_config(argv)  # a mistake shows before the run
+        require(not (args.test and config.ema), "--test reads checkpoint.pt, without the average; leave out --ema")
+        if config.depth:  # steps follow from the tokens
+            tokens = config.tokens or round(args.tokens)
+            length = dict(tokens=tokens, eval_every=10**9)  # once at the start and once at the end
+        else:
+            steps = max(1, round(args.tokens / config.batch_size / config.block_size))
+            tokens = steps * config.batch_size * config.block_size
+            length = dict(steps=steps, eval_every=steps, log_every=max(1, steps // 100))
+        outcome = done.get((name, seed, tokens, shlex.join(argv)))
+        if outcome is None:
+            if time.perf_counter() - start + longest > args.seconds:
+                print(f"{name} seed {seed}: no time is left", flush=True)
+                continue
+            try:
+                outcome = run(name, argv, seed, tokens, length, args)
+            except subprocess.CalledProcessError as error:
+                print(f"{name} seed {seed}: {error.stderr[-2000:]}", flush=True)
+                continue
+            head = [] if args.csv.exists() else [Outcome._fields]
+            with open(args.csv, "a", newline="") as file:
+                csv.writer(file).writerows([*head, outcome])
+            longest = max(longest, outcome.seconds)
+        shown.append(outcome)
+        print(f"{name} seed {seed}: loss {outcome.loss:.4f}, {outcome.seconds:.1f} s", flush=True)
     show(shown)
 
 
