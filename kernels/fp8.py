@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.autograd.function import once_differentiable
 
-from errors import UserError
+from errors import require
 
 LARGEST = 448.0  # of e4m3
 LEAST_SCALE = 1e-15  # kernels divide by the product of two
@@ -30,11 +30,9 @@ MULTIPLE = 16  # K and N on a GPU
 def require_fp8(device, dtype):
     """UserError unless a device, given by its name, trains in FP8 beside a torch.dtype."""
     capability = torch.cuda.get_device_capability(device) if device.startswith("cuda") else (0, 0)
-    if capability < (8, 9):
-        found = "compute capability {}.{}".format(*capability) if any(capability) else f"device={device}"
-        raise UserError(f"--fp8 needs a GPU of compute capability 8.9 or higher, not {found}; leave it out")
-    if dtype != torch.bfloat16:
-        raise UserError(f"--fp8 computes gradients in bfloat16, not {dtype}; give --dtype bfloat16")
+    found = "compute capability {}.{}".format(*capability) if any(capability) else f"device={device}"
+    require(capability >= (8, 9), f"--fp8 needs a GPU of compute capability 8.9 or higher, not {found}; leave it out")
+    require(dtype == torch.bfloat16, f"--fp8 computes gradients in bfloat16, not {dtype}; give --dtype bfloat16")
 
 
 def quantise(x, scale):
@@ -98,8 +96,8 @@ class Float8Linear(nn.Linear):
         nn.Module.__init__(self)
         self.in_features, self.out_features = layer.in_features, layer.out_features
         self.weight, self.bias = layer.weight, layer.bias
-        if self.in_features % MULTIPLE:
-            raise UserError(f"--fp8 needs widths that are multiples of {MULTIPLE}, not {self.in_features}; see n_embd")
+        width = self.in_features
+        require(width % MULTIPLE == 0, f"--fp8 needs widths that are multiples of {MULTIPLE}, not {width}; see n_embd")
         # not buffers: DDP would copy those of rank 0 to the other ranks in each forward pass
         self.scale, self.weight_scale, self.largest = (torch.ones((), device=layer.weight.device) for _ in range(3))
 

@@ -337,9 +337,7 @@ def matmul(a, b, epilogue, *, kind, bias=None, other=None, scales=None):
     """
     a, b, fp8 = a.contiguous(), b.contiguous(), a.dtype == torch.float8_e4m3fn
     (rows, depth), columns = a.shape, b.shape[0]
-    if not supports(rows, depth, columns, a.dtype) or a.dtype not in (torch.bfloat16, torch.float8_e4m3fn):
-        sizes = f"{a.dtype} [{rows}, {depth}] by [{columns}, {depth}]"
-        raise ValueError(f"the matmul kernel does not serve {sizes}; ask supports(), and use torch.mm")
+    assert supports(rows, depth, columns, a.dtype), f"no kernel for [{rows}, {depth}] by [{columns}, {depth}]^T"
     out = a.new_empty(rows, columns, dtype=torch.bfloat16)
     active, active_fp8, largest = torch.empty_like(out) if epilogue == "activate" else None, None, None
     if fp8:

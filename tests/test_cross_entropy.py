@@ -100,12 +100,11 @@ def test_where_no_row_counts(dtype, rows, device):
         assert torch.equal(found, torch.zeros_like(leaf))
 
 
-@pytest.mark.parametrize("change", [dict(softcap=c) for c in (-1.0, 0.0, NAN)] + [dict(targets=n) for n in (4, 6)])
-def test_arguments_that_break_a_rule(change, device):
+@pytest.mark.parametrize("rows", [4, 6])
+def test_targets_of_another_length(rows, device):
     x, weight = torch.randn(5, 8, device=device), torch.randn(30, 8, device=device)
-    with pytest.raises(ValueError, match=r"softcap=|\[5, 8\].* targets \[[46]\]"):
-        targets = torch.zeros(change.get("targets", 5), dtype=torch.int64, device=device)
-        linear_cross_entropy(x, weight, targets, change.get("softcap"))
+    with pytest.raises(ValueError, match=rf"\[5, 8\].* targets \[{rows}\]"):
+        linear_cross_entropy(x, weight, torch.zeros(rows, dtype=torch.int64, device=device))
 
 
 def test_no_second_derivative(device):
