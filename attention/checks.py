@@ -125,33 +125,31 @@ def check_ragged(call):
     """lengths, cu_seqlens and max_seqlen of a Call."""
     q, lengths, cu_seqlens, max_seqlen = call.q, call.lengths, call.cu_seqlens, call.max_seqlen
     batch, q_len, k_len = q.shape[0], q.shape[1], call.k.shape[1]
+    if lengths is not None:
+        check_tensor("lengths", lengths, q.device, (torch.int32,), [(batch,)], "one for each row of q, ")
+    if cu_seqlens is None:
+        if max_seqlen is not None:
+            raise ValueError(f"max_seqlen={max_seqlen} was given without cu_seqlens; leave it out")
+        return
     starts, limits = pair(cu_seqlens), pair(max_seqlen)
-    half = cu_seqlens is not None and any(x is None for x in starts)  # `None in starts` is slow: it compares tensors
-    if len(starts) != 2 or half or isinstance(cu_seqlens, list):
-        raise ValueError(f"cu_seqlens={cu_seqlens} must be one tensor, or a tuple of two, for queries and for keys")
-    if len(limits) != 2 or isinstance(max_seqlen, list):
-        raise ValueError(f"max_seqlen={max_seqlen} must be one int, or a tuple of two, for queries and for keys")
-    for name, x in (("lengths", lengths), ("cu_seqlens", starts[0]), ("cu_seqlens", starts[1])):
-        if x is not None:
-            check_tensor(
-                name, x, q.device, (torch.int32,), [(batch,)] if x is lengths else (), "one for each row of q, "
-            )
-    if starts[0] is not None:
-        if lengths is not None:
-            raise ValueError("lengths and cu_seqlens were both given; packed sequences need no lengths: leave them out")
-        if batch != 1:
-            raise ValueError(f"q has batch {batch}; with cu_seqlens all sequences lie in one row: reshape to batch 1")
-        shapes = [tuple(x.shape) for x in starts]
-        if shapes[0] != shapes[1] or len(shapes[0]) != 1 or shapes[0][0] < 2:
-            found = "{} and {}".format(*shapes)
-            raise ValueError(f"cu_seqlens has shapes {found} for queries and keys; both must be [N + 1] of N sequences")
-        if not isinstance(cu_seqlens, tuple) and q_len != k_len:
-            raise ValueError(f"q has {q_len} tokens, k {k_len}; give two cu_seqlens, a tuple, for queries and for keys")
-    elif max_seqlen is not None:
-        raise ValueError(f"max_seqlen={max_seqlen} was given without cu_seqlens; leave it out")
+    for name, values in (("cu_seqlens", starts), ("max_seqlen", limits)):
+        if len(values) != 2:
+            raise ValueError(f"{name}={values} must be one value, or a tuple of two, for queries and for keys")
+    for x in starts:
+        check_tensor("cu_seqlens", x, q.device, (torch.int32,))
     for limit in limits:
         if limit is not None:
             check_int("max_seqlen", limit, 1, MAX_LENGTH)
+    if lengths is not None:
+        raise ValueError("lengths and cu_seqlens were both given; packed sequences need no lengths: leave them out")
+    if batch != 1:
+        raise ValueError(f"q has batch {batch}; with cu_seqlens all sequences lie in one row: reshape to batch 1")
+    shapes = [tuple(x.shape) for x in starts]
+    if shapes[0] != shapes[1] or len(shapes[0]) != 1 or shapes[0][0] < 2:
+        found = "{} and {}".format(*shapes)
+        raise ValueError(f"cu_seqlens has shapes {found} for queries and keys; both must be [N + 1] of N sequences")
+    if not isinstance(cu_seqlens, tuple) and q_len != k_len:
+        raise ValueError(f"q has {q_len} tokens, k {k_len}; give two cu_seqlens, a tuple, for queries and for keys")
 
 
 def pair(x):

@@ -37,7 +37,7 @@ class DecodeOptions(NamedTuple):
 
 def decode(
     q, k, v, lengths, *, window=None, scale=None, softcap=None, decay_sum=None, alibi_slopes=None, sink=None,
-    ring=False, impl="auto", score_mod=None,
+    ring=False, impl="auto",
 ):  # fmt: skip
     """Causal attention of the newest Tq tokens of each row over the keys and values in a cache.
 
@@ -67,8 +67,6 @@ def decode(
 
     Source: Dao et al., Flash-Decoding for long-context inference (2023).
     """
-    if score_mod is not None:
-        raise ValueError("decode() does not compute score_mod; use attention() on the keys of each row")
     check_decode(q, k, v, lengths, window, scale, softcap, decay_sum, alibi_slopes, sink, ring, impl)
     triton = impl == "triton" or (impl == "auto" and HAS_TRITON and q.is_cuda and q.dtype in DTYPES)
     scale = q.shape[-1] ** -0.5 if scale is None else float(scale)

@@ -9,7 +9,7 @@ import triton.language as tl
 from problems import BACKEND, CASES, ON_GPU, check, floats, make_problem
 from score_mods import SCORE_MODS, alibi, dilated, example, gaussian, soft_cap
 
-from attention import attention, attention_qkv, check_score_mod, decode, explain
+from attention import attention, attention_qkv, check_score_mod, explain
 from attention.score import Rule
 from attention.score_mod import key_of_function
 
@@ -171,5 +171,3 @@ def test_a_rule_that_returns_a_number(device):
 def test_who_serves_it(device):
     q = torch.randn(1, 10, 2, 64, device=device, dtype=torch.bfloat16)
     assert "score_mod" in explain(q, q, q, score_mod=gaussian, score_args=(1.0,)) or not ON_GPU
-    with pytest.raises(ValueError, match=r"decode\(\) does not compute score_mod"):
-        decode(q[:, :1], q, q, torch.ones(1, dtype=torch.int32, device=device), score_mod=gaussian)
