@@ -62,7 +62,6 @@ def split(books, folder, megabytes):
     The data path takes the development books from folder/train, by a hash too. megabytes: take the first books in
     this order, up to this size.
     """
-    require(not folder.exists(), f"{folder} exists; name a new folder")
     paths = [path for path in books.rglob("*") if path.suffix.lower() in SUFFIXES and path.stat().st_size]
     names = {path: path.relative_to(books).as_posix().encode() for path in paths}
     places = {path: int.from_bytes(hashlib.sha256(name).digest()[:8]) for path, name in names.items()}

@@ -11,7 +11,6 @@ attention are timed as CUDA graphs, without the host's work, over copies of the 
 """
 
 import argparse
-import contextlib
 import importlib.util
 import itertools
 import statistics
@@ -32,7 +31,7 @@ from model import GPT, GPTConfig
 
 L2_BYTES = 2**28  # several times the L2 cache of any GPU
 ON_GPU = DEVICE == "cuda"
-DTYPE = torch.bfloat16 if ON_GPU else torch.float32
+DTYPE = torch.bfloat16
 BACKENDS = SDPBackend.FLASH_ATTENTION, SDPBackend.CUDNN_ATTENTION
 
 # prompt, long_prompt, new: tokens. contexts: of decode(). repeats: of generation.
@@ -54,9 +53,8 @@ def prompts(batch, length, vocabulary):
 def time_ours(sizes, batch):
     """Medians: new tokens per second with and without the prompt's time, seconds to the long prompt's first token."""
     vocabulary = sizes.model["vocab_size"]
-    model = GPT(GPTConfig(**sizes.model)).eval()
-    tokenizer = SimpleNamespace(n_vocab=vocabulary)  # all that tokens() needs of one
-    generator = Generator((to_bfloat16(model) if ON_GPU else model).to(DEVICE), tokenizer, batch)
+    model = to_bfloat16(GPT(GPTConfig(**sizes.model))).to(DEVICE).eval()
+    generator = Generator(model, SimpleNamespace(n_vocab=vocabulary), batch)  # tokens() needs no more of a tokenizer
     texts = prompts(batch, sizes.prompt, vocabulary).tolist()
     long_texts = prompts(1, sizes.long_prompt, vocabulary).tolist() * batch
     generator.warm_up()
@@ -100,10 +98,9 @@ def nanogpt_generate(path, sizes):
     module = sys.modules["nanogpt"] = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     model = module.GPT(module.GPTConfig(**sizes.model, dropout=0.0)).to(DEVICE).eval()
-    cast = torch.autocast("cuda", torch.bfloat16) if ON_GPU else contextlib.nullcontext()
 
     def generate(given, new):
-        with torch.no_grad(), cast:
+        with torch.no_grad(), torch.autocast(DEVICE, DTYPE):
             return model.generate(given, new, temperature=0.8, top_k=200)
 
     return generate

@@ -13,7 +13,7 @@ from bisect import bisect
 from dataclasses import asdict
 
 import torch
-from harness import DEVICE, FOLDER, machine, seconds_of, table
+from harness import DEVICE, FOLDER, machine, seconds_of, synchronize, table
 from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
 
@@ -103,8 +103,7 @@ def watched(run_step, config, rates):
         nonlocal calls
         calls += 1
         if calls % STEPS == 0:
-            if DEVICE == "cuda":
-                torch.cuda.synchronize()
+            synchronize()
             clock.append(time.perf_counter())
         if calls == 2 * STEPS:
             recorded.start()
@@ -129,7 +128,7 @@ def show_parts(recorded, whole, options, rates):
     spent |= {"gaps": whole - sum(spent.values()), "whole step": whole}
     least = floors(options, *rates)
     least["whole step"] = sum(least.values())
-    memory = torch.cuda.max_memory_allocated() if DEVICE == "cuda" else 0
+    memory = torch.cuda.max_memory_allocated()  # 0 without a GPU
     print(*machine().values(), f"copies at {rates[0] / 1e12:.2f} TB/s, matmuls at {rates[1] / 1e12:.0f} TFLOP/s; "
           f"peak memory {memory / 1e9:.2f} GB", sep=", ")  # fmt: skip
     table(["part", "ms", "floor"], ([part, f"{ms:.2f}", f"{least.get(part, 0):.2f}"] for part, ms in spent.items()))
