@@ -147,12 +147,6 @@ def piece_offsets(place, NUMBER: gl.constexpr, PAIRS: gl.constexpr):
 
 
 @gluon.jit
-def load_piece(other, place, NUMBER: gl.constexpr, PAIRS: gl.constexpr):
-    offsets, exists = piece_offsets(place, NUMBER, PAIRS)
-    return gl.load(other + offsets, exists)
-
-
-@gluon.jit
 def finish_piece(
     pair, held, outputs, factor, largest, place, NUMBER: gl.constexpr, PAIRS: gl.constexpr, PLAN: gl.constexpr
 ):
@@ -180,7 +174,8 @@ def finish_piece(
 def load_ahead(held, other, place, NUMBER: gl.constexpr, PAIRS: gl.constexpr):
     """held, and one more piece of `other` if that is given and there is a piece of this number."""
     if other is not None and NUMBER < PIECES:
-        held += (load_piece(other, place, NUMBER, PAIRS),)
+        offsets, exists = piece_offsets(place, NUMBER, PAIRS)
+        held += (gl.load(other + offsets, exists),)
     return held
 
 
