@@ -60,14 +60,6 @@ class Operands(NamedTuple):
     b: Channel  # [stages, COLUMNS, DEPTH]
 
 
-class Scales(NamedTuple):
-    """Pointers to a float32 each, with operands in FP8."""
-
-    a: gl.tensor
-    b: gl.tensor
-    active: gl.tensor
-
-
 class Outputs(NamedTuple):
     """Pointers; None is not written."""
 
@@ -249,7 +241,8 @@ def consumer(
     BUSY: gl.constexpr = min(STEPS, PIECES // STAGES * STAGES)  # steps in which pieces are written
     scale, factor, largest = None, None, 0
     if PLAN.fp8:
-        scale, factor = gl.load(scales.a) * gl.load(scales.b), 1 / gl.load(scales.active)
+        a_scale, b_scale, active_scale = scales
+        scale, factor = gl.load(a_scale) * gl.load(b_scale), 1 / gl.load(active_scale)
         largest = gl.zeros([64, 16], gl.int32, PIECE)
     pieces = pieces_of(gl.zeros([ROWS, COLUMNS], gl.float32, LAYOUT), None)
     before = Place(0, 0)  # before the first tile there is nothing to write
@@ -288,7 +281,10 @@ def consumer(
 def matmul_kernel(
     a, b, bias, other, scales, outputs, rows, tiles, PAIRS: gl.constexpr, STEPS: gl.constexpr, PLAN: gl.constexpr
 ):
-    """Tiles of a b^T, each with its epilogue. a and b are descriptors; other: pairs of bfloat16."""
+    """Tiles of a b^T, each with its epilogue.
+
+    a and b are descriptors; other: pairs of bfloat16; scales: with FP8, pointers to those of a, b and the activation.
+    """
     STAGES: gl.constexpr = PLAN.stages
     a_tiles = gl.allocate_shared_memory(a.dtype, [STAGES, ROWS, a.block_shape[1]], a.layout)
     b_tiles = gl.allocate_shared_memory(a.dtype, [STAGES, COLUMNS, a.block_shape[1]], a.layout)
@@ -321,10 +317,9 @@ def matmul(a, b, epilogue, *, kind, bias=None, other=None, scales=None):
     Args:
         a: [M, K]. b: [N, K] with N a multiple of 256, and rows of whole multiples of 512 or 384 bytes: see supports().
             Both bfloat16, or float8_e4m3fn with "activate" only.
-        epilogue: "activate", for (h, activation(h)) of the result h; "slope", for its product with activation'(other).
-            The result with its bias is rounded before the epilogue.
-        kind: of the activation, a name in ACTIVATIONS. bias: [N] or None. other: [M, N], or None.
-        scales: with FP8, those of a, b and activation(h): three [] float32 on the device.
+        epilogue: "activate" or "slope", as above; a b^T with its bias is rounded before it.
+        kind: of the activation, a name in ACTIVATIONS. bias: [N] or None. other: with "slope" h [M, N], else None.
+        scales: with FP8, a tuple of those of a, b and activation(h): [] float32 on the device.
 
     Returns:
         [M, N]; two of them with "activate". With FP8 also activation(h) / its scale in float8_e4m3fn [M, N], and the
@@ -337,7 +332,6 @@ def matmul(a, b, epilogue, *, kind, bias=None, other=None, scales=None):
     active, active_fp8, largest = torch.empty_like(out) if epilogue == "activate" else None, None, None
     if fp8:
         active_fp8, largest = torch.empty_like(out, dtype=a.dtype), out.new_zeros((), dtype=torch.float32)
-        scales = Scales(*scales)
     (steps, stages), step = divide(depth, a.dtype), BYTES.value // a.itemsize
     plan = Plan(epilogue, kind, stages, fp8)
     layout = gl.NVMMASharedLayout(BYTES.value, 8 * a.itemsize, 2)

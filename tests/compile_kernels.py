@@ -273,7 +273,7 @@ def launch_training_kernels(dtype, dim, causal, group, features=False, length=40
     for kind in ACTIVATIONS if features else ("gelu",):
         module.matmul(x, weight, "activate", kind=kind, bias=bias if features else None)
         module.matmul(x, weight, "slope", kind=kind, other=hidden)
-        copies, scales = (tensor.to(torch.float8_e4m3fn) for tensor in (x, weight)), [scale] * 3
+        copies, scales = (tensor.to(torch.float8_e4m3fn) for tensor in (x, weight)), (scale,) * 3
         module.matmul(*copies, "activate", kind=kind, bias=bias if features else None, scales=scales)
     targets = x.new_empty(length, dtype=torch.int64)
     for softcap in (None, 15.0):
