@@ -6,7 +6,7 @@ from functools import partial
 import pytest
 import torch
 import torch.nn.functional as F
-from problems import CASES, GRADIENTS, ON_GPU, by_impl, check, make_problem, needs_gpu, results
+from problems import CASES, GRADIENTS, ON_GPU, check, make_problem, needs_gpu, results
 
 from attention import attention, problem, table
 from attention.portable import launch as portable
@@ -16,21 +16,6 @@ from attention.reference import drop_probability, keep_mask, reference_attention
 @pytest.mark.parametrize("case", CASES)
 def test_output_and_gradients(case, device, poisoned):
     check(partial(make_problem, device, torch.float32, **CASES[case]), torch.float32)
-
-
-def test_check_finds_few_bad_rows(monkeypatch):
-    """Four rows of 1,120 have about 20 times eager PyTorch's error, which the norm of the whole result hides."""
-
-    def spoiled(*, impl, **arguments):
-        found = attention(**arguments, impl="reference")
-        if impl == "triton" and found.dtype == torch.float32:
-            found = found * torch.where(torch.arange(found.shape[1]) == 40, 1 + 3e-6, 1.0)[:, None, None]
-        return found
-
-    monkeypatch.setattr("problems.attention", spoiled)
-    draw = partial(make_problem, "cpu", torch.float32, q_len=280, causal=False, return_lse=False)
-    with pytest.raises(AssertionError, match="of triton"):
-        check(draw, torch.float32, ("triton",))
 
 
 def test_gates_before_the_window(device):
@@ -181,27 +166,6 @@ def test_dropout_mask_is_fair_and_keyed_by_position(device):
     pairs += [(large, mask(4, 4, 128, seed=other)) for other in (8, 7 + 2**32, -7)]
     for x, y in pairs:
         assert uncorrelated(x, y, 0.25 * 0.75)
-
-
-@by_impl
-def test_kernels_drop_what_the_reference_drops(impl, device):
-    """With equal scores, one-hot values show the mask in the output, and one-hot gradients in that of the values."""
-    q_len, k_len, dim = (200, 330, 64) if ON_GPU else (40, 70, 16)
-    q, k = (torch.zeros(2, n, 2, dim, device=device, dtype=torch.bfloat16) for n in (q_len, k_len))
-    seed = torch.tensor([-3], device=device)
-    rows, q_index, k_index = (torch.arange(n, device=device) for n in (2, q_len, k_len))
-    mask = keep_mask(seed, rows.view(-1, 1, 1, 1), 2, q_index.view(1, 1, -1, 1), k_index.view(1, 1, 1, -1), 0.4)
-
-    def one_hot(length, first):
-        x = F.one_hot((torch.arange(length, device=device) - first).clamp(-1, dim) + 1, dim + 2)[:, 1:-1]
-        return x.bfloat16()[None, :, None].expand(2, length, 2, dim).contiguous().requires_grad_()
-
-    call = partial(attention, q, k, causal=False, dropout=0.4, seed=seed, impl=impl)
-    outputs = [call(one_hot(k_len, first)) for first in range(0, k_len, dim)]
-    assert torch.equal(torch.cat(outputs, -1)[..., :k_len] > 0, mask.transpose(1, 2))
-    v = one_hot(k_len, 0)
-    gradients = [torch.autograd.grad(call(v), v, one_hot(q_len, first))[0] for first in range(0, q_len, dim)]
-    assert torch.equal(torch.cat(gradients, -1)[..., :q_len] > 0, mask.permute(0, 3, 1, 2))
 
 
 def test_dropout_is_rounded_to_8_bits(device):

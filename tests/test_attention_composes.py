@@ -1,5 +1,6 @@
 """attention() with the rest of PyTorch: compile, autocast, CUDA graphs, checkpointing, streams, devices."""
 
+import itertools
 from functools import partial
 
 import pytest
@@ -12,17 +13,19 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 from attention import attention, decode, ops
-from attention.features import GRADIENTS, Call, feature_lacking
-from attention.launcher import Launcher
+from attention.features import GRADIENTS
 
-# name -> implementation, dtype and problem: without options, or with all options that the implementation supports
-WHOLE = {
-    "none": ("triton", torch.float32, CASES["causal"]),
-    "all": ("triton", torch.float32, CASES["all"]),
-    "all_packed": ("triton", torch.float32, CASES["all_packed"]),
-    "prefix_all": ("triton", torch.float32, CASES["prefix_all"]),
-    "qkv_all": ("triton", torch.float32, CASES["all"] | dict(q_len=60, bias=(3, 60, 60))),
-    "qkv_packed": ("triton", torch.float32, CASES["all_packed"] | dict(value_dim=24)),
+# All options that the portable kernels support, in problems of a tile or two
+ALL = CASES["all"] | dict(q_len=15, k_len=20, window=9, bias=(3, 15, 20), lengths=[18])
+PACKED = CASES["all_packed"] | dict(q_len=20, window=9, heads=2, kv_heads=1, bias=(2, 1, 20), packed=[0, 6, 6, 18])
+PREFIX = CASES["prefix_all"] | dict(q_len=20, prefix_lengths=[9, 15, 3, 2], bias=(3, 20, 20), lengths=[18, 20, 0, 1])
+WHOLE = {  # name -> implementation, dtype and problem: without options, or with all that the implementation supports
+    "none": ("triton", torch.float32, dict(q_len=20)),
+    "all": ("triton", torch.float32, ALL),
+    "all_packed": ("triton", torch.float32, PACKED),
+    "prefix_all": ("triton", torch.float32, PREFIX),
+    "qkv_all": ("triton", torch.float32, ALL | dict(q_len=20, bias=(3, 20, 20))),
+    "qkv_packed": ("triton", torch.float32, PACKED | dict(value_dim=24)),
     "hopper_none": ("hopper", torch.bfloat16, HOPPER_CASES["ragged"] | dict(dim=64)),
     "hopper_all": ("hopper", torch.bfloat16, HOPPER_CASES["all"] | dict(dim=64)),
     "hopper_lengths_all": ("hopper", torch.bfloat16, HOPPER_CASES["lengths_all"] | dict(dim=64)),
@@ -32,11 +35,11 @@ WHOLE = {
 }
 
 
-def whole(name, device, **changes):
+def whole(name, device):
     """A problem of WHOLE: the function that computes it, its dtype, and the result of make_problem()."""
     impl, dtype, problem = WHOLE[name]
     function = from_qkv if "qkv" in name else attention
-    return partial(function, impl=impl), dtype, make_problem(device, dtype, **problem | changes)
+    return partial(function, impl=impl), dtype, make_problem(device, dtype, **problem)
 
 
 def leaves(device, length=33, impl="triton"):
@@ -109,17 +112,6 @@ def test_compiles_once_more_when_the_length_changes(name, device):
     assert len(graphs) == 2
 
 
-# opcheck() calls an op many times. It checks schemas, shapes and autograd, for which a single tile is enough.
-SHORT = {
-    "none": dict(q_len=20),
-    "all": dict(q_len=15, k_len=20, bias=(3, 15, 20), lengths=[18]),
-    "prefix_all": dict(q_len=20, bias=(3, 20, 20), lengths=[18, 20, 0, 1]),
-    "all_packed": dict(q_len=20, heads=2, kv_heads=1, bias=(2, 1, 20), packed=[0, 6, 6, 18]),
-    "qkv_all": dict(q_len=20, k_len=20, bias=(3, 20, 20), lengths=[18]),
-    "qkv_packed": dict(q_len=20, heads=2, kv_heads=1, bias=(2, 1, 20), packed=[0, 6, 6, 18]),
-}
-
-
 @pytest.mark.parametrize(
     "name", [pytest.param(x, marks=pytest.mark.slow) if x in ("prefix_all", "qkv_all") else x for x in named(WHOLE)]
 )
@@ -133,7 +125,7 @@ def test_custom_ops(name, device):
                 calls[function] = [x.detach().clone() if isinstance(x, torch.Tensor) else x for x in args]
             return function(*args, **kwargs or {})
 
-    call, dtype, problem = whole(name, device, **({} if ON_GPU else SHORT.get(name, {})))
+    call, dtype, problem = whole(name, device)
     with Log():
         found = results(call, problem, dtype)
     same(found, results(call, problem, dtype), name)
@@ -173,26 +165,28 @@ def test_activation_checkpointing(impl, device):
     assert all(torch.equal(a, b) for a, b in zip(plain, again, strict=True))
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)  # delta is found in two ways
-@pytest.mark.parametrize("frozen", [("q",), ("k", "v"), ("q", "k", "v"), ("bias",)], ids=str)
-def test_fewer_kernels_where_nobody_needs_gradients(frozen, dtype, device, monkeypatch):
-    arguments, dout, _ = make_problem(device, dtype, q_len=20, sink=True, bias=(20, 20) if "bias" in frozen else None)
-    started, start = [], Launcher.start
-    monkeypatch.setattr(Launcher, "start", lambda self, *args: (started.append(self), start(self, *args)))
+@by_impl
+@pytest.mark.parametrize(
+    "options", [{}, dict(bias=(20, 20)), dict(decay=True), dict(sink=True), dict(relative=(9,))], ids=str
+)
+def test_gradients_of_some_inputs(options, impl, device):
+    """All, all but one, and each alone, in both orders: on a GPU a kernel serves as it was compiled first."""
+    if impl == "hopper" and "bias" in options:
+        pytest.skip("not served")
+    dtypes = [torch.float16] if impl == "hopper" else [torch.float32, torch.float16]  # delta is found in two ways
+    for dtype, order in itertools.product(dtypes, (1, -1) if ON_GPU else (1,)):
+        arguments, dout, _ = make_problem(device, dtype, batch=2 - order, q_len=20, heads=1, dim=64, **options)
+        names = tuple(name for name in GRADIENTS if name in arguments)
 
-    def gradients(frozen):
-        started.clear()
-        given = {name: x.detach().requires_grad_(name not in frozen) for name, x in arguments.items()}
-        learned = [name for name in given if name not in frozen]
-        out = attention(**given, impl="triton")
-        found = dict(zip(learned, torch.autograd.grad(out, [given[x] for x in learned], dout), strict=True))
-        return found, len(started)
+        def gradients(needed, names=names, arguments=arguments, dout=dout):
+            given = {name: arguments[name].detach().requires_grad_(name in needed) for name in names}
+            return torch.autograd.grad(attention(**arguments | given, impl=impl), [given[x] for x in needed], dout)
 
-    (expected, all_kernels), (found, kernels) = gradients(()), gradients(frozen)
-    # in 16 bits one kernel finds delta and dq
-    assert kernels < all_kernels or (frozen == ("q",) and dtype == torch.float16)
-    for name, x in found.items():
-        torch.testing.assert_close(x, expected[name])
+        sets = [names, *itertools.combinations(names, len(names) - 1), *itertools.combinations(names, 1)]
+        found = {needed: gradients(needed) for needed in sets[::order]}
+        for needed, some in found.items():
+            for name, x in zip(needed, some, strict=True):
+                torch.testing.assert_close(x, found[names][names.index(name)], msg=f"d{name} of {needed}")
 
 
 @pytest.mark.parametrize("impl", ["triton", "reference"])
@@ -363,28 +357,3 @@ def test_memory_grows_with_the_length_only(impl, device):
     peak = torch.cuda.max_memory_allocated() - before
     print(f"peak memory beyond the inputs: {peak / 2**20:.0f} MiB")
     assert peak < (8 if impl == "hopper" else 6) * q.numel() * q.element_size()
-
-
-@pytest.mark.parametrize("impl", ["triton", "hopper"])
-@pytest.mark.parametrize("name", GRADIENTS[3:])
-def test_wanted_gradients_leave_compiled_kernels_valid(name, impl, monkeypatch):
-    """A Launcher keeps what it compiled first, in which an argument that was None stays None."""
-    q = torch.empty(1, 40, 2, 64, dtype=torch.bfloat16)
-    shape = dict(bias=(1, 1, 40, 1), decay=(1, 2, 40), sink=(2,), relative_bias=(1, 2, 9))[name]
-    dtype = torch.float64 if name == "decay" else q.dtype
-    call = Call(q, q, q, **{name: torch.empty(shape, dtype=dtype)}, scale=1.0, impl=impl)
-    if feature_lacking(call, impl):
-        pytest.skip(f"{impl} does not serve {name}")
-    module, absent = ops.backend(impl), {}
-
-    def start(launcher, *args):
-        found = [x is None for x in args]
-        assert absent.setdefault(launcher, found) == found, launcher.kernel
-
-    monkeypatch.setattr(Launcher, "start", start)
-    for launch in {module, ops.backend("triton")}:
-        monkeypatch.setattr(launch, "processors", lambda device: 1)
-    out, lse2 = module.forward(call)
-    for needed in (*([x] for x in GRADIENTS), GRADIENTS):
-        wanted = {x: x in needed and getattr(call, x) is not None for x in GRADIENTS}
-        module.backward(call, out, lse2, out, None, wanted)

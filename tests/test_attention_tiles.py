@@ -9,7 +9,6 @@ import triton.language as tl
 from problems import ON_GPU, integers, kernels, make_problem, reference, results
 
 from attention import attention, table
-from attention.launcher import Launcher
 from attention.score import Rule
 from attention.tiles import Tile, query_tile
 
@@ -137,19 +136,6 @@ def test_every_query_tile_of_a_long_row_is_visited(q_len, k_len, dim, heads, gro
     block = 2**10 if ON_GPU else 2**20
     tiles_kernel[(-(-count // block),)](out, count, n_tiles, k_len, rule, tile, block)
     assert torch.equal(out.sort().values, torch.arange(count, dtype=torch.int32, device=device))
-
-
-def test_programs_of_packed_sequences(device, monkeypatch):
-    """Whatever max_seqlen is, kernels start no more programs than there could be tiles of their sequences."""
-    starts = [0, 1, 1, 30, 31, *range(32, 52, 2), 52]
-    arguments, dout, _ = make_problem(device, torch.float32, q_len=60, packed=starts)
-    programs, start = [], Launcher.start
-    monkeypatch.setattr(Launcher, "start", lambda self, *args: (programs.append(self.programs), start(self, *args)))
-    problems = [(arguments | dict(max_seqlen=limit), dout, None) for limit in (29, None, 60)]
-    found = [results(kernels, problem, torch.float32) for problem in problems]
-    assert programs and max(programs) <= 2 * (len(starts) - 1 + 60 // (32 if ON_GPU else 16))
-    for other in found[1:]:
-        assert all(torch.equal(x, found[0][name]) for name, x in other.items())
 
 
 @pytest.mark.parametrize("more", [0, 1, 1000, 2**31 - 71])
