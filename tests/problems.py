@@ -81,8 +81,8 @@ CASES = {
     "prefix_more_queries": dict(prefix_lengths=[5, 37], q_len=90, k_len=37),
     "prefix_of_all": dict(prefix_lengths=[32, 70, 100], batch=3),
     "prefix_all": dict(
-        prefix_lengths=[30, 55, 9, 2], lengths=[70, 40, 0, 1], batch=4, softcap=2.0, dropout=0.2, seed=1, heads=3,
-        kv_heads=1, bias=(3, 70, 70), hide=True, sink=True, alibi=2, relative=(2, 30),
+        q_len=40, prefix_lengths=[20, 35, 9, 2], lengths=[40, 25, 0, 1], batch=4, softcap=2.0, dropout=0.2, seed=1,
+        heads=3, kv_heads=1, bias=(3, 40, 40), hide=True, sink=True, alibi=2, relative=(2, 30),
     ),
     "all": dict(
         window=20, softcap=2.0, dropout=0.2, seed=1, batch=1, heads=3, kv_heads=1, q_len=45, k_len=60, bias=(3, 45, 60),

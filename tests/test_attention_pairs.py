@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from allpairspy import AllPairs
-from problems import ON_GPU, check, kernels, make_problem, results
+from problems import ON_GPU, check, kernels, make_problem, needs_gpu, results
 from score_mods import SCORE_MODS
 
 from attention.portable import launch as portable
@@ -104,11 +104,12 @@ def test_pair(case, draw):
     check(draw, case.dtype)
 
 
-@pytest.mark.parametrize("case", CASES if ON_GPU else CASES[:2], ids=range(len(CASES) if ON_GPU else 2))
+@needs_gpu
+@pytest.mark.parametrize("case", CASES, ids=range(len(CASES)))
 def test_repeatable(case, draw):
-    """The same bits in each of 50 calls on a GPU, for every pair of features; in one more in the interpreter."""
+    """The same bits in each of 50 calls, for every pair of features."""
     problem = draw()
     first = results(kernels, problem, case.dtype)
-    for _ in range(50 if ON_GPU else 1):
+    for _ in range(50):
         again = results(kernels, problem, case.dtype)
         assert all(torch.equal(first[name], again[name]) for name in first)
