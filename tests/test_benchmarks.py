@@ -1,14 +1,17 @@
-"""Benchmarks: each runs with --small on a CPU and prints its table."""
+"""Benchmarks: each runs with --small on a CPU and prints its table; pages show what the CSV files of results say."""
 
 import os
 import re
 import shlex
+import shutil
 import subprocess
 import sys
 
 import pytest
 from helpers import FAST, ROOT
 from problems import ON_GPU
+
+from benchmarks import draw
 
 RUN = " ".join(f"--{name}={value}" for name, value in FAST.items() if name != "input")
 PLAY = ROOT / "data/play.txt"
@@ -35,3 +38,31 @@ def test_small(command, folder):
     assert process.returncode == 0 and re.search(r"\d\.\d", output), output
     own = process.pid if script != "training.py" else "small"  # other tests make such folders at the same time
     assert not (ROOT / "runs" / f"bench-{own}").exists()
+
+
+@pytest.fixture
+def copy(tmp_path):
+    shutil.copytree(ROOT, tmp_path / "copy", ignore=shutil.ignore_patterns(".git", "runs", "prepared", "__pycache__"))
+    return tmp_path / "copy"
+
+
+def test_pages_and_charts_are_drawn():
+    for page in draw.PAGES:
+        text = (ROOT / page).read_text()
+        same = draw.drawn(text, ROOT) == text
+        assert same and "<!-- end -->" in text, f"draw {page} again: python benchmarks/all.py tables"
+    for name, (rows, _) in draw.chart_rows(ROOT).items():
+        assert draw.digest(rows) in (ROOT / name).read_text(), f"draw {name} again: python benchmarks/all.py tables"
+
+
+def test_a_changed_figure_is_drawn_once(copy):
+    path, page = copy / "benchmarks/results/attention.csv", copy / "docs/results.md"
+    number = r"(d128 causal,.*,hopper,both,[\d.]+,)[\d.]+"
+    path.write_text(re.sub(number, r"\g<1>1234", path.read_text()))
+    before = page.read_text(), (copy / draw.CHART).read_text()
+    draw.main(copy)
+    after = page.read_text(), (copy / draw.CHART).read_text()
+    assert after[0].count("| 1234 |") == 1 and "| 1234 |" not in before[0] and after[1] != before[1]
+    files = {path: path.stat().st_mtime_ns for path in copy.rglob("*") if path.is_file()}
+    draw.main(copy)
+    assert files == {path: path.stat().st_mtime_ns for path in copy.rglob("*") if path.is_file()}
