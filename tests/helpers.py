@@ -8,12 +8,15 @@ import subprocess
 import sys
 import time
 from contextlib import suppress
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
 import torch
 
 import train
+from data.tokenizer import to_state
+from training.checkpoint import FORMAT, save_checkpoint
 from training.report import Report
 
 ROOT = Path(__file__).parents[1]
@@ -146,6 +149,15 @@ def wait_for(condition, seconds=300):
         assert time.monotonic() < deadline, "waited in vain"
         time.sleep(0.02)
     return value
+
+
+def save_model(path, model, tokenizer):
+    """Write a network, as the checkpoint of a run; returns its contents."""
+    saved = dict(format=FORMAT, config={}, step=1, model=model.state_dict(), model_config=asdict(model.config))
+    saved["tokenizer"] = to_state(tokenizer)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    save_checkpoint(path, saved)
+    return saved
 
 
 def contents(path):

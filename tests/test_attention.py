@@ -47,20 +47,18 @@ def test_tf32(case, device, poisoned):
 def test_precision_by_either_api(device):
     """The precision of each call is right, also after PyTorch's newer API was used, where its older getter raises."""
     matmul, q = torch.backends.cuda.matmul, torch.randn(1, 20, 1, 16, device=device)
-    before, asked = matmul.fp32_precision, torch.get_float32_matmul_precision()
-    found, outputs = {}, {}
+    before, asked, outputs = matmul.fp32_precision, torch.get_float32_matmul_precision(), {}
     try:
-        for precision in ("highest", "high", "medium"):
+        for precision, expected in dict(highest="ieee", high="tf32", medium="tf32").items():
             torch.set_float32_matmul_precision(precision)
-            found[precision] = table.float32_precision(torch.float32)
+            assert table.float32_precision(torch.float32) == expected
         for precision in ("ieee", "tf32"):
             matmul.fp32_precision = precision
-            found[precision] = table.float32_precision(torch.float32)
+            assert table.float32_precision(torch.float32) == precision
             outputs[precision] = attention(q, q, q, impl="triton")
     finally:
         torch.set_float32_matmul_precision(asked)
         matmul.fp32_precision = before
-    assert found == {"highest": "ieee", "high": "tf32", "medium": "tf32", "ieee": "ieee", "tf32": "tf32"}
     assert torch.equal(outputs["ieee"], outputs["tf32"]) != ON_GPU  # the interpreter has no tf32
 
 

@@ -2,7 +2,7 @@
 
 import json
 import random
-from dataclasses import asdict, replace
+from dataclasses import replace
 from itertools import chain
 from pathlib import Path
 from types import SimpleNamespace
@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from helpers import FAST, ROOT, contents, equal, in_process, losses, metrics, run_script
+from helpers import FAST, ROOT, contents, equal, in_process, losses, metrics, run_script, save_model
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_sample import SCRIPT
@@ -28,7 +28,6 @@ from hf.export import export
 from model import GPT, GPTConfig
 from sample import load
 from training.batches import training_batches
-from training.checkpoint import FORMAT, save_checkpoint
 
 SYSTEM, USER, ASSISTANT, END = 257, 258, 259, 260  # of bytes; 256 is end-of-text
 FIVE = {  # conversations, and their text with [what counts]
@@ -264,9 +263,7 @@ def test_weights_of_a_model_without_turns(folder, rows):
     """Rows of turns begin as the mean of the others, in a table that grows or has `rows` spare ones."""
     old, options = make_tokenizer("bytes"), dict(block_size=64, n_layer=1, n_head=1, n_embd=8, tie_head=rows == 2)
     config = GPTConfig(vocab_size=256 + rows, **options)
-    saved = dict(format=FORMAT, step=1, model=GPT(config).state_dict(), model_config=asdict(config))
-    Path("runs/x").mkdir(parents=True)
-    save_checkpoint(Path("runs/x/best.pt"), saved | dict(tokenizer=to_state(old)))
+    saved = save_model(folder / "runs/x/best.pt", GPT(config), old)
     model = GPT(GPTConfig(vocab_size=max(261, 256 + rows), **options), seed=5)
     weights.load_pretrained(model, "runs/x", with_turns(old))
     for key in ("embed.weight", "head.weight"):
@@ -284,9 +281,7 @@ def chat(folder):
     tokenizer = with_turns(make_tokenizer("bpe:300", ["the sea keeps what it has taken, naïve " * 9], True))
     sizes = dict(vocab_size=tokenizer.n_vocab, block_size=48, n_layer=1, n_head=1, n_embd=16)
     config = GPTConfig(**sizes, mask_documents=True, end_of_text=end_of_text(tokenizer))
-    saved = dict(format=FORMAT, step=1, model=GPT(config).state_dict(), model_config=asdict(config))
-    Path("runs/x").mkdir(parents=True)
-    save_checkpoint(Path("runs/x/best.pt"), saved | dict(tokenizer=to_state(tokenizer)))
+    save_model(folder / "runs/x/best.pt", GPT(config), tokenizer)
     model, tokenizer, _ = load("x", "cpu")
     return Chat(Generator(model, tokenizer), max_tokens=20)
 

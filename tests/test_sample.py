@@ -10,13 +10,12 @@ from pathlib import Path
 
 import pytest
 import torch
-from helpers import ROOT, finish, run_script, start, wait_for
+from helpers import ROOT, finish, run_script, save_model, start, wait_for
 
-from data.tokenizer import make_tokenizer, to_state
+from data.tokenizer import make_tokenizer
 from generation import Generator
 from model import GPT, GPTConfig
 from sample import generate, load
-from training.checkpoint import FORMAT, save_checkpoint
 
 SCRIPT = str(ROOT / "sample.py")
 FLAGS = ("--device", "cpu", "--max_tokens", "20")
@@ -26,11 +25,7 @@ CHARACTERS = make_tokenizer("char", "abcdef\n")
 
 def save(path, tokenizer):
     """Write the checkpoint of an untrained model; returns its contents."""
-    config = SMALL | dict(vocab_size=max(8, tokenizer.n_vocab))
-    contents = dict(format=FORMAT, model=GPT(GPTConfig(**config)).state_dict(), model_config=config, step=1)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    save_checkpoint(path, contents | dict(tokenizer=to_state(tokenizer)))
-    return contents
+    return save_model(path, GPT(GPTConfig(**SMALL | dict(vocab_size=max(8, tokenizer.n_vocab)))), tokenizer)
 
 
 @pytest.fixture

@@ -3,13 +3,11 @@
 import json
 import os
 import sys
-from contextlib import nullcontext, suppress
-from dataclasses import asdict
-from itertools import product
+from contextlib import nullcontext
 
 import pytest
 import torch
-from helpers import contents, equal, in_process, losses, refused
+from helpers import contents, equal, in_process, losses, refused, save_model
 from hub_server import running
 from huggingface_hub import constants
 
@@ -17,13 +15,10 @@ from data import tokenizer
 from data.tokenizer import GPT2_PATTERN, _encoding, end_of_text, is_char, make_tokenizer, to_state
 from errors import UserError
 from hf import weights
-from hf.architectures import config_json
 from hf.export import export
 from hf.tokenizer_json import vocabulary_of
-from kernels.activation import ACTIVATIONS
 from model import GPT, GPTConfig
 from sample import generate, load
-from training.checkpoint import FORMAT, save_checkpoint
 
 transformers = pytest.importorskip("transformers")
 safetensors = pytest.importorskip("safetensors.torch")
@@ -67,9 +62,7 @@ def gpt2(folder, **options):
 def make_run(folder, tokenizer, **options):
     """A run folder with a random network; returns the network."""
     model = loud(GPT(GPTConfig(**SMALL | dict(vocab_size=tokenizer.n_vocab + 7) | options)))
-    contents = dict(format=FORMAT, config={}, model_config=asdict(model.config), model=model.state_dict(), step=3)
-    folder.mkdir(parents=True)
-    save_checkpoint(folder / "best.pt", contents | dict(tokenizer=to_state(tokenizer)))
+    save_model(folder / "best.pt", model, tokenizer)
     return model
 
 
@@ -195,7 +188,8 @@ REFUSED = [  # options that are allowed, and one that is not
     (MODERN, dict(value_residual=True)),
     (MODERN, dict(key_offset=True)),
     (MODERN, dict(bias=True)),
-    (MODERN, dict(mlp="gelu")),
+    *((NANOCHAT, dict(mlp=kind)) for kind in ("gelu", "gelu_tanh")),
+    *((MODERN | dict(qk_norm=normed), dict(mlp=kind)) for normed in (False, True) for kind in ("gelu", "gelu_tanh")),
     (MODERN | dict(qk_norm=True), dict(window=8)),
     (MODERN, dict(logit_softcap=15.0)),
     (NANOCHAT, dict(norm_weight=True)),
@@ -216,25 +210,6 @@ def test_a_network_that_transformers_lacks_is_named_and_nothing_is_written(folde
     with pytest.raises(UserError, match=r"cannot be (exported|written as GGUF): .*; train"):
         export("runs/x", "out.gguf")
     assert not list(folder.glob("*out*"))
-
-
-def test_only_silu_is_called_llama_or_qwen3():
-    """llama.cpp and MLX have SiLU built into both."""
-    written = set()
-    choices = dict(
-        position=["learned", "rope"], norm=["layernorm", "rmsnorm"], mlp=[*ACTIVATIONS, "swiglu"],
-        qk_norm=[False, True], norm_weight=[False, True], embed_norm=[False, True], logit_softcap=[None, 15.0],
-    )  # fmt: skip
-    for values in product(*choices.values()):
-        config = GPTConfig(**SMALL, vocab_size=50, **dict(zip(choices, values, strict=True)))
-        with suppress(UserError):
-            theirs = config_json(config, None, "float32")
-            written.add((theirs["model_type"], theirs.get("hidden_act", config.mlp)))
-    relu2, gelu = (
-        {(kind, "relu2") for kind in ("arcee", "nanochat", "kestrel")},
-        {("gpt2", "gelu"), ("gpt2", "gelu_tanh")},
-    )
-    assert written == {("llama", "silu"), ("qwen3", "silu")} | relu2 | gelu
 
 
 def test_training_from_weights(folder, run, capsys):
