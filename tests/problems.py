@@ -177,12 +177,7 @@ def results(function, problem, dtype):
     return {name: x.detach() for name, x in outputs.items()} | named
 
 
-def kernels(**arguments):
-    return attention(**arguments, impl="triton")
-
-
-def reference(**arguments):
-    return attention(**arguments, impl="reference")
+kernels, reference = partial(attention, impl="triton"), partial(attention, impl="reference")
 
 
 def our_kernels(arguments):

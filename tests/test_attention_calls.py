@@ -123,16 +123,10 @@ def bfloat16_by_default():
     torch.set_default_dtype(before)
 
 
-@contextmanager
-def inference():
-    with torch.inference_mode(), torch.autocast("cuda" if ON_GPU else "cpu", torch.bfloat16):
-        yield
-
-
 CONTEXTS = {
     "fake tensors": lambda: FakeTensorMode(allow_non_fake_inputs=True),
     "hooks": lambda: torch.autograd.graph.saved_tensors_hooks(lambda x: 1 / 0, lambda x: 1 / 0),
-    "inference": inference,
+    "inference": torch.inference_mode,
     "another dtype": bfloat16_by_default,
     "transforms": nullcontext,
 }

@@ -135,10 +135,7 @@ REPEATED = {
 }  # fmt: skip
 
 
-def hopper(**arguments):
-    return attention(**arguments, impl="hopper")
-
-
+hopper = partial(attention, impl="hopper")
 # head dims of keys and values
 DIMS = [(64, 64), (96, 96), (128, 128), (256, 256), (192, 128)]
 
