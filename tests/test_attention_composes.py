@@ -5,7 +5,7 @@ from functools import partial
 
 import pytest
 import torch
-from problems import BACKEND, CASES, ON_GPU, by_impl, from_qkv, make_problem, named, needs_gpu, results, same
+from problems import BACKEND, CASES, ON_GPU, by_impl, from_qkv, kernels, make_problem, named, needs_gpu, results, same
 from test_hopper import CASES as HOPPER_CASES
 from torch._dynamo import lookup_backend
 from torch.autograd import forward_ad
@@ -336,7 +336,6 @@ def test_bias_past_2_to_the_31(device):
 def test_one_long_row_of_gates_repeats(device):
     """The same bits in each call, although PyTorch's cumsum of a single row varies in order."""
     problem = make_problem(device, torch.bfloat16, batch=1, q_len=20_000, heads=1, decay=True)
-    kernels = partial(attention, impl="triton")
     first = results(kernels, problem, torch.bfloat16)
     for _ in range(50):
         same(results(kernels, problem, torch.bfloat16), first, "triton")
