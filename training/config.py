@@ -1,12 +1,9 @@
 """Config: every option of a run, typed and documented. load_config() reads defaults < config file < flags."""
 
 import argparse
-import ast
-import difflib
 import inspect
 import runpy
 import sys
-from contextlib import suppress
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from types import ModuleType
@@ -15,7 +12,7 @@ from typing import Literal
 from data.chat import has_turns
 from data.files import read_json
 from data.tokenizer import end_of_text
-from errors import UserError, require
+from errors import require
 from hf.weights import network_options
 from model import GPTConfig
 from training.checkpoint import find_run
@@ -209,34 +206,28 @@ def load_config(argv, corpus=None):
     argv = list(argv)
     path = pop_config_file(argv)
     settings = read_config_file(path) if path else {}
-    cpu = settings.pop("cpu", {})
-    early = argparse.ArgumentParser(add_help=False, allow_abbrev=False)  # these flags decide what the others mean
+    early = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     early.add_argument("--resume", nargs="?", const="")
-    early.add_argument("--device", default=settings.get("device"))
-    early.add_argument("--init_from", "--init-from")
     known, flags = early.parse_known_args(argv)
-    flags += [] if known.device is None else [f"--device={known.device}"]
     given = {flag.partition("=")[0] for flag in flags}
     require(not {"--steps", "--epochs"} <= given, "--steps and --epochs both say how long to train; give one of them")
     if known.resume is not None:
-        require(known.init_from is None, "--resume goes on with the weights of the run; leave out --init_from")
         require(not settings, "--resume takes the options of the run; leave out the config file")
         return resumed_config(find_run(known.resume, "config.json"), flags)
-    dial = settings.pop("dial", None)
-    if resolve_device(known.device or "auto") == "cpu":
-        if not cpu and settings.get("n_embd", 0) >= TOO_WIDE and known.init_from is None:
+    cpu, dial = settings.pop("cpu", {}), settings.pop("dial", None)
+    if resolve_device(peek("device", flags, settings) or "auto") == "cpu":
+        if not cpu and settings.get("n_embd", 0) >= TOO_WIDE and "--init_from" not in given:
             cpu = {name: value for name, value in TOY.items() if f"--{name}" not in given}
             changed = ", ".join(f"{name} {value}" for name, value in cpu.items())
             print(f"note: without a GPU this is a toy, to test the pipeline: {changed}", file=sys.stderr)
         settings |= cpu
     if "--steps" in given:
         settings["epochs"] = 0.0
-    if known.init_from is not None:
+    weights = peek("init_from", flags, settings)
+    if weights and not {"-h", "--help"} & set(flags):
         require(not dial, f"{path} sets the network, and so does --init_from; take another config file")
-        refuse_nanogpt("init_from", known.init_from, {"init_from"})
-        settings["init_from"] = known.init_from
-    if settings.get("init_from") and not {"-h", "--help"} & set(flags):
-        theirs = network_options(settings["init_from"])
+        refuse_nanogpt("init_from", weights, {"init_from"})
+        theirs = network_options(weights)
         block_size = min(settings.get("block_size", theirs["block_size"]), theirs["block_size"])
         settings |= theirs | {"block_size": block_size}
     if dial:
@@ -249,25 +240,25 @@ def load_config(argv, corpus=None):
     return config
 
 
+def peek(name, flags, settings):
+    """The value of an option in flags, else in settings, else None, before the other flags can be checked."""
+    kind = {field.name: field.type for field in fields(Config)}.get(name)
+    early = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    names = {f"--{name}", f"--{name.replace('_', '-')}"}
+    early.add_argument(*names, type=kind if kind in (int, float) else str, default=settings.get(name))
+    return vars(early.parse_known_args(flags)[0])[name]
+
+
 def derived(dial, settings, flags, corpus):
     """What dial() derives from the options that it takes: those of flags, or of the file, else None.
 
     Before the corpus is open, its numbers are those of a large one, so that --help has something to show.
     """
-    early = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-    for name in inspect.signature(dial).parameters:
-        early.add_argument(f"--{name}", type=number, default=settings.get(name))
-    given = vars(early.parse_known_args(flags)[0])
+    given = {name: peek(name, flags, settings) for name in inspect.signature(dial).parameters}
     given["vocab_size"] = given["vocab_size"] or (corpus.tokenizer.n_vocab if corpus else 50257)
     given["corpus_tokens"] = len(corpus.train) if corpus else 10**9
     require(given["depth"] and given["depth"] > 0, f"depth={given['depth']} must be at least 1, with this config file")
     return dial(**given)
-
-
-def number(text):
-    """The number in a flag; None if it is none, which parse_flags() will refuse."""
-    with suppress(ValueError, SyntaxError):
-        return ast.literal_eval(text)
 
 
 def pop_config_file(argv):
@@ -283,8 +274,7 @@ def pop_config_file(argv):
 
 def resumed_config(folder, flags):
     """Config of the run in a folder, changed by flags; UserError if the changes need --allow_changes."""
-    found = "is a file" if folder.is_file() else "does not exist"
-    require(folder.is_dir(), f"{folder} {found}; --resume needs a run's folder")
+    require(folder.is_dir(), f"there is no folder {folder}; --resume needs that of a run")
     record = read_json(folder / "config.json")
     gone = ", ".join(sorted(record.keys() - {field.name for field in fields(Config)}))
     require(not gone, f"{folder} has options that this version lacks ({gone}); resume it with the version that made it")
@@ -302,22 +292,10 @@ def resumed_config(folder, flags):
 
 def read_config_file(path):
     """The assignments of a config file, by name, and its function dial(), without modules, functions and classes."""
-    require(path.is_file(), f"config file {path} does not exist; configs/ has some")
-    try:
-        found = runpy.run_path(str(path))
-    except Exception as error:
-        raise UserError(f"config file {path} cannot be read ({type(error).__name__}: {error}); mend it") from error
     settings = {
         name: value
-        for name, value in found.items()
+        for name, value in runpy.run_path(str(path)).items()
         if name == "dial" or not (name.startswith("_") or callable(value) or isinstance(value, ModuleType))
     }
-    allowed = isinstance(settings.get("cpu", {}), dict) and "resume" not in settings
-    require(allowed, f"in {path}, cpu must be a dict of options, and resume cannot be set: it is a flag")
-    names = [field.name for field in fields(Config)]
-    for name, value in (settings | settings.get("cpu", {})).items():
-        refuse_nanogpt(name, value, names, f"in {path}, ")
-        near = difflib.get_close_matches(name, names, 1)
-        known = name in (*names, "cpu", "dial")
-        require(known, f"{path} sets {name}, which is no option; {f'perhaps {near[0]}' if near else 'see --help'}")
+    require("resume" not in settings, f"{path} sets resume, which is only a flag")
     return {"name": path.stem} | settings

@@ -10,7 +10,7 @@ from typing import Annotated, Literal, get_args, get_origin
 
 import tyro
 
-from errors import UserError
+from errors import require
 
 # nanoGPT's option, or option=value: ours
 NANOGPT = {
@@ -50,20 +50,19 @@ def parse_flags(kind, argv, settings=None):
     A flag of a boolean option may stand alone and then means True.
     settings: values that flags override, by name; --help prints them.
     """
-    argv, settings, names = list(argv), settings or {}, {field.name: field.type for field in fields(kind)}
+    settings, names = settings or {}, {field.name: field.type for field in fields(kind)}
     if "--help" in argv or "-h" in argv:
         print_help(kind, settings)
         sys.exit()
+    argv = [*to_flags(settings), *argv]
     for index in reversed(range(len(argv))):
         flag, given, value = argv[index].partition("=")
         following = argv[index + 1] if index + 1 < len(argv) else "--"
         if not flag.startswith("--"):
             continue
         refuse_nanogpt(flag[2:], value if given else following, names)
-        run_follows = "run" in names and following not in ("True", "False")
-        if names.get(flag[2:]) is bool and not given and (run_follows or following.startswith("--")):
+        if names.get(flag[2:]) is bool and not given and following not in ("True", "False"):
             argv.insert(index + 1, "True")
-    argv = [*to_flags(settings), *argv]
     return tyro.cli(kind, args=argv, config=(tyro.conf.FlagConversionOff,), use_underscores=True)
 
 
@@ -71,11 +70,10 @@ def to_flags(settings):
     return [f"--{name}={value}" for name, value in settings.items()]
 
 
-def refuse_nanogpt(name, value, names, place=""):
-    """UserError for a flag of nanoGPT that is none of the options `names`. place: where it stands, if in a file."""
+def refuse_nanogpt(name, value, names):
+    """UserError for an option of nanoGPT that is none of the options `names`."""
     ours = NANOGPT.get(f"{name}={value}") or (name not in names and NANOGPT.get(name))
-    if ours:
-        raise UserError(f"{place}{name} is a name of nanoGPT; here it is {ours}")
+    require(not ours, f"{name} is a name of nanoGPT; here it is {ours}")
 
 
 def print_help(kind, settings):
