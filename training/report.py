@@ -7,11 +7,9 @@ import re
 import sys
 import textwrap
 import time
-from collections import deque
 from contextlib import contextmanager
 from datetime import timedelta
 from shutil import get_terminal_size
-from statistics import median_low
 
 import torch
 
@@ -37,30 +35,6 @@ LEGEND_WIDTH = 110  # characters
 Y_LABELS = {"loss": "loss (nats per token)", "bpb": "loss (bits per byte)"}
 
 
-class Pace:
-    """How fast steps are: seconds per step since the last report, without pauses."""
-
-    def __init__(self, step):
-        self.recent = deque(maxlen=5)  # of the latest reports, from which the time left follows
-        self.restart(step)
-
-    def restart(self, step):
-        self.since, self.step, self.paused = time.perf_counter(), step, 0.0
-
-    @contextmanager
-    def pause(self):
-        """Leave out the time of this block, spent on evaluation, saving or a sample."""
-        self.pause_began = time.perf_counter()
-        yield
-        self.paused += time.perf_counter() - self.pause_began
-
-    def lap(self, step):
-        seconds = max(time.perf_counter() - self.since - self.paused, 1e-9) / (step - self.step)
-        self.recent.append(seconds)
-        self.restart(step)
-        return seconds
-
-
 class Report:
     """Writes the reports of a run; ranks other than 0 write nothing.
 
@@ -77,9 +51,8 @@ class Report:
         peak = peak_flops(ranks.device)
         self.peak = peak and peak * ranks.world
         self.began = self.plotted = time.perf_counter()
-        self.first_step, self.pace = start, Pace(start)
-        self.pause, self.evaluation_seconds, self.val_loss = self.pace.pause, 0.0, None
-        self.seconds_before, self.wandb = 0.0, None
+        self.seconds_before, self.val_loss, self.wandb = 0.0, None, None
+        self._measure_from(start)
         if self.enabled:
             # Steps after `start` are repeated, and so is the evaluation of step 0 if that is the start.
             kept = [record for record in read_metrics(folder) if 0 < start >= record["step"]]
@@ -121,21 +94,31 @@ class Report:
         for name, text in fields.items():
             show(f"{name:11}{text}")
 
+    def _measure_from(self, step):
+        self.first_step = self.lap_step = step
+        self.first_began = self.lap_began = time.perf_counter()
+
     def start(self):
-        """Leave the first step, which may compile, out of the tokens per second, unless it has a line of its own."""
+        """Leave the first step, which may compile, out of the speed, unless it has a line of its own."""
         if (self.first_step + 1) % self.config.log_every:
-            self.pace.restart(self.first_step + 1)
+            self._measure_from(self.first_step + 1)
+
+    @contextmanager
+    def pause(self):
+        """Leave the time of this block, spent on evaluation, saving or a sample, out of the tokens per second."""
+        began = time.perf_counter()
+        yield
+        self.lap_began += time.perf_counter() - began
 
     def step(self, step, learning_rate, loss, grad_norm, skipped):
         """Record a training step. loss (nats per token), grad_norm, skipped: [] tensors, whose values it waits for."""
         loss, grad_norm, skipped = torch.stack((loss, grad_norm, skipped)).tolist()
         if not self.enabled:
             return
-        seconds = self.pace.lap(step)
-        steps, every = self.config.steps, self.config.eval_every
-        evaluations = -(-steps // every) - (step - 1) // every  # still to come, one after the last step
-        # the lower median: one slow report, such as that of the first step, does not count
-        left = (steps - step) * median_low(self.pace.recent) + evaluations * self.evaluation_seconds
+        now, steps = time.perf_counter(), self.config.steps
+        seconds = (now - self.lap_began) / (step - self.lap_step)
+        self.lap_began, self.lap_step = now, step
+        left = (steps - step) * (now - self.first_began) / (step - self.first_step)  # evaluations included
         record = dict(
             step=step, seconds=self._seconds(), loss=loss, learning_rate=learning_rate,
             grad_norm=grad_norm, skipped_steps=int(skipped),
@@ -161,12 +144,11 @@ class Report:
         """Record the validation loss (nats per token), and draw loss.png if the last drawing is some time ago."""
         if not self.enabled:
             return
-        bits, now = loss * self.bits_per_nat, time.perf_counter()
-        self.val_loss, self.evaluation_seconds = loss, now - self.pace.pause_began
+        bits, self.val_loss = loss * self.bits_per_nat, loss
         self._write({"step": step, "seconds": self._seconds(), "val_loss": loss, "val_bpb": bits})
         mark = "  (best)" if is_best else ""
         show(f"step {step}/{self.config.steps}  val loss {loss:.4f} nats/token  {bits:.4f} bits/byte{mark}")
-        if now - self.plotted > PLOT_SECONDS:
+        if time.perf_counter() - self.plotted > PLOT_SECONDS:
             plot_losses(self.folder)
             self.plotted = time.perf_counter()
 
