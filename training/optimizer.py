@@ -100,10 +100,8 @@ class Optimizer:
         They begin after the first step, and are part of the optimizer's state, so that checkpoints have them. The decay
         is at most (1 + step) / (10 + step): with a larger one, early averages are mostly the first weights.
         """
-        if not self.config.ema:
-            return
-        state = {p: state for p, state in self.inner.state.items() if state}  # empty if all steps so far were skipped
-        if not state:
+        state = self.inner.state
+        if not (self.config.ema and state):  # there is none if all steps so far were skipped
             return
         for p, own in state.items():
             if "average" not in own:
@@ -149,11 +147,10 @@ class Optimizer:
 
     def load(self, contents):
         """Take over the state() in a checkpoint; UserError if it is of another optimizer."""
-        groups, state, counters = self.inner.param_groups, contents["optimizer"], contents["counters"]
+        groups, state, counters = self.inner.state_dict()["param_groups"], contents["optimizer"], contents["counters"]
         sizes = [[len(group["params"]) for group in each] for each in (state["param_groups"], groups)]
         require(sizes[0] == sizes[1], "the run was trained with another --optimizer or --embed_scale; change it back")
-        options = [{name: value for name, value in group.items() if name != "params"} for group in groups]
-        parameters = [p for group in groups for p in group["params"]]
+        parameters = [p for group in self.inner.param_groups for p in group["params"]]
         moments = {
             index: {
                 name: spread_like(parameters[index], value)
@@ -162,9 +159,8 @@ class Optimizer:
             }
             for index, values in state["state"].items()
         }
-        self.inner.load_state_dict(state | {"state": moments})
-        for group, option in zip(self.inner.param_groups, options, strict=True):
-            group.update(option)  # this process's flags count, not the checkpoint's
+        # the rates and other options of this process count, not the checkpoint's
+        self.inner.load_state_dict({"state": moments, "param_groups": groups})
         if counters["scaler"]:  # only float16 has one
             self.scaler.load_state_dict(counters["scaler"])
         if self.fp8_scales and "fp8_history" in counters:  # a run without --fp8 has none
