@@ -20,13 +20,12 @@ DDP_WARM_UPS = 11  # DDP measures itself in the first 10 steps, which a graph ca
 
 def resolve_device(device):
     """The device that `auto` stands for; UserError if the device is not there."""
+    gpus = torch.cuda.device_count()
+    there = ["cuda"] * (gpus > 0) + ["mps"] * torch.backends.mps.is_available() + ["cpu"]
     if device == "auto":
-        return "cuda" if torch.cuda.is_available() else "mps" if torch.backends.mps.is_available() else "cpu"
-    kind, _, index = device.partition(":")
-    known = kind in ("cpu", "mps", "cuda") and (index == "" or (kind == "cuda" and index.isdecimal()))
-    require(known, f"device={device!r} is unknown; choose auto, cpu, cuda, cuda:N or mps")
-    count = {"cpu": 1, "cuda": torch.cuda.device_count(), "mps": int(torch.backends.mps.is_available())}[kind]
-    require(int(index or 0) < count, f"device={device!r} is not available; use --device cpu or auto")
+        return there[0]
+    there += [f"cuda:{number}" for number in range(gpus)]
+    require(device in there, f"device={device!r} is not there; choose auto or one of {', '.join(there)}")
     return device
 
 

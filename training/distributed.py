@@ -18,7 +18,7 @@ from errors import UserError, require
 from training.device import resolve_device
 
 SAVE, STOP = 1, 2  # what a signal asks for; STOP saves too
-HANDLED = [getattr(signal, name) for name in ("SIGTERM", "SIGINT", "SIGHUP", "SIGUSR1") if hasattr(signal, name)]
+HANDLED = signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1
 
 
 class Ranks(NamedTuple):
@@ -144,7 +144,7 @@ class Signals:
             self.vote[1].wait()
 
     def _handle(self, number, _):
-        if signal.Signals(number).name == "SIGUSR1":
+        if number == signal.SIGUSR1:
             self.asked = max(self.asked, SAVE)
         elif not self.stopping:
             self.asked, self.stopping = STOP, True
