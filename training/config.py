@@ -151,18 +151,13 @@ class Config(GPTConfig):
     def __post_init__(self):
         super().__post_init__()
         at_least_1 = ("batch_size", "steps", "eval_every", "log_every", "keep", "max_bad_steps")
-        at_least_0 = (
-            "micro_batch", "warmup_steps", "eval_batches", "save_every", "sample_every", "weight_decay", "grad_clip",
-            "min_learning_rate", "seed", "epochs", "depth", "tokens",
-        )  # fmt: skip
+        at_least_0 = ("micro_batch", "warmup_steps", "eval_batches", "save_every", "sample_every", "min_learning_rate")
         for name in at_least_1 + at_least_0:
             value, least = getattr(self, name), int(name in at_least_1)
             require(value == "auto" or value >= least, f"{name}={value} must be at least {least}")
         rate, least = self.learning_rate, self.min_learning_rate
         rule = f"learning_rate={rate} must be above 0 and at least min_learning_rate={least}"
         require(0 < rate >= least, f"{rule}; give both, such as --min_learning_rate {rate / 10:g}")
-        for name in ("muon_scale", "embed_scale"):
-            require(getattr(self, name) > 0, f"{name}={getattr(self, name)} must be positive")
         require(0 <= self.cooldown <= 1, f"cooldown={self.cooldown} must be in [0, 1], a share of the steps")
         require(0 <= self.ema < 1, f"ema={self.ema} must be at least 0 and below 1, such as 0.99")
         with_input = self.data not in ("text", "chat", "tokens") or self.input
