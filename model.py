@@ -30,7 +30,7 @@ class GPTConfig:
 
     # network
     vocab_size: int = 0
-    """Rows of the embedding; 0 means the tokenizer's vocabulary size."""
+    """Rows of the embedding, at least the tokenizer's vocabulary size, which is taken if this is smaller."""
     block_size: int = 256
     """Longest context, in tokens."""
     n_layer: int = 6

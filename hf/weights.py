@@ -113,14 +113,14 @@ def load_pretrained(model, name, tokenizer):
         UserError: the network or the tokenizer differs; and as for read().
     """
     found, chat = read(name), has_turns(tokenizer)
+    theirs = require_tokenizer(found)
+    same = to_state(with_turns(theirs) if chat else theirs) == to_state(tokenizer)
+    require(same, f"the corpus has another tokenizer ({tokenizer.name}) than {name}; give --tokenizer run:{name}")
     for option, value in asdict(found.config).items():
         asked = getattr(model.config, option)
         fits = asked == value or option in NOT_OF_WEIGHTS or (option == "block_size" and asked < value)
         fits |= option == "vocab_size" and chat and asked > value
         require(fits, f"{option}={asked} does not fit the weights of {name}, which have {value}; leave {option} out")
-    theirs = require_tokenizer(found)
-    same = to_state(with_turns(theirs) if chat else theirs) == to_state(tokenizer)
-    require(same, f"the corpus has another tokenizer ({tokenizer.name}) than {name}; give --tokenizer run:{name}")
     weights = dict(found.weights)
     if model.config.position == "learned":
         weights["embed_position.weight"] = weights["embed_position.weight"][: model.config.block_size]

@@ -106,7 +106,6 @@ def test_a_new_run_overwrites_nothing(folder, run):
         (dict(input="latin.txt"), "UTF-8"),
         (dict(tokenizer="letters"), "letters"),
         (dict(micro_batch=3), "micro_batch=3"),
-        (dict(vocab_size=10), "vocab_size=10"),
         (dict(parallel="fsdp"), "torchrun --nproc_per_node=1"),
     ],
     ids=str,

@@ -9,7 +9,6 @@ from pathlib import Path
 from types import ModuleType
 from typing import Literal
 
-from data.chat import has_turns
 from data.files import read_json
 from data.tokenizer import end_of_text
 from errors import require
@@ -172,15 +171,11 @@ class Config(GPTConfig):
 
     def gpt_config(self, tokenizer):
         """GPTConfig of the network, for a tokenizer."""
-        count, end = tokenizer.n_vocab, end_of_text(tokenizer) if self.end_of_text is None else self.end_of_text
-        grows = self.init_from and has_turns(tokenizer)  # load_pretrained() adds rows
-        enough = self.vocab_size == 0 or self.vocab_size >= count or grows
-        remedy = f"leave it out and give --tokenizer run:{self.init_from}" if self.init_from else "0 takes that"
-        require(enough, f"vocab_size={self.vocab_size} is smaller than the tokenizer's {count}; {remedy}")
+        end = end_of_text(tokenizer) if self.end_of_text is None else self.end_of_text
         hint = f"mask_documents needs an end-of-text token, which the tokenizer {tokenizer.name} of this corpus lacks"
         require(end is not None or not self.mask_documents, f"{hint}; see --tokenizer, or leave mask_documents out")
         values = {field.name: getattr(self, field.name) for field in fields(GPTConfig)}
-        return GPTConfig(**values | {"vocab_size": max(self.vocab_size, count), "end_of_text": end})
+        return GPTConfig(**values | {"vocab_size": max(self.vocab_size, tokenizer.n_vocab), "end_of_text": end})
 
 
 def load_config(argv, corpus=None):
