@@ -25,7 +25,6 @@ PEAK_TFLOPS = {
 }  # fmt: skip
 
 PLOT_SECONDS = 30  # between two drawings of loss.png; one takes as long as a hundred steps of a small network
-NOISE = 1.002  # a last validation loss up to this many times the best is no sign of overfitting
 SAMPLE_LINES = 3  # at the end of a run
 COLORS = ("#c0392b", "#2471a3", "#1e8449", "#b9770e", "#7d3c98", "#117a65", "#5d6d7e", "#d35480")
 STYLES = ("-", "--", ":", "-.")  # the next one after each eight runs
@@ -177,13 +176,8 @@ class Report:
                 self.wandb.finish()
 
     def _summarize(self, write):
-        records = read_metrics(self.folder)
-        if found := best_of(records):
-            last = [record["val_loss"] for record in records if "val_loss" in record][-1]
+        if found := best_of(read_metrics(self.folder)):
             show(f"best val loss {in_words(found)} of {self.config.steps}")
-            if last is not None and last > NOISE * found["val_loss"]:
-                worse = last - found["val_loss"]
-                show(f"the last is {worse:.4f} worse, a sign of overfitting: try fewer --steps or more text")
         show(f"trained for {timedelta(seconds=round(self._seconds()))}; losses are drawn in {self.folder / 'loss.png'}")
         flag = " --chat" if self.config.data == "chat" else ""
         show(f"sample from it: python sample.py {self.folder.name}{flag}")
