@@ -33,7 +33,6 @@ from training.fsdp import gather, spread_like
 
 RUNS = Path("runs")
 FORMAT = 2  # of checkpoints; 1 had each block's embedding skip in the block
-LAST_READER = {1: "ea11357"}  # older format -> the last commit that reads it
 NOT_OF_WEIGHTS = ("dropout", "attention", "mask_documents", "end_of_text")  # options that weights do not determine
 
 
@@ -261,8 +260,7 @@ def load_checkpoint(path, weights=True):
         reason = (str(error) or type(error).__name__).splitlines()[0][:120]
         raise UserError(f"checkpoint {path} cannot be read ({reason}); use another one") from error
     found = contents.get("format") if isinstance(contents, dict) else None
-    for older, commit in LAST_READER.items():
-        require(found != older, f"checkpoint {path} has the older format {older}; to read it, git checkout {commit}")
+    require(found != 1, f"checkpoint {path} has the older format 1; to read it, git checkout ea11357")
     require(found == FORMAT, f"checkpoint {path} is not of this project's format {FORMAT}; use another one")
     return contents | {"path": path}
 
