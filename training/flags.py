@@ -86,20 +86,15 @@ def print_help(kind, settings):
                 print(f"\n{heading}")
             if name not in options:
                 continue
-            value = settings.get(name, options[name].default)
+            kind, value = options[name].type, settings.get(name, options[name].default)
+            typed = name.upper() if get_origin(kind) is Annotated else f"--{name} {values_of(kind)}"
             shown = "" if value in ("", (), MISSING) else f"  [{value if str(value).isprintable() else repr(value)}]"
-            print(f"  {usage(options[name])}{shown}")
+            print(f"  {typed}{shown}")
             print(textwrap.indent(textwrap.fill(" ".join(text.split()), width - 6), " " * 6))
 
 
-def usage(option):
-    """How an option is typed, such as --micro_batch INT|{auto}; an argument without a flag has a metavar."""
-    if get_origin(option.type) is Annotated:
-        return next(mark.metavar for mark in option.type.__metadata__ if hasattr(mark, "metavar"))
-    return f"--{option.name} {values_of(option.type)}"
-
-
 def values_of(kind):
+    """How a value is typed, such as INT|{auto}."""
     if kind is bool:
         return "{True,False}"
     if get_origin(kind) is Literal:
