@@ -5,7 +5,6 @@ import math
 import os
 import re
 import sys
-import textwrap
 import time
 from contextlib import contextmanager
 from datetime import timedelta
@@ -25,7 +24,6 @@ PEAK_TFLOPS = {
 }  # fmt: skip
 
 PLOT_SECONDS = 30  # between two drawings of loss.png; one takes as long as a hundred steps of a small network
-SAMPLE_LINES = 3  # at the end of a run
 COLORS = ("#c0392b", "#2471a3", "#1e8449", "#b9770e", "#7d3c98", "#117a65", "#5d6d7e", "#d35480")
 STYLES = ("-", "--", ":", "-.")  # the next one after each eight runs
 X_LABELS = {"step": "step", "tokens": "training tokens", "seconds": "time since training began (s)"}
@@ -47,8 +45,7 @@ class Report:
         self.bits_per_nat = 1 / math.log(2) / corpus.bytes_per_token
         self.tokens_per_step = config.batch_size * config.block_size
         self.flops_per_step = model.flops_per_token() * self.tokens_per_step
-        peak = peak_flops(ranks.device)
-        self.peak = peak and peak * ranks.world
+        self.peak = peak_flops(ranks.device) * ranks.world
         self.began = self.plotted = time.perf_counter()
         self.seconds_before, self.val_loss, self.wandb = 0.0, None, None
         self._measure_from(start)
@@ -133,10 +130,7 @@ class Report:
         fields += [f"{skipped:.0f} skipped"] if skipped else []
         fields += [f"{record['tokens_per_second']:,.0f} tokens/s", f"{timedelta(seconds=round(left))} left"]
         fields += [f"norm {grad_norm:.2f}", f"lr {learning_rate:.2e}"]
-        if self.peak:
-            fields.append(f"MFU {record['mfu']:.1%}")
-        elif "peak_memory" in record:  # a GPU that is not in the table
-            fields.append(f"{record['tflops']:.3g} TFLOP/s")
+        fields += [f"MFU {record['mfu']:.1%}" if self.peak else f"{record['tflops']:.3g} TFLOP/s"]
         show_progress(fields)
 
     def evaluation(self, step, loss, is_best):
@@ -161,7 +155,7 @@ class Report:
     def close(self, step, write=None):
         """Print how the run ended, then draw loss.png; in this order, as torchrun kills a stopping rank after 30 s.
 
-        write: returns a sample of the model's text, of which the end of a finished run shows some lines; or None.
+        write: returns a sample of the model's text, which the end of a finished run shows; or None.
         """
         if not self.enabled:
             return
@@ -182,10 +176,7 @@ class Report:
         flag = " --chat" if self.config.data == "chat" else ""
         show(f"sample from it: python sample.py {self.folder.name}{flag}")
         if write:
-            with only_warn("writing a sample"):
-                width = get_terminal_size().columns - 3
-                lines = [part for line in printable(write()).splitlines() for part in textwrap.wrap(line, width)]
-                show("\n".join(f"  {line}" for line in lines[1:][:SAMPLE_LINES]))  # the first is mostly the prompt
+            self.sample(self.config.steps, write)
 
     def _seconds(self):
         """Since training began, without the time between processes."""
@@ -248,12 +239,12 @@ def printable(text):
 
 
 def peak_flops(device):
-    """Peak FLOP/s of a CUDA device; None if the chip is not in the table or the device is no GPU."""
+    """Peak FLOP/s of a CUDA device; 0 if the chip is not in the table or the device is no GPU."""
     if torch.device(device).type != "cuda":
-        return None
+        return 0
     name = torch.cuda.get_device_name(device)
     known = [part for part in PEAK_TFLOPS if re.search(rf"\b{part}\b", name)]
-    return PEAK_TFLOPS[max(known, key=len)] * 1e12 if known else None
+    return PEAK_TFLOPS[max(known, key=len)] * 1e12 if known else 0
 
 
 def read_metrics(folder):
