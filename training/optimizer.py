@@ -249,8 +249,8 @@ class Muon(AdamW):
 
     The "lr" of a Muon group is on AdamW's scale: the entries of a step have a root mean square of 0.2 lr. A parameter
     with the attribute `heights`, numbers of rows, is split into that many matrices (q, k and v), none taller than wide.
-    Parameters of one shape take a step together. Gradients are divided by `grad_scale`, and if `found_inf` is 1,
-    nothing changes: both as in a fused AdamW.
+    Parameters of one shape take a step together, which ends with their gradients None. Gradients are divided by
+    `grad_scale`, and if `found_inf` is 1, nothing changes: both as in a fused AdamW.
 
     Sources: Jordan et al. 2024, Muon: an optimizer for hidden layers in neural networks (step and coefficients); Liu et
     al. 2025, Muon is scalable for LLM training, section 2.2 (size of a step).
@@ -261,17 +261,13 @@ class Muon(AdamW):
 
     @torch.no_grad()
     def step(self):
-        gradients = {}
         for group in self.param_groups:
             if "momentum" in group:
                 own = [p for p in group["params"] if p.grad is not None]
                 self._step(own, group)
-                gradients |= {p: p.grad for p in own}
-        for p in gradients:
-            p.grad = None  # so that AdamW skips it
+                for p in own:
+                    p.grad = None  # so that AdamW skips it
         super().step()
-        for p, gradient in gradients.items():
-            p.grad = gradient
 
     def _step(self, parameters, group):
         alike = {}  # shape and heights -> parameters
@@ -286,11 +282,9 @@ class Muon(AdamW):
 
     def _step_together(self, parameters, group):
         """Muon's step for parameters of one shape and with the same heights; of spread ones, for this rank's rows."""
-        state, like = [self.state[p] for p in parameters], parameters[0]
-        weights, momenta, gradients = (
-            [local(x) for x in each]
-            for each in (parameters, [own["momentum"] for own in state], [p.grad for p in parameters])
-        )
+        weights, like = [local(p) for p in parameters], parameters[0]
+        momenta = [local(self.state[p]["momentum"]) for p in parameters]
+        gradients = [local(p.grad) for p in parameters]
         dtype = torch.bfloat16 if weights[0].is_cuda else weights[0].dtype
         blended = weights[0].new_empty(len(weights), *weights[0].shape, dtype=dtype)
         skip = getattr(self, "found_inf", None)
@@ -301,10 +295,7 @@ class Muon(AdamW):
         def each_orthogonal(matrices):
             return torch.cat([orthogonal(matrix) for matrix in matrices.split(heights, dim=1)], dim=1)
 
-        if is_spread(like):
-            directions = on_whole_matrices(each_orthogonal, blended, like)
-        else:
-            directions = each_orthogonal(blended)
+        directions = on_whole_matrices(each_orthogonal, blended, like) if is_spread(like) else each_orthogonal(blended)
         size = 0.2 * math.sqrt(max(*heights, like.shape[1]))  # RMS of a direction: 1 / sqrt(larger side)
         for weight, direction in zip(weights, directions, strict=True):
             update(weight, direction, group["lr"], size, group["weight_decay"], skip)
