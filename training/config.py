@@ -221,8 +221,7 @@ def load_config(argv, corpus=None):
         block_size = min(settings.get("block_size", theirs["block_size"]), theirs["block_size"])
         settings |= theirs | {"block_size": block_size}
     if dial:
-        rule = "follow from --depth and --tokens; give these"
-        require(not {"--steps", "--epochs"} & given, f"with {path}, steps {rule}")
+        require(not {"--steps", "--epochs"} & given, f"with {path}, steps follow from --depth and --tokens")
         settings |= derived(dial, settings, flags, corpus)
     config = parse_flags(Config, flags, settings)
     needed = "--depth and --tokens need a config file with a function dial(), such as configs/modern.py"
