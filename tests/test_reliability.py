@@ -164,6 +164,7 @@ def test_an_error_while_a_batch_is_loaded_is_one_sentence(folder, run, monkeypat
 
     monkeypatch.setattr(Batches, "batch", batch)
     refused(run(**TEN), "train-0.bin")
+    wait_for((folder / CHECKPOINT).exists)  # a thread writes it
     assert contents(CHECKPOINT)["step"] == 5 and len(losses(folder)) == 8
 
 
