@@ -130,7 +130,7 @@ class Report:
         fields += [f"{skipped:.0f} skipped"] if skipped else []
         fields += [f"{record['tokens_per_second']:,.0f} tokens/s", f"{timedelta(seconds=round(left))} left"]
         fields += [f"norm {grad_norm:.2f}", f"lr {learning_rate:.2e}"]
-        fields += [f"MFU {record['mfu']:.1%}" if self.peak else f"{record['tflops']:.3g} TFLOP/s"]
+        fields += [f"MFU {record['mfu']:.1%}"] if self.peak else []
         show_progress(fields)
 
     def evaluation(self, step, loss, is_best):
