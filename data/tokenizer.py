@@ -94,7 +94,7 @@ def make_tokenizer(spec, texts=(), many_documents=False):
 def encode(tokenizer, text):
     """[count] uint32 ids of a text of any length; UserError if `char` has no token for one of its characters."""
     if is_char(tokenizer):
-        for character in set(text):
+        for character in dict.fromkeys(text):
             known = character.encode() in tokenizer._mergeable_ranks
             require(known, f"the char tokenizer has no token for {character!r}; leave this character out")
     ids = [tokenizer.encode_to_numpy(chunk, disallowed_special=()) for chunk in chunks([text])]
