@@ -38,7 +38,7 @@ from training.flags import parse_flags
 class EvaluateConfig:
     """python evaluate.py [RUN] [--option value ...]"""
 
-    run: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="RUN")] = ""
+    run: Annotated[str, tyro.conf.Positional] = ""
     """NAME of runs/NAME or a run's folder (its best.pt is preferred), checkpoint file, Hugging Face folder or its
     .safetensors file, or gpt2, gpt2-medium, gpt2-large, gpt2-xl; the default is the newest run."""
     text: str = ""

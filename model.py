@@ -30,7 +30,7 @@ class GPTConfig:
 
     # network
     vocab_size: int = 0
-    """Rows of the embedding, at least the tokenizer's vocabulary size, which is taken if this is smaller."""
+    """Rows of the embedding; the tokenizer's vocabulary size if that is larger."""
     block_size: int = 256
     """Longest context, in tokens."""
     n_layer: int = 6
@@ -82,9 +82,13 @@ class GPTConfig:
 
     def __post_init__(self):
         for field in fields(GPTConfig):
-            value, kind = getattr(self, field.name), field.type
-            right = value in get_args(kind) if get_origin(kind) is Literal else isinstance(value, kind | int)
-            require(right, f"{field.name}={value!r} must be of type {kind}")
+            value, choices = (
+                getattr(self, field.name),
+                get_args(field.type) if get_origin(field.type) is Literal else (),
+            )
+            right = value in choices if choices else isinstance(value, field.type | int)
+            kind = " or ".join(choices) or getattr(field.type, "__name__", field.type)
+            require(right, f"{field.name}={value!r} must be {kind}")
         require(self.position == "rope" or not self.key_offset, "key_offset=True needs RoPE; add --position rope")
         rule = f"n_embd={self.n_embd} / n_head={self.n_head} is the head dim, which must be a multiple of 8 up to 256"
         require(self.n_embd % self.n_head == 0 and self.head_dim % 8 == 0 and self.head_dim <= 256, rule)

@@ -34,7 +34,7 @@ LEGEND_LINES = 8  # up to which a line may have options
 class PlotConfig:
     """python plot.py RUN [RUN ...] [--option value ...]"""
 
-    runs: Annotated[tuple[Path, ...], tyro.conf.Positional, tyro.conf.arg(metavar="RUN [RUN ...]")]
+    runs: Annotated[tuple[Path, ...], tyro.conf.Positional]
     """Folders of runs, or NAME of runs/NAME."""
     x: Literal["step", "tokens", "seconds"] = "step"
     y: Literal["loss", "bpb"] = "loss"

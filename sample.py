@@ -46,7 +46,7 @@ __all__ = ["generate", "generate_batch", "load"]
 class SampleConfig(Sampling):
     """python sample.py [RUN] [--option value ...]"""
 
-    run: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="RUN")] = ""
+    run: Annotated[str, tyro.conf.Positional] = ""
     """NAME of runs/NAME or a run's folder (its best.pt is preferred), checkpoint file, Hugging Face folder or its
     .safetensors file, or gpt2, gpt2-medium, gpt2-large, gpt2-xl; the default is the newest run."""
     prompt: str = NEW_TEXT

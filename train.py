@@ -141,7 +141,7 @@ def train(config, argv=()):
             if (step + 1) % config.log_every == 0:
                 report.step(step + 1, rate, loss, grad_norm, optimizer.skipped)
                 optimizer.check_bad_steps(step + 1, batches, run.folder)
-            if config.sample_every and (step + 1) % config.sample_every == 0:
+            if config.sample_every and (step + 1) % config.sample_every == 0 and step + 1 < config.steps:
                 with optimizer.averaged():
                     report.sample(step + 1, partial(write_sample, model, corpus, config))
     try:

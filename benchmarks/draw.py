@@ -85,9 +85,9 @@ def attention(cases, peers, root):
     found, machine = speeds(rows, "both"), {name: rows[0][name] for name in MACHINE}
     table = []
     for text, panel, length in cases:
-        cell = found.get((panel, length), {})
-        cells = {label: f"{cell[name]:.0f}" if name in cell else "" for name, label in peers.items()}
-        table.append(machine | {"case": text, "tokens": f"{length:,}"} | cells)
+        if cell := found.get((panel, length)):
+            cells = {label: f"{cell[name]:.0f}" if name in cell else "" for name, label in peers.items()}
+            table.append(machine | {"case": text, "tokens": f"{length:,}"} | cells)
     return markdown(table, ["attention"])
 
 

@@ -86,6 +86,8 @@ def build(folder, source, request, tokenizer_spec, options, threads):
         manifest = {"request": request} | _new_manifest(source, tokenizer_spec, options)
         shutil.rmtree(folder, ignore_errors=True)
         folder.mkdir()
+    for path in folder.glob(".*.tmp"):  # of a process that was killed
+        path.unlink()
     threads, offsets, first = threads or os.cpu_count(), source.offsets, manifest["finished"]
     encoder = partial(encode_block, from_state(manifest["tokenizer"]), manifest)
     limit, size = parse_tokens(options.tokens), parse_tokens(options.shard_tokens)

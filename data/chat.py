@@ -51,7 +51,7 @@ def read_messages(messages):
     for number, message in enumerate(messages, 1):
         require(isinstance(message, dict), f"message {number} is no object with role and content")
         role, text = message.get("role", message.get("from")), message.get("content", message.get("value"))
-        require(role in ROLES, f"message {number} has the role {role!r}, which must be system, user or assistant")
+        require(role in [*ROLES], f"message {number} has the role {role!r}, which must be system, user or assistant")
         require(isinstance(text, str), f"message {number} has no text")
         require(text.strip() or ROLES[role] != ASSISTANT, f"message {number} is an empty answer of the assistant")
         turns.append((ROLES[role], text))

@@ -147,8 +147,8 @@ def load_corpus(folder, manifest, verify=False):
             arrays.append(map_shard(path, manifest["dtype"], shard["tokens"], shard.get("offset", HEADER_BYTES)))
             require(not verify or file_sha256(path) == shard["sha256"], f"{path} is damaged: its sha256 is another")
         splits.append(Tokens(tuple(arrays), entry["documents"], entry["text_bytes"], turns))
-    about = _tokens_sha256(manifest), manifest["request"]["source"], manifest.get("bad", 0)
-    return Corpus(*splits, tokenizer, folder, *about)
+    source, bad_lines = manifest["request"]["source"], manifest.get("bad", 0)
+    return Corpus(*splits, tokenizer, folder, _tokens_sha256(manifest), source, bad_lines)
 
 
 def _tokens_sha256(manifest):

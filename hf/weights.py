@@ -54,7 +54,7 @@ def read(name, weights=True):
         return _read_hugging_face(path, weights)
     found = [file for file in (path, path / "best.pt") if file.is_file()] + checkpoints(path)
     missing = "has no checkpoint and no model.safetensors" if path.is_dir() else "does not exist"
-    require(found, f"{path} {missing}; name a run that has saved one, a model's folder, or {', '.join(GPT2_SIZES)}")
+    require(found, f"{path} {missing}; name a run with a checkpoint, a model's folder, or {', '.join(GPT2_SIZES)}")
     contents = load_first(found, weights)
     config, tokenizer = _restore(contents["path"], contents.get("model_config"), contents.get("tokenizer"))
     return Pretrained(contents["path"], config, contents["model"] if weights else {}, tokenizer, contents)

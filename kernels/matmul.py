@@ -317,7 +317,7 @@ def matmul(a, b, epilogue, *, kind, bias=None, other=None, scales=None):
     Args:
         a: [M, K]. b: [N, K] with N a multiple of 256, and rows of whole multiples of 512 or 384 bytes: see supports().
             Both bfloat16, or float8_e4m3fn with "activate" only.
-        epilogue: "activate" or "slope", as above; a b^T with its bias is rounded before it.
+        epilogue: "activate" or "slope", as at the top of this file; a b^T with its bias is rounded before it.
         kind: of the activation, a name in ACTIVATIONS. bias: [N] or None. other: with "slope" h [M, N], else None.
         scales: with FP8, a tuple of those of a, b and activation(h): [] float32 on the device.
 

@@ -42,6 +42,11 @@ REPORT = re.compile(r"(\d+) bytes spill stores, (\d+) bytes spill loads.*?Used (
 ARRIVE = re.compile(r"mbarrier\.arrive\.shared")  # not those of the loading warp, which also expect bytes
 ACCESS = re.compile(r"\b(?:ld|st|atom|red)\.(?:\w+\.)*global|\bcp\.async")
 BARRIER = re.compile(r"(?:bar|barrier)(\.warp)?\.sync\s+([^;]*);")
+ADDRESS = re.compile(r"(?:mov|add|mad\.lo)\.\w32\s+(%r\d+), ([^;]+);")
+STORE = re.compile(
+    r"(?:st|atom|red)\.shared\S*?(?:\.v(\d))?\.[bus](\d+)\s+(?:%\w+, )?\[\s*([%\w]+)\s*(?:\+\s*(-?\d+))?"
+)
+INIT = re.compile(r"mbarrier\.init\S*\s+\[([%\w]+)\]")
 EFFECT = re.compile(r"(?:@\S+\s+)?(?:ld|st|cp|bra|red|atom|fence|wgmma|mbarrier|ldmatrix|stmatrix)\b")
 
 
@@ -59,6 +64,29 @@ def barriers_before_arrivals(ptx):
         if EFFECT.match(line):
             barrier = "none"
     return found
+
+
+def overlapping_barriers(ptx):
+    """Offsets in shared memory of barriers that share it with other barriers or with stores.
+
+    PTX allows the memory of a barrier no other use before the barrier is invalidated: what is stored there may be lost.
+    Invalidations are not looked for, so later uses are reported too. The parts of an address that are known only at run
+    time, such as a thread's place, count as 0.
+    """
+    offsets, barriers, stores = {"global_smem": 0}, Counter(), set()
+    for line in map(str.strip, ptx.splitlines()):
+        if match := ADDRESS.match(line):
+            terms = match[2].split(", ")
+            if match[0].startswith("mad"):  # a product that is known only at run time, and the rest
+                terms = terms[2:]
+            if offsets.keys() & set(terms):
+                offsets[match[1]] = sum(offsets.get(x, int(x) if x.lstrip("-").isdigit() else 0) for x in terms)
+        elif match := INIT.search(line):
+            barriers[offsets[match[1]]] += 1
+        elif (match := STORE.search(line)) and match[3] in offsets:
+            first = offsets[match[3]] + int(match[4] or 0)
+            stores |= set(range(first, first + int(match[1] or 1) * int(match[2]) // 8))
+    return [at for at, count in barriers.items() if count > 1 or stores & set(range(at, at + 8))]
 
 
 def early_accesses(ptx):
@@ -96,7 +124,8 @@ class Driver:
         stores, loads, registers = map(int, REPORT.search(log).groups())
         warnings = sorted(set(re.findall(r"\((C75\d\d)\)", log)))  # C7510...: wgmma instructions run one by one
         found = dict(spilled=stores + loads, shared=shared, registers=registers, warnings=warnings)
-        found |= dict(arrivals=barriers_before_arrivals(self.ptx), early=early_accesses(self.ptx))
+        found |= dict(arrivals=barriers_before_arrivals(self.ptx), overlaps=overlapping_barriers(self.ptx))
+        found |= dict(early=early_accesses(self.ptx))
         self.report(kernel=name, **found)
         return 0, 0, registers, 0, 1024  # module, function, registers, spills, largest block
 

@@ -15,6 +15,7 @@ TENSORS = [
     (lambda q, k, v: (q, k.to("meta"), v), "k is torch.float32 on meta"),
     (lambda q, k, v: (q.tolist(), k, v), "q is list"),
     (lambda q, k, v: (q[..., :12], k[..., :12], v), "head dim 12"),
+    (lambda q, k, v: (q[..., :0], k[..., :0], v), "head dim 0"),
     (lambda q, k, v: tuple(x.repeat(1, 1, 1, 17) for x in (q, k, v)), "head dim 272"),
     (lambda q, k, v: (q[..., :8], k, v), "q has head dim 8, k 16"),
     (lambda q, k, v: (q, k, v.repeat(1, 1, 1, 2)[..., ::2]), "v has stride 2"),

@@ -2,8 +2,8 @@
 
 Sizes are small in the interpreter; on a GPU they cover the full range of lengths, head dims and dtypes.
 
-PROBLEMS=5000 [HOPPER=1] pytest -m slow -k random tests/test_attention_pairs.py: as many random problems, on GPUs;
-HOPPER: only what those kernels support
+`PROBLEMS=5000 pytest -m slow -k random tests/test_attention_pairs.py` runs 5,000 random problems on the GPUs; with
+HOPPER=1 only such as the Hopper kernels support.
 """
 
 import os
@@ -171,5 +171,6 @@ def test_random_problem(seed, monkeypatch):
     problem, dtype, loops = draw_problem(seed, FOR_HOPPER if "HOPPER" in os.environ else PARAMETERS)
     monkeypatch.setattr(portable, "loops_over_group", lambda problem, programs, device: loops)
     torch.manual_seed(seed)
-    with torch.cuda.device(seed % torch.cuda.device_count() if ON_GPU else -1):
+    worker = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0")[2:])
+    with torch.cuda.device(worker % torch.cuda.device_count() if ON_GPU else -1):
         check(partial(make_problem, "cuda" if ON_GPU else "cpu", dtype, **problem), dtype)

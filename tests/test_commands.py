@@ -12,6 +12,7 @@ from pathlib import Path
 from unittest.mock import Mock
 
 import pytest
+import requests
 from helpers import ROOT, run_script
 
 pytest.importorskip("transformers")
@@ -21,7 +22,6 @@ from test_hub import FINEWEB, file_of
 from test_weights import gpt2
 
 from data import sources, tokenizer
-from errors import UserError
 from hf import weights
 
 pytestmark = pytest.mark.slow
@@ -67,7 +67,7 @@ def hub(folder, monkeypatch, data_root):
     """A hub with documents of FineWeb-Edu, a tiny GPT-2, and a tokenizer gpt2 of 257 tokens."""
     monkeypatch.setattr(tokenizer, "_gpt2_ranks", lambda path: [bytes([value]) for value in range(256)])
     monkeypatch.setattr(weights, "GPT2_VOCABULARY", 257)
-    monkeypatch.setattr(sources, "download", Mock(side_effect=UserError("offline")))
+    monkeypatch.setattr(requests, "get", Mock(side_effect=requests.ConnectionError("offline")))
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(folder / "cache"))
     gpt2(folder / "tiny", vocab_size=257, n_positions=128)
     files = {name: (folder / "tiny" / name).read_bytes() for name in ("config.json", "model.safetensors")}

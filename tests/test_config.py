@@ -11,6 +11,7 @@ import pytest
 from helpers import ROOT, in_process
 
 from data import tokenizer
+from data.tokenizer import make_tokenizer
 from training.config import Config, load_config
 from training.flags import to_flags
 
@@ -122,6 +123,14 @@ def test_dial_of_the_shipped_config(depth, vocab_size, tokens, expected):
     assert other.weight_decay == pytest.approx(found.weight_decay, rel=0.01)
 
 
+def test_the_embedding_has_a_row_for_each_token():
+    assert [Config(vocab_size=n).gpt_config(make_tokenizer("bytes")).vocab_size for n in (0, 10, 300)] == [
+        256,
+        256,
+        300,
+    ]
+
+
 def test_values_of_every_kind(config_file):
     argv = ["--n_kv_head", "2", "--logit-softcap=None", "--name", "a=b", "--mlp", "swiglu", "--micro_batch", "auto"]
     config = load_config([config_file("n_kv_head = None\nlogit_softcap = 15\nqk_norm = True\ninput = ''"), *argv])
@@ -157,13 +166,16 @@ def test_a_config_file_may_stand_after_flags(config_file):
         (f"{ROOT}/configs/modern.py --depth x", ["--depth", "'x'"]),
         (f"{ROOT}/configs/modern.py --init_from gpt2", ["--init_from", "another config file"]),
         ("--name ../x", ["name='../x'"]),
+        ("--n_head 0", ["n_head=0 must be at least 1"]),
+        ("--window 0", ["window=0 must be at least 1"]),
+        ("--dropout 1.5", ["dropout=1.5 must be at least 0 and below 1"]),
         ("nowhere.py", ["nowhere.py"]),
         ("--max_iters 5", ["max_iters", "nanoGPT", "--steps"]),
         ("--init_from=resume", ["init_from", "nanoGPT", "--resume"]),
         ("--compile=False", ["compile", "nanoGPT", "--compile off"]),
         ("--resume", ["train.py"]),  # how to make a run
         (f"{SHIPPED[0]} --resume runs/x", ["--resume", "config file"]),
-        (f"--resume {SHIPPED[0]}", ["there is no folder", "--resume"]),
+        (f"--resume {SHIPPED[0]}", ["is no run's folder", "--resume"]),
     ],
     ids=lambda value: value.replace(str(ROOT), "") if isinstance(value, str) else "",
 )

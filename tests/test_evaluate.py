@@ -161,7 +161,8 @@ def test_tasks_on_the_command_line(tasks, call):
 
 
 def test_mistakes(folder, call, monkeypatch):
-    monkeypatch.setitem(sys.modules, "lm_eval", None)
+    for name in {"lm_eval", *(name for name in sys.modules if name.startswith("lm_eval."))}:
+        monkeypatch.setitem(sys.modules, name, None)
     save(folder / "runs/tiny/checkpoint.pt", make_tokenizer("char", "a"))
     expect(call, "", "tiny/checkpoint.pt names no corpus of its own; give --text")
     expect(call, "--split test", "split='test' must be val or train")

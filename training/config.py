@@ -148,17 +148,23 @@ class Config(GPTConfig):
     """Log to Weights & Biases as well; WANDB_PROJECT names the project."""
 
     def __post_init__(self):
-        super().__post_init__()
-        at_least_1 = ("batch_size", "steps", "eval_every", "log_every", "keep", "max_bad_steps")
-        at_least_0 = ("micro_batch", "warmup_steps", "eval_batches", "save_every", "sample_every", "min_learning_rate")
+        at_least_1 = (
+            "batch_size", "steps", "eval_every", "log_every", "keep", "max_bad_steps", "window",
+            "block_size", "n_layer", "n_head", "n_embd",
+        )  # fmt: skip
+        at_least_0 = (
+            "micro_batch", "warmup_steps", "eval_batches", "save_every", "sample_every", "min_learning_rate", "seed",
+        )  # fmt: skip
         for name in at_least_1 + at_least_0:
             value, least = getattr(self, name), int(name in at_least_1)
-            require(value == "auto" or value >= least, f"{name}={value} must be at least {least}")
+            require(value in ("auto", None) or value >= least, f"{name}={value} must be at least {least}")
+        super().__post_init__()
         rate, least = self.learning_rate, self.min_learning_rate
         rule = f"learning_rate={rate} must be above 0 and at least min_learning_rate={least}"
         require(0 < rate >= least, f"{rule}; give both, such as --min_learning_rate {rate / 10:g}")
         require(0 <= self.cooldown <= 1, f"cooldown={self.cooldown} must be in [0, 1], a share of the steps")
-        require(0 <= self.ema < 1, f"ema={self.ema} must be at least 0 and below 1, such as 0.99")
+        for name in ("dropout", "ema"):
+            require(0 <= getattr(self, name) < 1, f"{name}={getattr(self, name)} must be at least 0 and below 1")
         with_input = self.data not in ("text", "chat", "tokens") or self.input
         require(with_input, f"data={self.data!r} needs --input PATH, a file or folder of yours")
         one_folder = Path(self.name).name == self.name and not self.name.startswith(".")
@@ -203,17 +209,18 @@ def load_config(argv, corpus=None):
     require(not {"--steps", "--epochs"} <= given, "--steps and --epochs both say how long to train; give one of them")
     if known.resume is not None:
         require(not settings, "--resume takes the options of the run; leave out the config file")
+        require("--init_from" not in given, "--resume goes on with the weights of the run; leave out --init_from")
         return resumed_config(find_run(known.resume, "config.json"), flags)
     cpu, dial = settings.pop("cpu", {}), settings.pop("dial", None)
+    weights = peek("init_from", flags, settings)
     if resolve_device(peek("device", flags, settings) or "auto") == "cpu":
-        if not cpu and settings.get("n_embd", 0) >= TOO_WIDE and "--init_from" not in given:
+        if not cpu and settings.get("n_embd", 0) >= TOO_WIDE and not weights:
             cpu = {name: value for name, value in TOY.items() if f"--{name}" not in given}
             changed = ", ".join(f"{name} {value}" for name, value in cpu.items())
             print(f"note: without a GPU this is a toy, to test the pipeline: {changed}", file=sys.stderr)
         settings |= cpu
     if "--steps" in given:
         settings["epochs"] = 0.0
-    weights = peek("init_from", flags, settings)
     if weights and not {"-h", "--help"} & set(flags):
         require(not dial, f"{path} sets the network, and so does --init_from; take another config file")
         refuse_nanogpt("init_from", weights, {"init_from"})
@@ -233,7 +240,7 @@ def peek(name, flags, settings):
     """The value of an option in flags, else in settings, else None, before the other flags can be checked."""
     kind = {field.name: field.type for field in fields(Config)}.get(name)
     early = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-    names = {f"--{name}", f"--{name.replace('_', '-')}"}
+    names = dict.fromkeys((f"--{name}", f"--{name.replace('_', '-')}"))
     early.add_argument(*names, type=kind if kind in (int, float) else str, default=settings.get(name))
     return vars(early.parse_known_args(flags)[0])[name]
 
@@ -263,7 +270,7 @@ def pop_config_file(argv):
 
 def resumed_config(folder, flags):
     """Config of the run in a folder, changed by flags; UserError if the changes need --allow_changes."""
-    require(folder.is_dir(), f"there is no folder {folder}; --resume needs that of a run")
+    require(folder.is_dir(), f"{folder} is no run's folder; --resume needs one")
     record = read_json(folder / "config.json")
     gone = ", ".join(sorted(record.keys() - {field.name for field in fields(Config)}))
     require(not gone, f"{folder} has options that this version lacks ({gone}); resume it with the version that made it")
@@ -281,6 +288,7 @@ def resumed_config(folder, flags):
 
 def read_config_file(path):
     """The assignments of a config file, by name, and its function dial(), without modules, functions and classes."""
+    require(path.is_file(), f"config file {path} does not exist; configs/ has some, and --resume goes on with a run")
     settings = {
         name: value
         for name, value in runpy.run_path(str(path)).items()

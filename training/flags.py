@@ -86,8 +86,8 @@ def print_help(kind, settings):
                 print(f"\n{heading}")
             if name not in options:
                 continue
-            kind, value = options[name].type, settings.get(name, options[name].default)
-            typed = name.upper() if get_origin(kind) is Annotated else f"--{name} {values_of(kind)}"
+            option, value = options[name].type, settings.get(name, options[name].default)
+            typed = name.upper() if get_origin(option) is Annotated else f"--{name} {values_of(option)}"
             shown = "" if value in ("", (), MISSING) else f"  [{value if str(value).isprintable() else repr(value)}]"
             print(f"  {typed}{shown}")
             print(textwrap.indent(textwrap.fill(" ".join(text.split()), width - 6), " " * 6))

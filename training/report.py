@@ -48,7 +48,8 @@ class Report:
         self.peak = peak_flops(ranks.device) * ranks.world
         self.began = self.plotted = time.perf_counter()
         self.seconds_before, self.val_loss, self.wandb = 0.0, None, None
-        self._measure_from(start)
+        self.first_step = self.lap_step = start
+        self.first_began = self.lap_began = time.perf_counter()
         if self.enabled:
             # Steps after `start` are repeated, and so is the evaluation of step 0 if that is the start.
             kept = [record for record in read_metrics(folder) if 0 < start >= record["step"]]
@@ -90,14 +91,11 @@ class Report:
         for name, text in fields.items():
             show(f"{name:11}{text}")
 
-    def _measure_from(self, step):
-        self.first_step = self.lap_step = step
-        self.first_began = self.lap_began = time.perf_counter()
-
     def start(self):
-        """Leave the first step, which may compile, out of the speed, unless it has a line of its own."""
-        if (self.first_step + 1) % self.config.log_every:
-            self._measure_from(self.first_step + 1)
+        """Leave the first step, which may compile, out of the time left; out of the speed, if it has no line."""
+        self.first_step, self.first_began = self.first_step + 1, time.perf_counter()
+        if self.first_step % self.config.log_every:
+            self.lap_step, self.lap_began = self.first_step, self.first_began
 
     @contextmanager
     def pause(self):
@@ -114,7 +112,7 @@ class Report:
         now, steps = time.perf_counter(), self.config.steps
         seconds = (now - self.lap_began) / (step - self.lap_step)
         self.lap_began, self.lap_step = now, step
-        left = (steps - step) * (now - self.first_began) / (step - self.first_step)  # evaluations included
+        left = (steps - step) * (now - self.first_began) / max(step - self.first_step, 1)  # with evaluations
         record = dict(
             step=step, seconds=self._seconds(), loss=loss, learning_rate=learning_rate,
             grad_norm=grad_norm, skipped_steps=int(skipped),
