@@ -82,13 +82,9 @@ class GPTConfig:
 
     def __post_init__(self):
         for field in fields(GPTConfig):
-            value, choices = (
-                getattr(self, field.name),
-                get_args(field.type) if get_origin(field.type) is Literal else (),
-            )
-            right = value in choices if choices else isinstance(value, field.type | int)
-            kind = " or ".join(choices) or getattr(field.type, "__name__", field.type)
-            require(right, f"{field.name}={value!r} must be {kind}")
+            value, kind = getattr(self, field.name), field.type
+            right = value in get_args(kind) if get_origin(kind) is Literal else isinstance(value, kind | int)
+            require(right, f"{field.name}={value!r} must be {kind if get_args(kind) else kind.__name__}")
         require(self.position == "rope" or not self.key_offset, "key_offset=True needs RoPE; add --position rope")
         rule = f"n_embd={self.n_embd} / n_head={self.n_head} is the head dim, which must be a multiple of 8 up to 256"
         require(self.n_embd % self.n_head == 0 and self.head_dim % 8 == 0 and self.head_dim <= 256, rule)
