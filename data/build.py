@@ -118,7 +118,10 @@ def build(folder, source, request, tokenizer_spec, options, threads):
 
 
 def encode_block(tokenizer, manifest, block):
-    """(ids, documents, bytes of text) of a block, each by split. tiktoken releases Python's lock."""
+    """(ids, documents, bytes of text) of a block, each by split.
+
+    Threads can do this at the same time, since tiktoken releases Python's lock.
+    """
     cut, end = manifest["cut"], end_of_text(tokenizer)
     ids, documents, text_bytes = {split: [[]] for split in SPLITS}, Counter(), Counter()
     for split, text in split_texts(block, cut, manifest["threshold"]):

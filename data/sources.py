@@ -100,7 +100,7 @@ def _of_files(folder, files, title=None, **about):
 def _find_shakespeare(input):
     path = Path(input or data_folder("downloads") / "tinyshakespeare.txt")
     if not input and not _is_shakespeare(path):
-        import requests  # which takes a third of a second; most runs download nothing
+        import requests  # here, since that takes a third of a second, and most runs download nothing
 
         with suppress(requests.RequestException):
             answer = requests.get(SHAKESPEARE_URL, timeout=(3, 10))  # seconds to connect, and between bytes

@@ -46,7 +46,7 @@ def end_of_text(tokenizer):
 
 
 def is_char(tokenizer):
-    """Whether each token is a character, in the order of their codes, as in nanoGPT; then end-of-text, if wanted."""
+    """Whether it is `char`: a token for each character, by their codes as in nanoGPT, then end-of-text if wanted."""
     return tokenizer.name in ("char", "char+eot")
 
 

@@ -246,7 +246,7 @@ def peek(name, flags, settings):
 
 
 def derived(dial, settings, flags, corpus):
-    """What dial() derives from the options that it takes: numbers of flags or of the file, else None.
+    """What dial() derives from its arguments: the numbers that flags or the file give, else None.
 
     Before the corpus is open, its numbers are those of a large one, so that --help has something to show.
     """

@@ -20,7 +20,8 @@ DDP_WARM_UPS = 11  # DDP measures itself in the first 10 steps, which a graph ca
 
 def resolve_device(device):
     """The device that `auto` stands for; UserError if the device is not there."""
-    gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0  # the first may count what CUDA cannot use
+    # without is_available(), GPUs would count whose driver is too old for this PyTorch
+    gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
     there = ["cuda"] * (gpus > 0) + ["mps"] * torch.backends.mps.is_available() + ["cpu"]
     if device == "auto":
         return there[0]

@@ -92,7 +92,7 @@ class Report:
             show(f"{name:11}{text}")
 
     def start(self):
-        """Leave the first step, which may compile, out of the time left; out of the speed, if it has no line."""
+        """Measure from the end of the first step, which may compile. Its own line, if it has one, includes it."""
         self.first_step, self.first_began = self.first_step + 1, time.perf_counter()
         if self.first_step % self.config.log_every:
             self.lap_step, self.lap_began = self.first_step, self.first_began
