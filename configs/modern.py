@@ -34,7 +34,8 @@ def dial(depth, tokens, block_size, n_embd, batch_size, learning_rate, vocab_siz
 
     At depth 12 with 48M tokens they are those of the recipe found there. Width as nanochat's --depth; batch from
     Bergsma et al. 2025, Power lines; rate by width from sweeps at depths 2 to 6 (benchmarks/LOG.md), and by the root of
-    the batch; weight decay keeps rate x decay x steps (Wang and Aitchison 2024, How to set AdamW's weight decay).
+    the batch; weight decay keeps rate x decay x steps (Wang and Aitchison 2024, How to set AdamW's weight decay), times
+    the epochs up to four. Both that and dropout are from runs of four or more epochs at depths 4 and 12 (LOG.md).
     """
     width = n_embd or -(-64 * depth // 128) * 128
     vocab_size = -(-vocab_size // 128) * 128  # matmuls of even tiles are faster
@@ -44,8 +45,7 @@ def dial(depth, tokens, block_size, n_embd, batch_size, learning_rate, vocab_siz
     batch_size = batch_size or max(1, batch // block_size)
     steps = max(1, round(tokens / batch_size / block_size))
     rate = learning_rate or 2e-3 * math.sqrt(batch_size * block_size / 32_768) * 768 / width
-    # Doublings of the epochs beyond four, from where on a network overfits. What follows from them is a guess.
-    again = min(max(0.0, math.log2(tokens / corpus_tokens / 4)), 2.0)
+    epochs = tokens / corpus_tokens
     return dict(
         n_layer=depth,
         n_head=width // (128 if width >= 512 else 64),  # attention is faster with a head dim of 128
@@ -56,7 +56,7 @@ def dial(depth, tokens, block_size, n_embd, batch_size, learning_rate, vocab_siz
         warmup_steps=round(steps / 29.3),
         learning_rate=rate,
         min_learning_rate=rate / 20,
-        weight_decay=0.1 * (2e-3 * 1465) / (rate * steps) * 2**again,
-        dropout=0.1 * again,
+        weight_decay=0.1 * (2e-3 * 1465) / (rate * steps) * min(max(epochs, 1.0), 4.0),
+        dropout=0.1 if epochs > 3 and corpus_tokens < weights else 0.0,
         eval_every=-(-steps // 8),
     )

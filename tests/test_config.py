@@ -110,13 +110,13 @@ def test_dial_of_the_shipped_config(depth, vocab_size, tokens, expected):
         flags = to_flags(dict(device="cpu", block_size=1024, depth=depth, tokens=tokens, eval_batches=50) | more)
         return load_config([str(ROOT / "configs" / "modern.py"), *flags], corpus)
 
-    found, again = config(45_000_000), config(1_000_000)
+    found, again = config(60_000_000), config(1_000_000)
     assert found.n_layer == depth and found.dropout == 0
     assert (found.n_embd, found.n_head, found.vocab_size, found.batch_size, found.steps) == expected
     assert again.dropout > 0 and again.weight_decay > found.weight_decay  # 48 epochs and more
     if depth == 12:
         assert (found.learning_rate, found.warmup_steps) == (2e-3, 50) and found.weight_decay == pytest.approx(0.1)
-    other = config(45_000_000, batch_size=2 * found.batch_size, learning_rate=2 * found.learning_rate)
+    other = config(60_000_000, batch_size=2 * found.batch_size, learning_rate=2 * found.learning_rate)
     assert (
         other.steps == pytest.approx(found.steps / 2, abs=1) and other.min_learning_rate == 2 * found.min_learning_rate
     )
