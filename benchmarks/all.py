@@ -4,9 +4,10 @@
     python benchmarks/all.py overhead step_gpt2 --text FILE    run parts; each writes benchmarks/results/PART.csv
     python benchmarks/all.py tables                            draw tables and charts of the pages from these files
 
-A file holds the table that a part prints, with chip, commit and versions in each row. Parts with --csv share or extend
-a file: fp8, recipe_* and depths go on where they were, so run them until they start no more runs. Such a file is begun
-anew if a row of it is of another commit, chip or version.
+A file holds the table that a part prints, with chip, commit and versions in each row. fp8, recipe_* and depths go on
+where they were, so run them until they start no more runs; a file is begun anew if a row of it is of another commit,
+chip or version. Parts are spread over the GPUs of the machine. Run those that count seconds from the start of a process
+(char, shakespeare, books, control, dial, start, prepare) by themselves, one at a time.
 
 --text is tiny Shakespeare, --books the folder that `recipes.py split` wrote, --ranks GPT-2's r50k_base.tiktoken, and
 --nanogpt a checkout of nanoGPT. On a new machine, compiled kernels are cached only after a first run.
@@ -14,12 +15,16 @@ anew if a row of it is of another commit, chip or version.
 
 import argparse
 import csv
+import os
 import shlex
 import subprocess
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from queue import SimpleQueue
 
+import torch
 from harness import ROOT, machine
 
 from benchmarks import draw
@@ -38,11 +43,10 @@ def recipe(config, changes, rest, csv="{csv}", tokenizer="gpt2:{ranks}"):
 
 
 PARTS = {
-    "attention_64": "benchmarks/attention.py --cells d64 GPT-2 --csv {results}/attention.csv",
-    "attention_128": "benchmarks/attention.py --cells 'd128 causal' --csv {results}/attention.csv",
-    "attention_128_rest": "benchmarks/attention.py --cells 'd128 full' 'd128 window' 'd128 documents' "
-    "--csv {results}/attention.csv",
-    "attention_256": "benchmarks/attention.py --cells d256 --csv {results}/attention.csv",
+    "attention_64": "benchmarks/attention.py --cells d64 GPT-2 --csv {csv}",
+    "attention_128": "benchmarks/attention.py --cells 'd128 causal' --csv {csv}",
+    "attention_128_rest": "benchmarks/attention.py --cells 'd128 full' 'd128 window' 'd128 documents' --csv {csv}",
+    "attention_256": "benchmarks/attention.py --cells d256 --csv {csv}",
     "overhead": "benchmarks/attention.py --overhead --implementations hopper triton flash cudnn flash4",
     "gpt2": TRAINING + "{text} --nanogpt {nanogpt} --jobs gpt2 --rounds 3",
     "gpt2_fp8": TRAINING + "{text} --jobs gpt2 --rounds 3 --with=--fp8",
@@ -81,16 +85,17 @@ def begin_anew(path):
         path.unlink()
 
 
-def measure(part, paths):
-    """Run a part, write the table that it prints, and return whether it succeeded."""
+def measure(part, paths, gpu=None):
+    """Run a part, on one GPU if its number is given, write its table, and return whether it succeeded."""
     start, printed, path = time.perf_counter(), [], RESULTS / f"{part}.csv"
     argv = shlex.split(PARTS[part].format(**paths, results=RESULTS, csv=path))
     print(f"\n{part}: python {shlex.join(argv)}", flush=True)
     if "--csv" in argv:
         begin_anew(Path(argv[argv.index("--csv") + 1]))
-    process = subprocess.Popen([sys.executable, *argv], cwd=ROOT, stdout=subprocess.PIPE, text=True)
+    env = os.environ | ({"CUDA_VISIBLE_DEVICES": str(gpu)} if gpu is not None else {})
+    process = subprocess.Popen([sys.executable, *argv], cwd=ROOT, env=env, stdout=subprocess.PIPE, text=True)
     for line in process.stdout:
-        print(line, end="", flush=True)
+        print(f"{part}: {line}" if gpu is not None else line, end="", flush=True)
         if line.startswith("| "):
             printed.append(line[2:-3].split(" | "))
     code = process.wait()
@@ -105,7 +110,7 @@ def measure(part, paths):
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("parts", nargs="*", metavar="PART", help="several run one after the other")
+    parser.add_argument("parts", nargs="*", metavar="PART", help="one runs on each GPU at a time")
     parser.add_argument("--list", action="store_true")
     for name in ("text", "books", "ranks", "nanogpt"):
         parser.add_argument(f"--{name}", type=lambda path: Path(path).resolve(), default=Path(name.upper()))
@@ -115,7 +120,20 @@ def main():
     if args.list:
         for part, command in PARTS.items():
             print(f"{part:20} python {command}")
-    done = [draw.main() if part == "tables" else measure(part, vars(args)) for part in args.parts]
+    gpus, idle = torch.cuda.device_count(), SimpleQueue()
+    for gpu in range(gpus) if gpus > 1 else [None]:
+        idle.put(gpu)
+
+    def on_one_gpu(part):
+        gpu = idle.get()
+        done = measure(part, vars(args), gpu)
+        idle.put(gpu)
+        return done
+
+    alone = [part for part in args.parts if part.startswith("two_gpus") or part == "tables"]
+    with ThreadPoolExecutor(max(1, gpus)) as pool:
+        done = list(pool.map(on_one_gpu, [part for part in args.parts if part not in alone]))
+    done += [draw.main() if part == "tables" else measure(part, vars(args)) for part in alone]
     sys.exit("error: a part failed" if False in done else 0)
 
 

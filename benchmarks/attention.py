@@ -234,10 +234,7 @@ def overhead(names):
 
 
 def save(rows, path):
-    """Write the rows into a CSV file, in place of its rows of the same cells."""
-    cells = {(row["panel"], row["length"]) for row in rows}
-    old = list(csv.DictReader(path.open(newline=""))) if path.exists() else []
-    rows = [row for row in old if (row["panel"], int(row["length"])) not in cells] + rows
+    """Write a CSV file anew, with all rows so far."""
     columns = list(dict.fromkeys(name for row in rows for name in row))
     with open(path, "w", newline="") as file:
         writer = csv.DictWriter(file, columns)
@@ -249,19 +246,20 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--cells", nargs="+", default=[""], help="parts of panel names")
     parser.add_argument("--implementations", nargs="+", default=list(IMPLEMENTATIONS), choices=IMPLEMENTATIONS)
-    parser.add_argument("--csv", type=Path, help="write to this file, in place of its rows of the same cells")
+    parser.add_argument("--csv", type=Path, help="write to this file")
     parser.add_argument("--overhead", action="store_true", help="only the CPU time of a call, at T = 128")
     parser.add_argument("--small", action="store_true", help="a few small cells, to try this script on a CPU")
     args = parser.parse_args()
     if args.overhead:
         return overhead(args.implementations)
-    versions = machine()
+    versions, rows = machine(), []
     for cell in cells(args.small):
         if not any(part in cell.panel for part in args.cells):
             continue
         found = [versions | row for row in run(cell, args.implementations)]
+        rows += found
         if args.csv:
-            save(found, args.csv)
+            save(rows, args.csv)
         text = {}
         for r in found:
             text.setdefault(r["implementation"], []).append(f"{r['tflops']:.3g}" if "tflops" in r else r["reason"])

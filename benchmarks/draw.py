@@ -16,6 +16,7 @@ import numpy as np
 PAGES = ("README.md", "docs/results.md")
 CHART = "benchmarks/results/attention.svg"
 ROOT = Path(__file__).parents[1]
+ATTENTION = ("attention_64", "attention_128", "attention_128_rest", "attention_256")  # CSV files
 MACHINE = ("chip", "commit", "torch", "triton")  # columns of every CSV file
 HIDDEN = ("job", "target", "curve")  # columns that no page shows
 SCRIPTS = ("train.py", "model.py", "sample.py", "evaluate.py", "plot.py")
@@ -81,14 +82,14 @@ def speeds(rows, direction):
 
 
 def attention(cases, peers, root):
-    rows = read(root, "attention")
+    rows = read(root, *ATTENTION)
     found, machine = speeds(rows, "both"), {name: rows[0][name] for name in MACHINE}
     table = []
     for text, panel, length in cases:
         if cell := found.get((panel, length)):
             cells = {label: f"{cell[name]:.0f}" if name in cell else "" for name, label in peers.items()}
             table.append(machine | {"case": text, "tokens": f"{length:,}"} | cells)
-    return markdown(table, ["attention"])
+    return markdown(table, ["attention_*"])
 
 
 def curve(row):
@@ -247,7 +248,7 @@ def chart_rows(root):
     rows = [row for row in read(root, "books", "control", "dial") if (row["job"], row["trainer"]) in LOSSES]
     one_chip = len({row["chip"] for row in rows}) == 1  # whose seconds can be compared
     timed = len(rows) == len(LOSSES) and one_chip and all("::" not in row["curve"] for row in rows)
-    charts = {CHART: (read(root, "attention"), attention_chart)}
+    charts = {CHART: (read(root, *ATTENTION), attention_chart)}
     depths = read(root, "depths")
     if {row["name"] for row in depths} > set(FITTED):
         charts["docs/images/depths.svg"] = depths, depths_chart
