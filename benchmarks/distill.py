@@ -1,0 +1,74 @@
+"""The mean of the probabilities of several runs: its loss, or a network that learns from it.
+
+    python benchmarks/distill.py runs/a runs/b runs/c runs/d
+    python benchmarks/distill.py runs/a runs/b runs/c runs/d -- configs/modern.py --tokens 48_000_000 --name student
+
+The loss is that of the validation batches of the first run, in nats per token. After -- stand the options of train.py.
+The runs need one tokenizer. Half of the student's loss compares it with the mean, the other half with the text, as in
+Hinton et al. 2015, Distilling the knowledge in a neural network, without a temperature.
+"""
+
+import sys
+from functools import partial
+
+import torch
+import torch.nn.functional as F
+from harness import DEVICE
+from torch import nn
+
+import train
+from data.corpus import open_corpus
+from data.loader import validation_batches
+from errors import command
+from hf.weights import load
+from training.config import load_config
+from training.distributed import end_distributed, start_distributed
+
+SHARE = 0.5  # of the loss that compares with the mean
+
+
+class Ensemble(nn.Module):
+    def __init__(self, runs):
+        super().__init__()
+        self.members = [torch.compile(load(run, DEVICE, "float32")[0]) for run in runs]
+
+    @torch.no_grad()
+    def forward(self, tokens, targets=None):
+        """Mean of the members' probabilities [B, T, V] of tokens [B, T]; with targets [B, T] their loss instead."""
+        mean = sum(member(tokens).softmax(-1) for member in self.members) / len(self.members)
+        return mean if targets is None else F.nll_loss(mean.log().flatten(0, 1), targets.flatten())
+
+
+def take_taught_step(ensemble, network, optimizer, micro_batches):
+    """train.take_step() with another loss."""
+    loss = 0
+    for inputs, targets, weight in micro_batches:
+        with train.autocast(optimizer.config.dtype, inputs.device.type):
+            mean = ensemble(inputs).flatten(0, 1)
+        logits = network(inputs).flatten(0, 1)
+        part = SHARE * F.cross_entropy(logits, mean) + (1 - SHARE) * F.cross_entropy(logits, targets.flatten())
+        optimizer.backward(part * weight)
+        loss = loss + part.detach() * weight
+    grad_norm = optimizer.step(loss)
+    optimizer.zero_grad()
+    return loss, grad_norm
+
+
+def main(argv):
+    runs, options = (argv[: argv.index("--")], argv[argv.index("--") + 1 :]) if "--" in argv else (argv, None)
+    ensemble = Ensemble(runs)
+    try:
+        if options is not None:
+            train.take_step = partial(take_taught_step, ensemble)
+            return train.train(load_config(options), options)
+        config = load_config(["--resume", runs[0]])
+        ranks, corpus = start_distributed(config), open_corpus(config.data, config.tokenizer, config.input or None)
+        batches = validation_batches(corpus.val, config.block_size, config.batch_size, config.eval_batches or None)
+        print(f"{len(runs)} runs: {train.evaluate(ensemble, batches, config, ranks):.4f} nats/token")
+    finally:
+        end_distributed()
+
+
+if __name__ == "__main__":
+    with command("give a smaller --micro_batch"):
+        main(sys.argv[1:])
