@@ -56,7 +56,7 @@ class GPTConfig:
     qk_norm: bool = False
     """Normalise the queries and keys of each head to unit RMS."""
     bias: bool = False
-    """Biases in linear layers and LayerNorm, as in GPT-2; without them training is slightly faster and better."""
+    """Biases in linear layers and LayerNorm, as in GPT-2; nanoGPT trains without them."""
     tie_head: bool = True
     """Share one weight between the token embedding and the output head."""
     logit_softcap: float | None = None
@@ -64,17 +64,17 @@ class GPTConfig:
     embed_norm: bool = False
     """Normalise the embedding of each token to unit RMS, as nanochat does."""
     embed_skip: bool = False
-    """Give each block (1 + a) x + b (embedding of the token) in place of x; a and b are learned and begin at 0."""
+    """The input of a block is (1 + a) x + b (embedding of the token), not x; a and b are learned and begin at 0."""
     value_residual: bool = False
     """Mix the values of attention with the first block's, by learned shares that begin at 1/2 (Zhou et al. 2024)."""
     key_offset: bool = False
     """In half of each head's channels, a key is that of the token before, without rotary positions (modded-nanogpt)."""
     window: int | None = None
-    """Keys that a query sees, its own included; every fourth block sees all keys, and with None all blocks do."""
+    """Keys that a query sees, its own included, in three of four blocks; the others see all. None: no limit."""
     dropout: float = 0.0
     """Probability of dropout, for embeddings, attention weights and residual branches."""
     mask_documents: bool = False
-    """Attention does not cross the end of a document, and positions start anew there."""
+    """Attention does not cross the end of a document, and positions restart there."""
     end_of_text: int | None = None
     """Id of the token that ends a document; None means the tokenizer's, if it has one."""
     attention: Literal["auto", "hopper", "triton", "sdpa", "reference"] = "auto"

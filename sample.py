@@ -56,7 +56,7 @@ class SampleConfig(Sampling):
     """Continue lines that you type; an empty one begins a text. Ctrl-C stops a text; exit or Ctrl-D ends."""
     chat: bool = False
     """Answer what you type, as a model of configs/chat.py does. /system TEXT begins a new conversation with this system
-    message, /reset one with the old message. If the context is full, the oldest turns are left out."""
+    message, /reset one with the same message as before. If the context is full, the oldest turns are left out."""
     max_tokens: int = 500
     """Tokens per sample."""
     num_samples: int = 1

@@ -23,19 +23,19 @@ from data.hub import HUB
 
 @dataclass(frozen=True, kw_only=True)
 class Command(Options):
-    """Tokenize a corpus for train.py, and print its sizes. An interrupted preparation goes on where it was."""
+    """Tokenize a corpus for train.py, and print its sizes. An interrupted preparation continues where it was."""
 
     name: tyro.conf.Positional[str]
     """The corpus: shakespeare, fineweb-edu or openwebtext; with --input, text, chat (conversations) or tokens (of
     nanoGPT, llm.c or modded-nanogpt, used where they are); or hub:OWNER/NAME or hub:OWNER/NAME/FOLDER, a data set of
     the Hugging Face hub, which has texts or, with --text_field messages, conversations."""
     input: Path | None = None
-    """File or folder: .txt, .md, .jsonl, .ndjson, all of them also with .gz or .zst, .parquet; for chat, .jsonl or
+    """File or folder: .txt, .md, .jsonl, .ndjson, each also compressed (.gz or .zst), .parquet; for chat, .jsonl or
     .parquet. For shakespeare, a local copy. For tokens, the folder with train.bin and val.bin, or with *_train_*.bin
     and *_val_*.bin."""
     tokenizer: str = "bpe:512"
-    """bytes, char, bpe:N, gpt2, gpt2:RANK_FILE or run:PATH (the tokenizer of a run). bytes+eot and char+eot have an
-    end-of-text token."""
+    """bytes, char, bpe:N, gpt2, gpt2:RANK_FILE or run:PATH (the tokenizer of a run), the same as in train.py.
+    bytes+eot and char+eot have an end-of-text token."""
     threads: int | None = None
     """Threads that tokenize; None takes one for each core."""
 

@@ -52,7 +52,8 @@ class Config(GPTConfig):
     """For --data text and chat, a file, a folder, or hub:OWNER/NAME if that is prepared. For tokens, a folder. For
     shakespeare, a local copy."""
     tokenizer: str = "char"
-    """bytes, char, bpe:N (trained on the corpus), gpt2, gpt2:RANK_FILE, or run:PATH (the tokenizer of a run)."""
+    """bytes, char, bpe:N (trained on the corpus), gpt2, gpt2:RANK_FILE, or run:PATH (the tokenizer of a run).
+    bytes+eot and char+eot have an end-of-text token."""
     verify: bool = False
     """Read all tokens before training and compare their sha256 with the corpus's manifest."""
 
@@ -84,7 +85,7 @@ class Config(GPTConfig):
     optimizer: Literal["adamw", "muon"] = "adamw"
     """muon: orthogonalised steps for the matrices of the blocks, AdamW for the rest."""
     muon_scale: float = 1.0
-    """With muon, the learning rate of the blocks' matrices, as a multiple of learning_rate; try up to 2."""
+    """With muon, the learning rate of the blocks' matrices, as a multiple of learning_rate; configs/ has 0.5 to 4."""
     embed_scale: float = 1.0
     """Learning rate of embeddings and a tied head, as a multiple of learning_rate; their weight decay grows with it."""
     weight_decay: float = 0.1
@@ -127,8 +128,8 @@ class Config(GPTConfig):
 
     # memory
     parallel: Literal["ddp", "fsdp"] = "ddp"
-    """With torchrun: ddp keeps the whole network on each GPU, fsdp spreads weights, gradients and moments over the
-    GPUs, which is slower and takes less memory."""
+    """With torchrun: ddp keeps the whole network on each GPU; fsdp spreads weights, gradients and moments over the
+    GPUs, which takes less memory."""
     checkpoint_activations: Literal["off", "selective", "blocks"] = "off"
     """Recompute activations in the backward pass. blocks: keep only the inputs of the blocks. selective: keep also the
     results of matmuls and attention."""
@@ -139,7 +140,7 @@ class Config(GPTConfig):
     save_every: int = 0
     """Steps between checkpoints; 0 takes eval_every."""
     eval_batches: int = 50
-    """Batches of batch_size per evaluation, spread evenly over the validation text; 0 takes all of it."""
+    """Batches of batch_size in an evaluation, spread evenly over the validation text; 0 takes all of it."""
     log_every: int = 10
     """Steps between lines of metrics.jsonl and of the terminal."""
     sample_every: int = 0
