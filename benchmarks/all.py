@@ -63,9 +63,14 @@ PARTS = {
     "step_char": "benchmarks/step_parts.py configs/shakespeare_char.py --input {text}",
     "fp8": recipe("gpt2_books", "fp8", FP8),
     "recipe_seeds": recipe(
-        "modern", "recipe", "' --tokens 48M --seeds 1 2 3 4 5 --test {books}/test.txt", "{results}/recipe_parts.csv"
+        "modern", "recipe", "' --tokens 43M --seeds 1 2 3 4 5 --test {books}/test.txt", "{results}/recipe_parts.csv"
     ),
-    "recipe_control": recipe("gpt2_books", "control_alone", "' --tokens 150M --seeds 1 2 --test {books}/test.txt"),
+    **{
+        f"recipe_control_{seed}": recipe(
+            "gpt2_books", "control_alone", f"' --tokens 150M --seeds {seed} --test {{books}}/test.txt"
+        )
+        for seed in (1, 2)
+    },
     "recipe_parts": recipe("modern", "modern_without", "' --tokens 24M"),
     "depths": recipe("modern", "depths", "' --seeds 1 2", tokenizer="bpe:8192"),
     "sampling_text": "benchmarks/sampling.py --parts text --nanogpt {nanogpt} --transformers",
