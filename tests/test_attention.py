@@ -177,16 +177,6 @@ def test_dropout_is_rounded_to_8_bits(device):
         torch.testing.assert_close(counts[1], counts[1].round(), rtol=0, atol=2e-2 if ON_GPU else 1e-3)
 
 
-def test_dropout_draws_a_seed_from_torch(device):
-    q, k, v = (torch.randn(1, 32, 1, 16, device=device) for _ in range(3))
-
-    def draw(seed):
-        torch.manual_seed(seed)
-        return attention(q, k, v, dropout=0.5, impl="triton")
-
-    assert torch.equal(draw(1), draw(1)) and not torch.equal(draw(1), draw(2))
-
-
 @pytest.mark.parametrize(
     "options",
     [

@@ -1,16 +1,12 @@
 """Which implementation serves a call, its self-check, what the Hopper kernels support, and what is cached for later."""
 
 import re
-import time
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, nullcontext
 from functools import partial
 
 import pytest
 import torch
 from problems import MISSES, ON_GPU, by_impl, floats, integers, make_problem, results
-from test_hopper import CASES as HOPPER_CASES
-from test_hopper import REPEATED
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from attention import attention, choose, decode, explain
@@ -66,28 +62,6 @@ def test_a_cpu_prints_once_what_serves_and_that_the_reference_is_slow(undecided,
     assert sdpa.startswith("attention  sdpa on cpu, float32: ")
     assert reference.startswith("attention  reference on cpu, float32: ") and "sink" in reference
     assert "many times slower" in reference
-
-
-def test_threads_share_one_self_check(undecided, monkeypatch, capsys):
-    """It leaves torch's deterministic mode as it is, also while it runs, since other threads may be computing."""
-    modes = []
-
-    def check(*case):
-        time.sleep(0.05)
-        modes.append(torch.get_deterministic_debug_mode())
-        return 1e-3
-
-    monkeypatch.setattr(choose, "_self_check", check)
-    call = partial(choose.implementation, torch.device("cuda", 0), torch.float16, None, False)
-    try:
-        torch.use_deterministic_algorithms(True)
-        with ThreadPoolExecutor(4) as threads:
-            choices = [x.result() for x in [threads.submit(call) for _ in range(4)]]
-        assert torch.are_deterministic_algorithms_enabled()
-    finally:
-        torch.use_deterministic_algorithms(False)
-    assert modes == [2] and {name for name, *_ in choices} == {"triton"}
-    assert capsys.readouterr().err.count("attention ") == 1
 
 
 def test_each_setting_of_the_hopper_kernels_is_checked(undecided, monkeypatch):
@@ -191,7 +165,9 @@ def test_explain_names_the_implementation(device):
         ("head dim 64", dict(dim=192, value_dim=64)),
         ("empty", dict(batch=0)),
         ("decay with softcap", dict(decay=True, softcap=3.0)),
+        ("decay with values of another head dim", dict(decay=True, dim=192, value_dim=128)),
         ("bias", dict(bias=(8, 8))),
+        ("score_mod", dict(score_mod="gaussian")),
         ("prefix_lengths", dict(prefix_lengths=[3, 0])),
         ("window", dict(q_len=8, k_len=18, window=10)),
         ("dropout", dict(q_len=8, k_len=18, window=10, dropout=0.1, lengths=[18, 9])),
@@ -209,12 +185,6 @@ def test_unsupported_sizes():
     ):  # fmt: skip
         found = choose.call_problem(call_of(q[:, :q_len], k[:, :k_len], k[:, :k_len]))
         assert found is None if lack is None else lack in found
-
-
-@pytest.mark.parametrize("case", (HOPPER_CASES | REPEATED).values(), ids=HOPPER_CASES | REPEATED)
-def test_supported_calls(case):
-    assert lacks(**case) is None
-    assert (lacks(dim=192, value_dim=128, **case) is None) == ("decay" not in case)
 
 
 def lacks(dtype=torch.bfloat16, dim=64, **problem):
