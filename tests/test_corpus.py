@@ -5,17 +5,16 @@ import fcntl
 import hashlib
 import json
 import os
-import threading
 from concurrent.futures import ThreadPoolExecutor
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import numpy as np
 import pytest
 from helpers import ROOT, one_sentence, run_script
+from hub_server import running
 from test_build import ids_of, make_documents, shards_of, write_lines
 from test_tokenizer import SPECS, VERSE, to_list
 
-from data import files, sources
+from data import sources
 from data.build import Options
 from data.corpus import open_corpus, prepare
 from data.tokenizer import make_tokenizer, to_state
@@ -33,18 +32,6 @@ def verse(tmp_path):
 
 def text_of(found):
     return "".join(found.tokenizer.decode(ids_of(split).tolist()) for split in (found.train, found.val))
-
-
-def test_atomic_file_replaces_only_on_success(tmp_path):
-    path = tmp_path / "x"
-    path.write_text("old")
-    with pytest.raises(RuntimeError), files.atomic_file(path) as file:
-        file.write(b"half of the n")
-        raise RuntimeError
-    assert path.read_text() == "old"
-    with files.atomic_file(path) as file:
-        file.write(b"new")
-    assert [p.name for p in tmp_path.iterdir()] == ["x"] and path.read_text() == "new"
 
 
 @pytest.mark.parametrize("spec", SPECS)
@@ -83,15 +70,6 @@ def test_changed_text_is_prepared_again(verse, capsys):
     verse.write_text(VERSE + "CODA\n" * 50)
     assert text_of(open_corpus("text", "char", verse)) == VERSE + "CODA\n" * 50
     assert text_of(before) == VERSE  # a run that has opened the old tokens keeps them
-
-
-def test_known_tokens_are_opened_without_their_text(verse):
-    before = open_corpus("text", "char", verse)
-    verse.write_text("EDITED")
-    assert text_of(open_corpus("text", "char", verse, sha256=before.sha256)) == VERSE
-    assert text_of(open_corpus("text", "char", verse)) == "EDITED"
-    verse.unlink()  # a text may be deleted once it is prepared
-    assert text_of(open_corpus("text", "char", verse)) == "EDITED"
 
 
 def test_a_project_that_moved(tmp_path, verse, monkeypatch):
@@ -169,13 +147,10 @@ def test_folder_of_texts(tmp_path, capsys):
     assert len({open_corpus("text", "char", file).folder for file in files}) == 2
 
 
-def test_a_missing_file_is_the_only_thing_said(tmp_path, capsys):
+def test_wrong_inputs(tmp_path, verse, capsys):
     with pytest.raises(UserError, match=r"nowhere\.txt does not exist; check --input"):
         open_corpus("text", "bytes", tmp_path / "nowhere.txt")
-    assert capsys.readouterr().err == ""
-
-
-def test_wrong_inputs(tmp_path, verse):
+    assert capsys.readouterr().err == ""  # the error is all that is said
     (tmp_path / "blank.txt").write_text(" \n\n")
     wrong = {
         ("text", tmp_path / "blank.txt"): "no text",
@@ -194,49 +169,36 @@ def test_wrong_inputs(tmp_path, verse):
         open_corpus("text", "bytes", tmp_path / "empty")
 
 
-class Handler(BaseHTTPRequestHandler):
-    """A server on loopback that has VERSE in the place of tiny Shakespeare, or nothing if it is `offline`."""
-
-    def do_GET(self):
-        self.server.requests += 1
-        self.send_response(404 if self.server.offline else 200)
-        self.end_headers()
-        self.wfile.write(VERSE.encode())
-
-    def log_message(self, *args):
-        pass
-
-
 @pytest.fixture
-def server(monkeypatch):
-    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
-        server.offline, server.requests = False, 0
-        threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True).start()
-        monkeypatch.setattr(sources, "SHAKESPEARE_URL", f"http://127.0.0.1:{server.server_port}/input.txt")
+def server(data_root, monkeypatch):
+    """It has VERSE in the place of tiny Shakespeare."""
+    with running(monkeypatch, data_root, {"a/b": {"input.txt": VERSE.encode()}}) as server:
+        url = f"http://127.0.0.1:{server.server_port}/a/b/resolve/main/input.txt"
+        monkeypatch.setattr(sources, "SHAKESPEARE_URL", url)
         monkeypatch.setattr(sources, "SHAKESPEARE_SHA256", hashlib.sha256(VERSE.encode()).hexdigest())
         yield server
-        server.shutdown()
 
 
 def test_download(server, data_root, capsys):
     found = open_corpus("shakespeare", "char")
     assert found.source == "tiny Shakespeare" and text_of(found) == VERSE
     open_corpus("shakespeare", "bytes")
-    assert server.requests == 1 and "NOTICE" not in capsys.readouterr().err
+    assert len(server.downloads) == 1 and "NOTICE" not in capsys.readouterr().err
     (data_root / "downloads" / "tinyshakespeare.txt").write_text("broken by someone")
-    assert text_of(open_corpus("shakespeare", "bpe:300")) == VERSE and server.requests == 2
+    assert text_of(open_corpus("shakespeare", "bpe:300")) == VERSE and len(server.downloads) == 2
 
 
 @pytest.mark.parametrize("remedy", ["network", "--input"])
 def test_play_replaces_a_failed_download(server, verse, remedy, capsys):
-    server.offline = True
+    server.mode = "error"
     found = open_corpus("shakespeare", "char")
     assert found.source == "the embedded play" and text_of(found) == sources.PLAY_FILE.read_text()
     notice = capsys.readouterr().err.splitlines()[-1]
     assert notice.startswith("NOTICE") and "--input FILE" in notice
-    server.offline, server.requests = remedy == "--input", 0
-    assert open_corpus("shakespeare", "char").source == "the embedded play" and server.requests == 0
+    server.requests.clear()
+    assert open_corpus("shakespeare", "char").source == "the embedded play" and not server.requests
     if remedy == "network":
+        server.mode = "good"
         prepare("shakespeare", "char")  # downloads again, and replaces the play
     for spec in ("char", "bytes"):
         found = open_corpus("shakespeare", spec, verse if remedy == "--input" else None)
