@@ -1,7 +1,5 @@
 """Batches: which windows of a text are in the batch of a step."""
 
-from concurrent.futures import ThreadPoolExecutor
-
 import numpy as np
 import pytest
 import torch
@@ -9,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from data import loader
-from data.loader import Batches, map_ahead, validation_batches
+from data.loader import Batches, validation_batches
 from data.shards import Tokens
 
 
@@ -100,11 +98,3 @@ def test_validation_batches_cover_the_text_in_order():
     few = validation_batches(make_tokens(1001), 10, 4, max_batches=5)
     assert torch.cat([load()[0][:, 0] for load in few]).tolist() == list(range(0, 1000, 50))  # spread over the text
     assert len(validation_batches(make_tokens(1001), 10, 4, max_batches=99)) == 25
-
-
-def test_map_ahead_keeps_the_order_and_stays_within_its_count():
-    started, items = [], iter(range(20))
-    with ThreadPoolExecutor(3) as pool:
-        results = map_ahead(pool, lambda item: started.append(item) or -item, items, 4)
-        assert next(results) == (0, 0) and next(items) == 5  # five are asked for, one of them is back
-        assert list(results) == [(item, -item) for item in [*range(1, 5), *range(6, 20)]]

@@ -33,7 +33,6 @@ from helpers import (
 import train
 from data.corpus import prepare
 from data.loader import Batches
-from training.device import autocast
 
 CHECKPOINT = "runs/run/checkpoint.pt"
 TEN = dict(steps=10, eval_every=5)
@@ -184,9 +183,3 @@ def test_a_gpu_without_memory_is_one_sentence(folder, run, monkeypatch):
 def test_deterministic_resume_on_a_gpu_is_bit_exact(folder, run, compile, dtype):
     assert_resumes_bit_exactly(folder, run, steps=40, **ON_GPU | dict(compile=compile, dtype=dtype, ema=0.9))
     assert losses(folder)[-1] < 0.6 * losses(folder)[0]
-
-
-def test_autocast_keeps_no_cache():
-    """Leaving autocast in one thread would clear it for all, and can deadlock with a thread that compiles."""
-    with autocast("bfloat16", "cpu"):
-        assert not torch.is_autocast_cache_enabled()
