@@ -46,11 +46,6 @@ def documents_of(split, tokenizer):
     return [tokenizer.decode(piece[piece != end_of_text(tokenizer)].tolist()) for piece in np.split(ids, ends)[:-1]]
 
 
-def is_small(text, share):
-    """Whether a document is for validation: its sha256 as a fraction of 1 is below the share."""
-    return int(hashlib.sha256(text.encode()).hexdigest(), 16) / 2**256 < share
-
-
 def shards_of(folder):
     return {path.name: path.read_bytes() for path in folder.glob("*.bin")}
 
@@ -59,7 +54,8 @@ def shards_of(folder):
 def test_every_document_is_in_one_split_in_order(tmp_path, count, share):
     documents = make_documents(count, seed=count)
     found = prepare("text", "bytes+eot", write_lines(tmp_path / "x.jsonl", documents))
-    val = [text for text in documents if is_small(text, share)]
+    # those whose sha256, as a fraction of 1, is below the share
+    val = [text for text in documents if int(hashlib.sha256(text.encode()).hexdigest(), 16) / 2**256 < share]
     if count < 40:  # at least one
         val = val or [min(documents, key=lambda text: hashlib.sha256(text.encode()).digest())]
     assert val and documents_of(found.val, found.tokenizer) == val

@@ -28,12 +28,7 @@ def small(monkeypatch):
     monkeypatch.setattr(documents, "chunks", lambda pieces: chunks(pieces, 100))
 
 
-def zst(contents):
-    """One frame of zstd."""
-    return pyarrow.compress(contents, "zstd", asbytes=True)
-
-
-PACK = {".gz": gzip.compress, ".zst": zst}
+PACK = {".gz": gzip.compress, ".zst": lambda contents: pyarrow.compress(contents, "zstd", asbytes=True)}
 
 
 def write(path, texts):
