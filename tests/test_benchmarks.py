@@ -51,12 +51,6 @@ def test_the_mean_of_one_run_has_its_loss_and_teaches(folder):
     assert losses(folder, "student")[-1] < losses(folder, "student")[0]
 
 
-@pytest.fixture
-def copy(tmp_path):
-    shutil.copytree(ROOT, tmp_path / "copy", ignore=shutil.ignore_patterns(".git", "runs", "prepared", "__pycache__"))
-    return tmp_path / "copy"
-
-
 def test_pages_and_charts_are_drawn():
     for page in draw.PAGES:
         text = (ROOT / page).read_text()
@@ -66,7 +60,9 @@ def test_pages_and_charts_are_drawn():
         assert draw.digest(rows) in (ROOT / name).read_text(), f"draw {name} again: python benchmarks/all.py tables"
 
 
-def test_a_changed_figure_is_drawn_once(copy):
+def test_a_changed_figure_is_drawn_once(tmp_path):
+    copy = tmp_path / "copy"
+    shutil.copytree(ROOT, copy, ignore=shutil.ignore_patterns(".git", "runs", "prepared", "__pycache__"))
     path, page = copy / "benchmarks/results/attention_128.csv", copy / "docs/results.md"
     number = r"(d128 causal,.*,hopper,both,[\d.]+,)[\d.]+"
     path.write_text(re.sub(number, r"\g<1>1234", path.read_text()))

@@ -10,16 +10,7 @@ from pathlib import Path
 import filelock
 import pytest
 import torch
-from helpers import (
-    PATHS,
-    assert_resumes_bit_exactly,
-    assert_same_runs,
-    at_step,
-    contents,
-    equal,
-    metrics,
-    refused,
-)
+from helpers import PATHS, assert_resumes_bit_exactly, assert_same_runs, at_step, contents, equal, metrics, refused
 
 import sample
 from data.corpus import open_corpus

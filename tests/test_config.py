@@ -124,11 +124,8 @@ def test_dial_of_the_shipped_config(depth, vocab_size, tokens, expected):
 
 
 def test_the_embedding_has_a_row_for_each_token():
-    assert [Config(vocab_size=n).gpt_config(make_tokenizer("bytes")).vocab_size for n in (0, 10, 300)] == [
-        256,
-        256,
-        300,
-    ]
+    for asked, rows in ((0, 256), (10, 256), (300, 300)):
+        assert Config(vocab_size=asked).gpt_config(make_tokenizer("bytes")).vocab_size == rows
 
 
 def test_values_of_every_kind(config_file):

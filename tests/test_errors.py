@@ -2,7 +2,6 @@
 
 import os
 from pathlib import Path
-from typing import NamedTuple
 
 import pytest
 from helpers import FAST, ROOT, environment, finish, in_process, one_sentence, run_script, start
@@ -11,24 +10,15 @@ from test_sample import save
 from data.tokenizer import make_tokenizer
 from model import Block
 
-
-class Case(NamedTuple):
-    """A command, a mistake, and the moment of a Ctrl-C."""
-
-    argv: str
-    mistake: str  # arguments
-    words: str  # of the sentence about the mistake
-    moment: str  # the call of a function, which the main thread makes
-
-
 TRAIN = "--data text --input corpus.txt --tokenizer bytes --device cpu --steps 2 --n_layer 1 --batch_size 2 --attention"
+# script -> arguments, mistaken ones, words of the sentence about them, the main thread's call at which Ctrl-C comes
 COMMANDS = {
-    "train.py": Case(f"{TRAIN} sdpa", f"{TRAIN} hopper", "attention='auto'", "GPT.__init__"),
-    "sample.py": Case("tiny", "--prompt FILE:none", "none: No such file", "Block.forward"),
-    "evaluate.py": Case("--text corpus.txt", "--text none", "none", "Block.forward"),
-    "plot.py": Case("tiny", "runs/none", "runs/none", "FigureBase.subplots"),
-    "data/prepare.py": Case("text --input corpus.txt", "text --input none", "none: No such", "make_tokenizer"),
-    "hf/export.py": Case("tiny out", "none out", "none does not", "save_file"),
+    "train.py": (f"{TRAIN} sdpa", f"{TRAIN} hopper", "attention='auto'", "GPT.__init__"),
+    "sample.py": ("tiny", "--prompt FILE:none", "none: No such file", "Block.forward"),
+    "evaluate.py": ("--text corpus.txt", "--text none", "none", "Block.forward"),
+    "plot.py": ("tiny", "runs/none", "runs/none", "FigureBase.subplots"),
+    "data/prepare.py": ("text --input corpus.txt", "text --input none", "none: No such", "make_tokenizer"),
+    "hf/export.py": ("tiny out", "none out", "none does not", "save_file"),
 }
 # Python runs this file when it starts. It sends Ctrl-C to its own process at the moment that a function is called.
 INTERRUPT = """
@@ -62,26 +52,26 @@ def test_a_mistake_in_the_code_keeps_its_traceback(tiny, monkeypatch, capsys):
 
     monkeypatch.setattr(Block, "forward", wrong)
     with pytest.raises(ValueError, match="not enough values"):
-        run_script(monkeypatch, capsys, str(ROOT / "train.py"), *COMMANDS["train.py"].argv.split())
+        run_script(monkeypatch, capsys, str(ROOT / "train.py"), *COMMANDS["train.py"][0].split())
 
 
 @pytest.mark.parametrize("script", COMMANDS)
 def test_a_mistake_of_the_user_is_one_sentence(tiny, monkeypatch, capsys, script):
-    case = COMMANDS[script]
-    code, _, err = run_script(monkeypatch, capsys, str(ROOT / script), *case.mistake.split())
-    one_sentence(err if code == 1 else f"{err}{code}\n", case.words)  # sys.exit() prints a sentence
+    _, mistake, words, _ = COMMANDS[script]
+    code, _, err = run_script(monkeypatch, capsys, str(ROOT / script), *mistake.split())
+    one_sentence(err if code == 1 else f"{err}{code}\n", words)  # sys.exit() prints a sentence
 
 
 @pytest.mark.parametrize(
     "script, moment",
     [(script, "numpy/__init__.py:<module>") for script in COMMANDS]
-    + [pytest.param(script, case.moment, marks=pytest.mark.slow) for script, case in COMMANDS.items()],
+    + [pytest.param(script, moment, marks=pytest.mark.slow) for script, (*_, moment) in COMMANDS.items()],
 )
 def test_ctrl_c_ends_a_command_at_once(tiny, script, moment):
     (tiny / "site").mkdir()
     (tiny / "site/sitecustomize.py").write_text(INTERRUPT)
     paths = os.pathsep.join([str(tiny / "site"), environment(tiny)["PYTHONPATH"]])
-    argv = COMMANDS[script].argv.split()
+    argv = COMMANDS[script][0].split()
     if "/" in script:  # python -m
         argv.insert(0, script.removesuffix(".py").replace("/", "."))
     path = "-m" if "/" in script else ROOT / script

@@ -3,7 +3,7 @@
 import pytest
 import torch
 import torch.nn.functional as F
-from helpers import FAST, contents, equal, finish, losses, metrics, one_sentence, run_script, same, start
+from helpers import FAST, contents, equal, finish, losses, metrics, refused, run_script, same, start
 from problems import ON_GPU, needs_gpu
 from torch import nn
 
@@ -278,9 +278,7 @@ def test_a_resumed_run_is_bit_exact_and_can_be_sampled(mlp, folder, run, allow_c
 def test_a_run_without_fp8_resumes_with_it(folder, run, allow_cpu):
     assert run(steps=4, eval_every=2)[0] == 0
     (folder / CHECKPOINT).unlink()
-    code, err = run("--resume", "runs/run", "--fp8")
-    assert code == 1
-    one_sentence(err, "fp8", "--allow_changes")
+    refused(run("--resume", "runs/run", "--fp8"), "fp8", "--allow_changes")
     assert run("--resume", "runs/run", "--fp8", "--allow_changes")[0] == 0
     assert (contents(CHECKPOINT)["counters"]["fp8_history"][:, :2] > 0).all()
 
@@ -302,9 +300,7 @@ def test_two_ranks_share_their_scales(folder, run, allow_cpu):
 
 
 def test_refusals(folder, run, monkeypatch):
-    code, err = run(fp8=True)
-    assert code == 1
-    one_sentence(err, "--fp8", "8.9", "device=cpu", "leave it out")
+    refused(run(fp8=True), "--fp8", "8.9", "device=cpu", "leave it out")
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 6))
     with pytest.raises(ValueError, match=r"8\.9 or higher, not compute capability 8\.6"):
         require_fp8("cuda:0", torch.bfloat16)

@@ -177,28 +177,16 @@ def test_float16_has_half_the_size(folder):
         assert torch.equal(found[name], value[: len(found[name])].half().float())
 
 
-REFUSED = [  # options that are allowed, and one that is not
-    ({}, dict(logit_softcap=15.0)),
-    ({}, dict(window=8)),
-    ({}, dict(n_kv_head=2)),
-    ({}, dict(mlp="relu2")),
-    ({}, dict(mask_documents=True)),
-    ({}, dict(embed_norm=True)),
-    (MODERN, dict(embed_skip=True)),
-    (MODERN, dict(value_residual=True)),
-    (MODERN, dict(key_offset=True)),
-    (MODERN, dict(bias=True)),
-    *((NANOCHAT, dict(mlp=kind)) for kind in ("gelu", "gelu_tanh")),
-    *((MODERN | dict(qk_norm=normed), dict(mlp=kind)) for normed in (False, True) for kind in ("gelu", "gelu_tanh")),
+REFUSED = [  # options that are allowed, and those of which each is not
+    ({}, dict(logit_softcap=15.0, window=8, n_kv_head=2, mlp="relu2", mask_documents=True, embed_norm=True)),
+    (MODERN, dict(embed_skip=True, value_residual=True, key_offset=True, bias=True, logit_softcap=15.0)),
     (MODERN | dict(qk_norm=True), dict(window=8)),
-    (MODERN, dict(logit_softcap=15.0)),
+    *((options, dict(mlp=kind)) for options in (MODERN, MODERN | dict(qk_norm=True), NANOCHAT)
+      for kind in ("gelu", "gelu_tanh")),
     (NANOCHAT, dict(norm_weight=True)),
-    (RECIPE, dict(mlp="gelu")),
-    (RECIPE, dict(window=8)),
-    (RECIPE, dict(norm="layernorm")),
-    (RECIPE, dict(mask_documents=True)),
-    (RECIPE, dict(embed_norm=True)),
-]
+    (RECIPE, dict(mlp="gelu", window=8, norm="layernorm", mask_documents=True, embed_norm=True)),
+]  # fmt: skip
+REFUSED = [(allowed, {name: value}) for allowed, wrong in REFUSED for name, value in wrong.items()]
 
 
 @pytest.mark.parametrize("allowed, wrong", REFUSED, ids=str)
