@@ -72,36 +72,6 @@ def test_head_dims(dim, device, poisoned):
         check(partial(make_problem, device, dtype, batch=1, q_len=length, heads=2, kv_heads=1, dim=dim), dtype)
 
 
-@needs_gpu
-@pytest.mark.slow
-@pytest.mark.parametrize("group", [1, 2])
-def test_more_heads_than_take_turns(group, device, poisoned):
-    """With a causal mask heads are processed in sets, and here the last set is not full: see query_tile()."""
-    # a set has at most 256 key heads in the forwards and dq, 32 in Hopper's backward
-    sizes = dict(batch=20, heads=30, kv_heads=30 // group, dim=64, q_len=70)
-    check(partial(make_problem, device, torch.bfloat16, **sizes), torch.bfloat16)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("loops", [True, False], ids=["loop", "partials"])
-@pytest.mark.parametrize("group", [1, 2, 3, 8] if ON_GPU else [1, 3])
-def test_dk_and_dv_one_after_the_other(loops, group, device, poisoned, monkeypatch):
-    """As launch settings may ask; test_attention_pairs.py has both at once."""
-
-    def apart(*args):
-        launches = table(*args)
-        both = dict.fromkeys(("dk", "dv"), launches["dkdv"]) if "dkdv" in launches else {}
-        return {name: x for name, x in launches.items() if name != "dkdv"} | both
-
-    table = problem.launches_for
-    monkeypatch.setattr(portable, "loops_over_group", lambda problem, programs, device: loops)
-    monkeypatch.setattr(problem, "PROBLEMS", {})
-    monkeypatch.setattr(problem, "launches_for", apart)
-    make = partial(make_problem, device, torch.float16, batch=1, q_len=50 if ON_GPU else 33)
-    for sizes in (dict(heads=group, decay=True), dict(heads=group, kv_heads=1), dict(heads=2 * group, kv_heads=2)):
-        check(partial(make, **sizes), torch.float16)
-
-
 SMALL_BIASES = ("bias_of_one", "bias_of_keys", "bias_of_queries", "lengths_bias", "packed_bias_of_one")
 
 

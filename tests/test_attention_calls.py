@@ -138,9 +138,6 @@ def test_explain_names_the_implementation(device):
     q = torch.randn(1, 16, 2, 64, device=device, dtype=torch.bfloat16)
     bias = torch.zeros(16, 16, device=device)
     if device == "cpu":
-        reason = explain(q, q, q)
-        assert reason.startswith("sdpa: ") and "GPU" in reason and "cpu" in reason
-        assert explain(q, q, q, sink=torch.zeros(2)).startswith("reference: ")
         with pytest.raises(ValueError, match=r"Hopper.*cpu"):
             attention(q, q, q, impl="hopper")
     elif MISSES is None:

@@ -12,7 +12,7 @@ from torch.autograd import forward_ad
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
-from attention import attention, decode, ops
+from attention import attention, attention_qkv, decode, ops
 from attention.features import GRADIENTS
 
 # All options that the portable kernels support, in problems of a tile or two
@@ -79,6 +79,12 @@ def halves(q, k, v, **options):
     return attention(*(x[:1] for x in (q, k, v)), cu_seqlens=starts, max_seqlen=q.shape[1] // 2, **options)
 
 
+def all_results(q, k, v, impl):
+    """Of attention(), in one tensor."""
+    results = attention(q, k, v, return_lse=True, return_max_logit=True, impl=impl)
+    return torch.cat([x.flatten().float() for x in results])
+
+
 CALLS = {
     "auto": attention,
     "sdpa": partial(attention, impl="sdpa"),
@@ -86,8 +92,10 @@ CALLS = {
     "decay": lambda q, k, v: attention(q, k, v, window=7, decay=-q.abs().mean(-1), impl="triton"),
     "packed": partial(halves, impl="triton"),
     "qkv": partial(from_qkv, impl="triton"),
+    "all_results": partial(all_results, impl="triton"),
     "hopper": partial(attention, window=7, impl="hopper"),
     "hopper_packed": partial(halves, impl="hopper"),
+    "hopper_all_results": partial(all_results, impl="hopper"),
 }
 
 
@@ -141,9 +149,12 @@ def test_custom_ops(name, device):
 @by_impl
 def test_autocast(impl, device):
     q, k, v = (x.detach().float().requires_grad_() for x in leaves(device, impl=impl))
+    qkv = torch.cat((q, k, v), 2).flatten(2)
     with torch.autocast(device, torch.bfloat16):
         out = attention(q, k.bfloat16(), v, impl=impl)
-    assert out.dtype == torch.bfloat16
+        joint = attention_qkv(qkv, 2, impl=impl)
+    assert out.dtype == torch.bfloat16 and torch.equal(joint, out)
+    assert torch.autograd.grad(joint.sum(), qkv, retain_graph=True)[0].dtype == torch.float32
     gradients = torch.autograd.grad(out.float().sum(), (q, k, v))
     low = [x.detach().bfloat16().requires_grad_() for x in (q, k, v)]
     expected = torch.autograd.grad(attention(*low, impl=impl).float().sum(), low)

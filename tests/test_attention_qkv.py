@@ -74,15 +74,6 @@ def test_other_implementations(impl, device):
     torch.testing.assert_close(found, expected)
 
 
-def test_autocast(device):
-    qkv = projection(device, 2)
-    with torch.autocast(device, torch.bfloat16):
-        out = attention_qkv(qkv, 4, 2, impl="triton")
-    assert out.dtype == torch.bfloat16
-    assert torch.equal(out, attention_qkv(qkv.bfloat16(), 4, 2, impl="triton"))
-    assert torch.autograd.grad(out.float().sum(), qkv)[0].dtype == torch.float32
-
-
 @pytest.mark.parametrize(
     "shape, heads, said",
     [

@@ -121,14 +121,16 @@ def tiles_kernel(out, count, n_tiles, k_len, RULE: tl.constexpr, TILE: tl.conste
     tl.store(out + number, (index * TILE.heads + head) * n_tiles + tile)
 
 
-@pytest.mark.parametrize("heads, group", [(1, 1), (6, 2)])
+SIZES = [(n + more, n + more, dim) for dim, n in ((64, 2**24), (64, 2**25), (128, 2**23), (128, 2**24), (256, 2**23))
+         for more in (0, 1)] + [(2**24, 1, 8), (70, 2**29, 256)]  # fmt: skip
+
+
 @pytest.mark.parametrize(
-    "q_len, k_len, dim",
-    [(n + more, n + more, dim) for dim, n in ((64, 2**24), (64, 2**25), (128, 2**23), (128, 2**24), (256, 2**23))
-     for more in (0, 1)] + [(2**24, 1, 8), (70, 2**29, 256)],
-)  # fmt: skip
-def test_every_query_tile_of_a_long_row_is_visited(q_len, k_len, dim, heads, group, device):
-    """Once, also where the number of elements of keys and values passes 2^31 or 2^32."""
+    "q_len, k_len, dim, heads, group",
+    [(*sizes, *heads) for sizes in SIZES for heads in ((1, 1), (6, 2))] + [(70, 70, 64, 1200, 2)],
+)
+def test_every_query_tile_is_visited(q_len, k_len, dim, heads, group, device):
+    """Once, also where the number of elements of keys and values passes 2^31 or 2^32, and in sets of heads."""
     n_tiles = -(-q_len // 64)
     count = n_tiles * heads
     out = torch.full((count,), -1, dtype=torch.int32, device=device)

@@ -103,15 +103,6 @@ def test_no_second_derivative(impl, device):
 
 
 @by_kernels
-def test_vmap_over_no_example(impl, device):
-    q, k, v = inputs(impl, device)
-    out = torch.vmap(function(impl), (0, None, None))(q[:0], k, v)
-    assert out.shape == q[:0].shape
-    dq, dk = torch.autograd.grad(out.sum(), (q, k))
-    assert not dq.any() and not dk.any()
-
-
-@by_kernels
 def test_batched_gradients_raise(impl, device):
     """Those of torch.vmap over torch.func.vjp work instead."""
     q, k, v = (x.detach() for x in inputs(impl, device))
