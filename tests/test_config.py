@@ -185,7 +185,6 @@ def test_mistakes_on_the_command_line(refuse, argv, words):
     "text, words",
     [
         ("learning_rat = 1", ["--learning_rat=1", "--learning_rate"]),
-        ("eval_interval = 1", ["eval_interval", "nanoGPT", "--eval_every"]),
         ("init_from = 'resume'", ["init_from", "nanoGPT", "--resume"]),
         ("resume = 'x'", ["mine.py", "resume"]),
     ],

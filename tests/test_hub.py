@@ -174,12 +174,3 @@ def test_failed_download_keeps_the_files_before_it(server, data_root, mode, mess
     if mode == "changed":
         server.downloads.clear()  # the changed file is not used
     check(make(), server, data_root)
-
-
-def test_data_sets_that_are_not_there(server):
-    del server.repositories[OPENWEBTEXT]
-    with pytest.raises(UserError, match=r"cannot list plain_text of Skylion007/openwebtext \("):
-        make("openwebtext")
-    for sample in ("8BT", "9BT"):
-        with pytest.raises(UserError, match=f"sample/{sample} .* has no parquet files; name another --sample"):
-            make(sample=sample)

@@ -144,7 +144,6 @@ def test_python(run):
     "flags, words",
     [
         (["--prompt", "xyz"], ["'x'"]),
-        (["--prompt", "FILE:none.txt"], ["none.txt"]),
         (["--prompt", "abc", "--interactive"], ["--prompt", "--interactive"]),
         (["--top_p", "0"], ["top_p=0.0", "(0, 1]"]),
         (["--start", "abc"], ["start", "nanoGPT", "--prompt"]),
