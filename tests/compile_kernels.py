@@ -1,7 +1,7 @@
 """Compile the kernels for any chip, without a GPU, and print ptxas's report of each, one JSON per line.
 
     python tests/compile_kernels.py 90 --dims 64 128 --masks causal
-    python tests/compile_kernels.py 90 hopper --dtypes bfloat16 --features --bounds packed
+    python tests/compile_kernels.py 90 hopper --dtypes bfloat16 --features window sink --bounds packed
     python tests/compile_kernels.py 90 decode --groups 1 4 8
 
 The host functions run on meta tensors, with a driver that compiles for the chip and launches nothing. So
@@ -89,12 +89,6 @@ def overlapping_barriers(ptx):
     return [at for at, count in barriers.items() if count > 1 or stores & set(range(at, at + 8))]
 
 
-def early_accesses(ptx):
-    """How many accesses to global memory precede the wait for the previous kernel; None if the kernel does not wait."""
-    before, wait, _ = ptx.partition("griddepcontrol.wait")
-    return len(ACCESS.findall(before)) if wait else None
-
-
 class Driver:
     """Replaces Triton's driver: describes the chip to the compiler and reports each kernel instead of loading it."""
 
@@ -125,7 +119,8 @@ class Driver:
         warnings = sorted(set(re.findall(r"\((C75\d\d)\)", log)))  # C7510...: wgmma instructions run one by one
         found = dict(spilled=stores + loads, shared=shared, registers=registers, warnings=warnings)
         found |= dict(arrivals=barriers_before_arrivals(self.ptx), overlaps=overlapping_barriers(self.ptx))
-        found |= dict(early=early_accesses(self.ptx))
+        before, wait, _ = self.ptx.partition("griddepcontrol.wait")  # for the previous kernel
+        found |= dict(early=len(ACCESS.findall(before)) if wait else None)
         self.report(kernel=name, **found)
         return 0, 0, registers, 0, 1024  # module, function, registers, spills, largest block
 
@@ -168,9 +163,6 @@ def launch_kernels(dtype, dim, causal, group, features=False, length=4096, ways=
 
 
 UNEVEN = 4095  # a length that no tile divides
-HOPPER_FEATURES = (
-    "window", "softcap", "sink", "return_max_logit", "dropout", "alibi_slopes", "decay", "relative_bias",
-)  # fmt: skip
 
 
 def launch_hopper_kernels(dtype, dim, causal, group, features=(), length=4096, bounds=None):
@@ -306,9 +298,7 @@ def main():
         "--ways", nargs="+", default=["loop", "partials"], choices=["loop", "partials"],
         help="portable dk/dv with groups: one program per group, or one per query head",
     )  # fmt: skip
-    parser.add_argument(
-        "--features", nargs="*", choices=HOPPER_FEATURES, help="with all features; of hopper, or with those named"
-    )
+    parser.add_argument("--features", nargs="*", help="with all features; of hopper, with those named")
     parser.add_argument("--rows", nargs="+", type=int, default=[1, 8, 32, 64], help="of generation")
     parser.add_argument("--lengths", nargs="+", type=int, help="of sequences; default: all that matter")
     parser.add_argument("--bounds", choices=["lengths", "packed"], help="of sequences, of hopper; default: none")
@@ -321,7 +311,7 @@ def main():
     launch_all, lengths, masks, groups = FAMILIES[args.kernels]
     features, hopper = args.features is not None, args.kernels == "hopper"
     if hopper:
-        features = () if args.features is None else args.features or [x for x in HOPPER_FEATURES if x != "decay"]
+        features = args.features or ()
         lengths = lengths[:1] if args.bounds else lengths
     sizes = args.dtypes, args.dims, masks or args.masks, groups or args.groups, args.lengths or lengths
     own = dict(portable=dict(ways=args.ways), generation=dict(row_counts=args.rows), hopper=dict(bounds=args.bounds))

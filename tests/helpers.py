@@ -143,12 +143,11 @@ def wait_for_step(folder, step):
 
 
 def wait_for(condition, seconds=300):
-    """Wait until a function returns something true, and return it."""
+    """Wait until a function returns something true."""
     deadline = time.monotonic() + seconds
-    while not (value := condition()):
+    while not condition():
         assert time.monotonic() < deadline, "waited in vain"
         time.sleep(0.02)
-    return value
 
 
 def save_model(path, model, tokenizer):

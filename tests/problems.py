@@ -199,16 +199,12 @@ def from_qkv(q, k, v, **options):
 
 
 def check(draw, dtype, impls=None, yardstick=None):
-    """Fail if the error of a result is more than twice that of eager PyTorch.
-
-    Returns the largest error, as a multiple of half its bound, and the implementations that were checked.
+    """Fail if the error of a result is more than twice that of eager PyTorch (docs/attention.md, section 12).
 
     draw() makes a random problem. impls: the implementations to check; None for all of our_kernels().
 
-    Errors are norms over a whole result. One bad row may not show in them, so the error of each row has a bound as
-    well, twice ROW_FACTOR times its share: see worst_row(). Most of a norm often comes from the one or two rows with
-    the fewest keys, so a single draw is noisy. If an error is too large after 1 draw, the squared errors of 8 draws are
-    added up, then of 32, then of 128.
+    Errors are norms over a whole result, and each row has a bound as well, twice ROW_FACTOR times its share: see
+    worst_row(). If an error is too large after 1 draw, the squared errors of 8 draws are added up, then of 32, 128.
 
     Eager PyTorch computes in dtype or, if given, in the dtype `yardstick`. The bound is then four times its error:
     float16 rounds, while tensor cores truncate float32 to tf32.
@@ -253,7 +249,7 @@ def check(draw, dtype, impls=None, yardstick=None):
             ratios[key] = max(error / held_to, worst_row(rows, held_to) / ROW_FACTOR)
         key = max(ratios, key=ratios.get)
         if ratios[key] <= 2:
-            return ratios[key], impls
+            return
         if hopeless:
             break
     raise AssertionError(f"{key[1]} of {key[0]}: {ratios[key]:.3g} times the error of eager PyTorch, {count} draws")

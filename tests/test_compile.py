@@ -124,9 +124,7 @@ def test_hopper_kernels_fit_their_chip(dtype, bounds, features, masks, dims, len
 
     HOPPER contains every pair of values of dtype, mask, bounds of sequences (none, lengths, packed) and features (none,
     or many), and each head dim with and without features, some of a length that tiles divide and some of one that they
-    do not. ALiBi alone is there once, and so is relative_bias. Each combination is compiled with a group of two in one
-    program and in parts. Dropout, alone and with the others, is called with two probabilities, of which the second
-    compiles nothing. COMPILE_ALL=1 adds all other combinations.
+    do not. Each combination is compiled with a group of two in one program and in parts.
 
     Left out: groups of one (their backward is the one that loops over a group, their forward lacks a division), other
     features one by one, negative scales, a gradient of the LSE, and head dims in between, which use the tiles of the

@@ -12,8 +12,6 @@ from problems import BACKEND, ON_GPU, needs_gpu
 from kernels import cross_entropy
 from kernels.cross_entropy import linear_cross_entropy
 
-NAN = float("nan")
-
 
 def plain(x, weight, targets, softcap):
     logits = F.linear(x, weight.to(x.dtype)).double()

@@ -20,7 +20,6 @@ from training.optimizer import Optimizer, learning_rate, orthogonal
 
 SMALL = dict(vocab_size=8, n_layer=2, n_head=2, n_embd=16, block_size=8)
 ONE = Ranks(0, 1, "cpu")
-NAN, INF = float("nan"), float("inf")
 
 
 @pytest.fixture
@@ -122,9 +121,9 @@ def test_a_skipped_step_changes_nothing(bad, kind, model, device):
 
     before = state_after_a_step()
     if bad == "gradient":
-        hook = model.norm.weight.register_hook(lambda gradient: gradient * INF)
+        hook = model.norm.weight.register_hook(lambda gradient: gradient * float("inf"))
     else:
-        hook = model.register_forward_hook(lambda module, inputs, loss: loss + NAN)  # its gradients are finite
+        hook = model.register_forward_hook(lambda module, inputs, loss: loss + float("nan"))  # its gradients are finite
     assert equal(state_after_a_step(), before) and ours.skipped == 1
     hook.remove()
     assert not any(map(equal, state_after_a_step(), before)) and ours.skipped == 1
