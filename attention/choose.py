@@ -92,7 +92,7 @@ def _choose(call):
         raise ValueError(f"the Hopper kernels do not serve {lack}; use impl='auto'")
     if asked == "auto" and q.dtype in DTYPES:
         inexpressible = None if q.is_cuda else sdpa_problem(call)
-        dims = None if lack else hopper_dims(call)
+        dims = None if lack else (settings_dim(q.shape[-1]), settings_dim(call.v.shape[-1]))
         impl, reason, _ = implementation(q.device, q.dtype, dims, not lack and call.is_ragged, inexpressible)
         if impl == "triton" and lack and not no_hopper:
             reason = f"the Hopper kernels do not serve {lack}"
@@ -120,10 +120,10 @@ def implementation(device, dtype, dims, ragged, inexpressible=None):
 
     Returns (name, reason in words, whether kernels failed their self-check).
 
-    dims: hopper_dims() if the Hopper kernels could serve, else None; ragged: whether they would be those for lengths
-    and packed sequences. inexpressible: elsewhere than on a CUDA GPU, what SDPA cannot express, in words, or None. On a
-    CUDA GPU the kernels first compute a tiny case, which is compared with the reference: seconds, since they are
-    compiled for it.
+    dims: of keys and values, as the tiles of the Hopper kernels hold them, if those could serve, else None; each pair
+    is a setting of its own. ragged: whether they would be those for lengths and packed sequences. inexpressible:
+    elsewhere than on a CUDA GPU, what SDPA cannot express, in words, or None. On a CUDA GPU the kernels first compute a
+    tiny case, which is compared with the reference: seconds, since they are compiled for it.
     """
     if device.type == "cuda" and device.index is None:
         device = torch.device("cuda", torch.cuda.current_device())
@@ -207,11 +207,6 @@ def _self_check(device, dtype, dims, ragged, impl):
 
 
 implementation._dynamo_marked_constant = True  # as hopper_problem() of gpu.py
-
-
-def hopper_dims(call):
-    """Head dims of keys and values as the tiles of the Hopper kernels hold them: each pair is a setting of its own."""
-    return settings_dim(call.q.shape[-1]), settings_dim(call.v.shape[-1])
 
 
 def call_problem(call):
