@@ -21,7 +21,9 @@ from contextlib import suppress
 from pathlib import Path
 from statistics import median
 
-from harness import FOLDER, ROOT, machine, read_records, table
+from harness import FOLDER, ROOT, machine, table
+
+from training.report import read_metrics
 
 REPORTS, SECONDS = 6, 200  # of a run, before it is killed
 HEAD = ["run", "GPUs", "ms a step", "tokens/s", "of linear", "GB per GPU"]
@@ -61,7 +63,7 @@ def reports(gpus, **options):
         )  # fmt: skip
         end = time.monotonic() + SECONDS
         try:
-            while len(found := read_records("loss")) < REPORTS:
+            while len(found := [record for record in read_metrics(FOLDER) if "loss" in record]) < REPORTS:
                 if process.poll() is not None or time.monotonic() > end:
                     log.seek(0)
                     raise RuntimeError(f"train.py failed, or took over {SECONDS} s:\n{log.read()[-2000:]}")

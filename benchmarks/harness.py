@@ -1,6 +1,5 @@
-"""What the benchmarks share: clocks, turns, tables, and what a run of train.py reported."""
+"""What the benchmarks share: the machine, clocks, tables and SDPA."""
 
-import json
 import os
 import subprocess
 import sys
@@ -77,11 +76,3 @@ def sdpa(backend, q, k, v, causal=False):
     with sdpa_kernel(backend):
         out = F.scaled_dot_product_attention(q, k, v, is_causal=causal, enable_gqa=q.shape[1] != k.shape[1])
     return out.transpose(1, 2)
-
-
-def read_records(field):
-    """The records of the run's metrics.jsonl that have this field; not the line that is being written."""
-    path = FOLDER / "metrics.jsonl"
-    lines = path.read_text().splitlines(keepends=True) if path.exists() else []
-    records = [json.loads(line) for line in lines if line.endswith("\n")]
-    return [record for record in records if field in record]

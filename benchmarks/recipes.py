@@ -27,10 +27,11 @@ from itertools import product
 from pathlib import Path
 from typing import NamedTuple
 
-from harness import FOLDER, ROOT, machine, read_records, table
+from harness import FOLDER, ROOT, machine, table
 
 from errors import command, require
 from training.config import load_config
+from training.report import read_metrics
 
 SUFFIXES = (".txt", ".md")  # of books
 TEST_SHARE = 0.04  # of the books
@@ -101,7 +102,8 @@ def run(name, argv, seed, tokens, length, args):
     try:
         printed_by("train.py", *argv, *options)
         seconds = time.perf_counter() - start
-        losses, reports = read_records("val_loss"), read_records("tokens_per_second")
+        records = read_metrics(FOLDER)
+        losses, reports = ([r for r in records if field in r] for field in ("val_loss", "tokens_per_second"))
         if args.test:
             printed = printed_by("evaluate.py", FOLDER / "checkpoint.pt", f"--text={args.test}", "--json")
             test_loss = json.loads(printed)["results"][str(args.test)]["loss"]
