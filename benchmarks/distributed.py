@@ -17,7 +17,6 @@ import subprocess
 import sys
 import tempfile
 import time
-from contextlib import suppress
 from pathlib import Path
 from statistics import median
 
@@ -57,10 +56,8 @@ def reports(gpus, **options):
     launcher = torchrun if gpus > 1 or options.get("parallel") == "fsdp" else []
     argv = [f"--{name}={value}" for name, value in options.items()]
     with tempfile.TemporaryFile("w+") as log:
-        process = subprocess.Popen(
-            [sys.executable, *launcher, "train.py", *argv, f"--name={FOLDER.name}"], cwd=ROOT, stdout=log, stderr=log,
-            env=os.environ | {"BENCHMARK": FOLDER.name},
-        )  # fmt: skip
+        command = [sys.executable, *launcher, "train.py", *argv, f"--name={FOLDER.name}"]
+        process = subprocess.Popen(command, cwd=ROOT, stdout=log, stderr=log)
         end = time.monotonic() + SECONDS
         try:
             while len(found := [record for record in read_metrics(FOLDER) if "loss" in record]) < REPORTS:
@@ -69,23 +66,19 @@ def reports(gpus, **options):
                     raise RuntimeError(f"train.py failed, or took over {SECONDS} s:\n{log.read()[-2000:]}")
                 time.sleep(0.05)
         finally:
-            process.kill()
-            process.wait()
-            while kill_ranks():
-                time.sleep(0.1)
+            kill(process, with_ranks=bool(launcher))
             shutil.rmtree(FOLDER, ignore_errors=True)
     return found
 
 
-def kill_ranks():
-    """Whether there were any. torchrun's ranks have sessions of their own and outlive it, hence the mark."""
-    found = False
-    for path in Path("/proc").glob("[0-9]*/environ"):
-        with suppress(OSError):  # it has ended, or is another user's
-            if f"BENCHMARK={FOLDER.name}".encode() in path.read_bytes().split(b"\0"):
-                os.kill(int(path.parent.name), signal.SIGKILL)
-                found = True
-    return found
+def kill(process, with_ranks):
+    """Kill train.py; if torchrun started it, its ranks, which would outlive torchrun and whose end ends it."""
+    if with_ranks and process.poll() is None:
+        for rank in Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split():
+            os.kill(int(rank), signal.SIGKILL)
+    else:
+        process.kill()
+    process.wait()
 
 
 def rows(args, cases):
