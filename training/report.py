@@ -161,20 +161,18 @@ class Report:
             command = "torchrun ... train.py" if "WORLD_SIZE" in os.environ else "python train.py"
             show(f"stopped at step {step}; resume with: {command} --resume {self.folder}")
         else:
-            self._summarize(write)
+            if found := best_of(read_metrics(self.folder)):
+                show(f"best val loss {in_words(found)} of {self.config.steps}")
+            trained = timedelta(seconds=round(self._seconds()))
+            show(f"trained for {trained}; losses are drawn in {self.folder / 'loss.png'}")
+            flag = " --chat" if self.config.data == "chat" else ""
+            show(f"sample from it: python sample.py {self.folder.name}{flag}")
+            if write:
+                self.sample(step, write)
         plot_losses(self.folder)
         if self.wandb:
             with only_warn("closing wandb"):
                 self.wandb.finish()
-
-    def _summarize(self, write):
-        if found := best_of(read_metrics(self.folder)):
-            show(f"best val loss {in_words(found)} of {self.config.steps}")
-        show(f"trained for {timedelta(seconds=round(self._seconds()))}; losses are drawn in {self.folder / 'loss.png'}")
-        flag = " --chat" if self.config.data == "chat" else ""
-        show(f"sample from it: python sample.py {self.folder.name}{flag}")
-        if write:
-            self.sample(self.config.steps, write)
 
     def _seconds(self):
         """Since training began, without the time between processes."""
