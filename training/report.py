@@ -46,14 +46,13 @@ class Report:
         self.tokens_per_step = config.batch_size * config.block_size
         self.flops_per_step = model.flops_per_token() * self.tokens_per_step
         self.peak = peak_flops(ranks.device) * ranks.world
-        self.began = self.plotted = time.perf_counter()
-        self.seconds_before, self.val_loss, self.wandb = 0.0, None, None
+        self.began = self.plotted = self.first_began = self.lap_began = time.perf_counter()
         self.first_step = self.lap_step = start
-        self.first_began = self.lap_began = time.perf_counter()
+        self.val_loss, self.wandb = None, None
         if self.enabled:
             # Steps after `start` are repeated, and so is the evaluation of step 0 if that is the start.
             kept = [record for record in read_metrics(folder) if 0 < start >= record["step"]]
-            self.seconds_before = kept[-1].get("seconds", 0.0) if kept else 0.0
+            self.began -= kept[-1]["seconds"] if kept else 0  # the time between processes does not count
             with atomic_file(folder / "metrics.jsonl") as file:
                 file.write("".join(json.dumps(record) + "\n" for record in kept).encode())
             if config.wandb != "off":
@@ -114,7 +113,7 @@ class Report:
         self.lap_began, self.lap_step = now, step
         left = (steps - step) * (now - self.first_began) / max(step - self.first_step, 1)  # with evaluations
         record = dict(
-            step=step, seconds=self._seconds(), loss=loss, learning_rate=learning_rate,
+            step=step, seconds=now - self.began, loss=loss, learning_rate=learning_rate,
             grad_norm=grad_norm, skipped_steps=int(skipped),
             tokens_per_second=self.tokens_per_step / seconds, tflops=self.flops_per_step / seconds / 1e12,
         )  # fmt: skip
@@ -136,7 +135,7 @@ class Report:
         if not self.enabled:
             return
         bits, self.val_loss = loss * self.bits_per_nat, loss
-        self._write({"step": step, "seconds": self._seconds(), "val_loss": loss, "val_bpb": bits})
+        self._write({"step": step, "seconds": time.perf_counter() - self.began, "val_loss": loss, "val_bpb": bits})
         mark = "  (best)" if is_best else ""
         show(f"step {step}/{self.config.steps}  val loss {loss:.4f} nats/token  {bits:.4f} bits/byte{mark}")
         if time.perf_counter() - self.plotted > PLOT_SECONDS:
@@ -163,7 +162,7 @@ class Report:
         else:
             if found := best_of(read_metrics(self.folder)):
                 show(f"best val loss {in_words(found)} of {self.config.steps}")
-            trained = timedelta(seconds=round(self._seconds()))
+            trained = timedelta(seconds=round(time.perf_counter() - self.began))
             show(f"trained for {trained}; losses are drawn in {self.folder / 'loss.png'}")
             flag = " --chat" if self.config.data == "chat" else ""
             show(f"sample from it: python sample.py {self.folder.name}{flag}")
@@ -173,10 +172,6 @@ class Report:
         if self.wandb:
             with only_warn("closing wandb"):
                 self.wandb.finish()
-
-    def _seconds(self):
-        """Since training began, without the time between processes."""
-        return self.seconds_before + time.perf_counter() - self.began
 
     def _write(self, record):
         # JSON has no NaN and no infinity
