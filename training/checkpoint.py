@@ -91,13 +91,10 @@ class Run:
                 file.write(json.dumps({"tokenizer": to_state(self.corpus.tokenizer)}).encode())
             with atomic_file(self.folder / "config.json") as file:
                 file.write((json.dumps(asdict(self.config), indent=2) + "\n").encode())
-        return saved.get("step", 0), self.ranks.broadcast(self._best_loss())
-
-    def _best_loss(self):
-        """The loss of best.pt, which may be newer than the checkpoint; infinity without a readable one."""
-        with suppress(OSError, UserError):
-            return load_checkpoint(self.folder / "best.pt", weights=False)["best"]
-        return math.inf
+        best = math.inf
+        with suppress(OSError, UserError):  # of a best.pt that is missing or damaged; it may be newer than `saved`
+            best = load_checkpoint(self.folder / "best.pt", weights=False)["best"]
+        return saved.get("step", 0), self.ranks.broadcast(best)
 
     def save_best(self, step, best, model):
         """Copy the weights to the host of rank 0 and start to write best.pt. All ranks call this."""
