@@ -18,9 +18,7 @@ PREFETCHED = 2  # batches loaded before they are needed
 def training_batches(batches, steps, network, optimizer, config, ranks, micro_batch):
     """Yield for each step the iterator of this rank's micro-batches, whose batches a thread loads ahead of time.
 
-    Args:
-        batches: Batches of data. steps: their numbers, in order. network: of compile_and_wrap(). optimizer: Optimizer.
-        config: Config. ranks: Ranks. micro_batch: sequences of one, a divisor of those of this rank.
+    steps: their numbers, in order. micro_batch: sequences of one, a divisor of those of this rank.
     """
     count = config.batch_size // ranks.world
     rows = slice(ranks.rank * count, (ranks.rank + 1) * count)

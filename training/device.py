@@ -130,9 +130,6 @@ def kernels_ahead(model_config, config, ranks, micro_batch):
     One thread evaluates a network with few layers, in which attention checks itself. The other runs a training step of
     such a network, with the kernels that attention will probably choose. The step draws random numbers, so no CUDA
     graph can be recorded meanwhile. Without a GPU there is nothing to compile.
-
-    Args:
-        model_config: GPTConfig. config: Config. ranks: Ranks. micro_batch: sequences per forward pass.
     """
     if not ranks.on_gpu:
         yield

@@ -28,9 +28,6 @@ class Optimizer:
     A step whose loss or gradient norm is not finite is skipped: weights and moments stay as they are. On a CUDA GPU all
     of this happens on the device, so that the host never waits.
 
-    Args:
-        model: GPT. config: Config. ranks: Ranks.
-
     Attributes:
         inner: AdamW or Muon, a torch.optim.Optimizer.
         skipped, bad_in_row: [] float32, steps skipped since the run began, and most recently in a row.

@@ -33,12 +33,7 @@ Y_LABELS = {"loss": "loss (nats per token)", "bpb": "loss (bits per byte)"}
 
 
 class Report:
-    """Writes the reports of a run; ranks other than 0 write nothing.
-
-    Args:
-        folder: the run's folder. config: Config. model: GPT. corpus: Corpus. ranks: Ranks.
-        start: first step of this process.
-    """
+    """Writes the reports of a run; ranks other than 0 write nothing. start: first step of this process."""
 
     def __init__(self, folder, config, model, corpus, ranks, start):
         self.folder, self.config, self.enabled = folder, config, ranks.rank == 0
