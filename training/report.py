@@ -15,7 +15,7 @@ import torch
 from data.files import atomic_file
 from training.device import resolve_dtype
 
-# Dense bf16/fp16 tensor-core peaks from the vendors' data sheets, in TFLOP/s, by a part of the device's name.
+# Dense bf16/fp16 tensor-core TFLOP/s from the vendors' data sheets, by the first of these parts in the device's name.
 PEAK_TFLOPS = {
     "H200": 989, "H100 PCIe": 756, "H100": 989, "H800": 989, "H20": 148, "B200": 2250, "B100": 1800, "GB200": 2500,
     "A100": 312, "A800": 312, "A40": 150, "A30": 165, "A10G": 70, "A10": 125, "L40S": 362, "L40": 181, "L4": 121,
@@ -229,8 +229,7 @@ def peak_flops(device):
     if torch.device(device).type != "cuda":
         return 0
     name = torch.cuda.get_device_name(device)
-    known = [part for part in PEAK_TFLOPS if re.search(rf"\b{part}\b", name)]
-    return PEAK_TFLOPS[max(known, key=len)] * 1e12 if known else 0
+    return 1e12 * next((peak for part, peak in PEAK_TFLOPS.items() if re.search(rf"\b{part}\b", name)), 0)
 
 
 def read_metrics(folder):
