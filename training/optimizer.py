@@ -17,7 +17,6 @@ from training.device import resolve_dtype
 from training.fsdp import gather, is_spread, local, on_whole_matrices, spread_like
 
 MOMENTUM = 0.95  # of Muon
-TINY = 1e-7  # added to divisors that may be 0
 QUINTIC = 3.4445, -4.7750, 2.0315  # a, b, c: a x + b x^3 + c x^5, repeated, moves singular values in (0, 1] close to 1
 BATCH_ELEMENTS = 1 << 26  # elements of matrices that take a step together; it bounds the memory for temporaries
 
@@ -330,7 +329,7 @@ def orthogonal(matrices):
     """Matrices [n, rows, columns] with their singular values moved close to 1, by five Newton-Schulz iterations."""
     wide = matrices.shape[-2] <= matrices.shape[-1]
     x = matrices if wide else matrices.mT  # so that x @ x.mT is the smaller product
-    x = x / (x.norm(dim=(-2, -1), keepdim=True) + TINY)
+    x = x / (x.norm(dim=(-2, -1), keepdim=True) + 1e-7)  # which may be 0
     a, b, c = QUINTIC
     for _ in range(5):
         square = x @ x.mT
