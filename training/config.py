@@ -65,15 +65,13 @@ class Config(GPTConfig):
     batch_size: int = 64
     """Sequences per step, over all GPUs and micro-batches."""
     micro_batch: int | Literal["auto"] = 0
-    """Sequences per forward pass of one GPU: 0 takes the GPU's whole share of a batch, auto as many as fit into memory.
-    """
+    """Sequences per forward pass of one GPU: 0 takes its whole share of a batch, auto as many as fit into memory."""
 
     # optimizer
     steps: int = 5000
     """Updates of the weights."""
     epochs: float = 0.0
-    """Passes over the training text, from which the number of steps follows; 0 takes --steps. A run stores the steps.
-    """
+    """Passes over the training text, from which the steps follow; 0 takes --steps. A run stores the steps."""
     learning_rate: float = 1e-3
     """Highest learning rate, after the warm-up."""
     min_learning_rate: float = 1e-4
