@@ -80,9 +80,7 @@ def nanogpt_data(folder, corpus):
     """Write a Corpus in nanoGPT's format: train.bin and val.bin in 16 bits, and meta.pkl with the vocabulary size."""
     folder.mkdir(parents=True)
     for name, tokens in (("train", corpus.train), ("val", corpus.val)):
-        with open(folder / f"{name}.bin", "wb") as file:
-            for shard in tokens.shards:
-                file.write(shard.astype("uint16"))
+        np.concatenate(tokens.shards).astype("uint16").tofile(folder / f"{name}.bin")
     vocabulary = corpus.tokenizer.n_vocab
     if vocabulary < 50_000:  # without meta.pkl nanoGPT takes GPT-2's, padded to 50304
         (folder / "meta.pkl").write_bytes(pickle.dumps(dict(vocab_size=vocabulary)))
