@@ -11,12 +11,10 @@ attention are timed as CUDA graphs, without the host's work, over copies of the 
 """
 
 import argparse
-import importlib.util
 import itertools
 import statistics
-import sys
 from functools import partial
-from pathlib import Path
+from runpy import run_path
 from types import SimpleNamespace
 
 import torch
@@ -93,11 +91,9 @@ def transformers_generate(sizes):
 
 
 def nanogpt_generate(path, sizes):
-    """generate() of a checkout of nanoGPT, loaded by path because its model.py has the name of ours."""
-    spec = importlib.util.spec_from_file_location("nanogpt", Path(path) / "model.py")
-    module = sys.modules["nanogpt"] = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    model = module.GPT(module.GPTConfig(**sizes.model, dropout=0.0)).to(DEVICE).eval()
+    """generate() of a checkout of nanoGPT, whose model.py is run because it has the name of ours."""
+    nanogpt = run_path(f"{path}/model.py")
+    model = nanogpt["GPT"](nanogpt["GPTConfig"](**sizes.model, dropout=0.0)).to(DEVICE).eval()
 
     def generate(given, new):
         with torch.no_grad(), torch.autocast(DEVICE, DTYPE):
