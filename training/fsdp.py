@@ -8,22 +8,20 @@ import torch
 import torch.distributed as dist
 
 
-def shard(model, dtype, kind):
+def shard(model, dtype):
     """Spread the parameters of a GPT over all ranks, in place; each block is gathered when it computes.
 
-    Args:
-        dtype: torch.dtype of the gathered parameters. Shards, sums of gradients and moments are float32.
-        kind: of the device that computes, "cuda" or "cpu".
+    dtype: torch.dtype of the gathered parameters. Shards, sums of gradients and moments are float32.
     """
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
     # the inputs of a block stay as they are, because the angles of rotary positions need float32
     precision = MixedPrecisionPolicy(dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)
-    options = dict(mesh=init_device_mesh(kind, (dist.get_world_size(),)), mp_policy=precision)
+    mesh = init_device_mesh(model.embed.weight.device.type, (dist.get_world_size(),))
     for block in model.blocks:
-        fully_shard(block, **options)
-    fully_shard(model, **options)
+        fully_shard(block, mesh=mesh, mp_policy=precision)
+    fully_shard(model, mesh=mesh, mp_policy=precision)
 
 
 def is_spread(tensor):

@@ -42,7 +42,7 @@ def make_model(config, tokenizer, ranks):
     if config.fp8:
         convert(model)
     if ranks.sharded:
-        shard(model, dtype, "cuda" if ranks.on_gpu else "cpu")
+        shard(model, dtype)
     if config.checkpoint_activations != "off":
         checkpoint_activations(model, config)
     return model
