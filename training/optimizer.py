@@ -227,17 +227,13 @@ def note_new_rate(saved, config):
         print(f"note: the learning rate of step {step} changes from {old:.2g} to {new:.2g}", file=sys.stderr)
 
 
-def without_dynamo(name):
-    """A method of torch's AdamW without its decorators, which would import torch._dynamo."""
-    return inspect.unwrap(getattr(torch.optim.AdamW, name))
-
-
 class AdamW(torch.optim.AdamW):
-    """torch's AdamW, not traced by Dynamo. Importing torch._dynamo takes seconds, and not every run needs it."""
+    """torch's AdamW without decorators, which import torch._dynamo: that takes seconds, and not every run needs it."""
 
-    step = torch.no_grad()(without_dynamo("step"))
-    add_param_group, zero_grad = without_dynamo("add_param_group"), without_dynamo("zero_grad")
-    state_dict, load_state_dict = without_dynamo("state_dict"), without_dynamo("load_state_dict")
+    step, add_param_group, zero_grad, state_dict, load_state_dict = (
+        inspect.unwrap(getattr(torch.optim.AdamW, name))
+        for name in ("step", "add_param_group", "zero_grad", "state_dict", "load_state_dict")
+    )
 
 
 class Muon(AdamW):
