@@ -36,6 +36,7 @@ class Optimizer:
         self.config, self.ranks = config, ranks
         self.parameters = list(model.parameters())
         self.inner = make_inner(model, config, ranks)
+        self.set_rate(config.learning_rate)
         kind = torch.device(ranks.device).type
         self.scaler = torch.amp.GradScaler(kind, enabled=resolve_dtype(config.dtype, ranks.device) == torch.float16)
         self.fp8_scales = Scales(model) if config.fp8 else None
@@ -165,18 +166,13 @@ class Optimizer:
 
 
 def make_inner(model, config, ranks):
-    """AdamW or Muon for a model."""
-
-    def rate(value):  # a tensor on the GPU, so that a CUDA graph reads the current value
-        return torch.tensor(value, dtype=torch.float32, device=ranks.device) if ranks.on_gpu else value
-
+    """AdamW or Muon for a model, whose rates are 0."""
     groups = parameter_groups(model, config)
-    for group in groups:
-        if "relative" in group:
-            group["lr"] = rate(group["relative"] * config.learning_rate)
+    for group in groups:  # a tensor on the GPU, so that a CUDA graph reads the current value
+        group["lr"] = torch.zeros((), device=ranks.device) if ranks.on_gpu else 0.0
     kind = Muon if config.optimizer == "muon" else AdamW
     # fused: fast, and on a CUDA GPU it clips and skips by its grad_scale and found_inf, so that the host never waits
-    return kind(groups, rate(config.learning_rate), (0.9, config.beta2), fused=True, capturable=ranks.on_gpu)
+    return kind(groups, betas=(0.9, config.beta2), fused=True, capturable=ranks.on_gpu)
 
 
 def parameter_groups(model, config):
