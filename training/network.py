@@ -68,17 +68,8 @@ def checkpoint_activations(model, config):
     options = dict(use_reentrant=False, preserve_rng_state=config.dropout > 0)
     if config.checkpoint_activations == "selective":
         options["context_fn"] = partial(create_selective_checkpoint_contexts, keep_expensive)
-    for block in model.blocks:
-        block.forward = recomputed(block.forward, options)
-
-
-def recomputed(forward, options):
-    """forward() of a block, whose activations the backward pass computes again."""
-
-    def run(x, context):  # not functools.partial, which torch.compile would leave out
-        return checkpoint(forward, x, context, **options)
-
-    return run
+    for block in model.blocks:  # not by functools.partial, which torch.compile would leave out
+        block.forward = lambda x, context, forward=block.forward: checkpoint(forward, x, context, **options)
 
 
 def keep_expensive(context, op, *args, **kwargs):
