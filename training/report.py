@@ -257,8 +257,7 @@ def in_words(record):
 
 def bits_per_nat(records):
     """Bits per byte = this times nats per token, as in the records of a run; None before its first evaluation."""
-    both = [(r["val_bpb"], r["val_loss"]) for r in records if r.get("val_loss") and r.get("val_bpb")]
-    return both[0][0] / both[0][1] if both else None
+    return next((record["val_bpb"] / record["val_loss"] for record in records if record.get("val_loss")), None)
 
 
 @only_warn("drawing loss.png")
