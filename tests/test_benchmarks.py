@@ -1,11 +1,8 @@
 """Benchmarks: each runs with --small on a CPU and prints its table; pages show what the CSV files of results say."""
 
-import os
 import re
 import shlex
 import shutil
-import subprocess
-import sys
 
 import pytest
 from helpers import FAST, ROOT, finish, losses, metrics, start
@@ -19,9 +16,9 @@ SMALL = [
     "attention.py --small --implementations triton flash --csv {folder}/attention.csv",
     "sampling.py --small",
     f"training.py --small --text {PLAY} --jobs char --with=--n_layer=1",
-    f"step_parts.py configs/shakespeare_char.py {RUN} --input={PLAY}",
+    f"step_parts.py {ROOT}/configs/shakespeare_char.py {RUN} --input={PLAY}",
     "distributed.py --small --gpus 1 2 --parts xl",
-    "recipes.py compare benchmarks/results/recipe_parts.csv --base recipe",
+    f"recipes.py compare {ROOT}/benchmarks/results/recipe_parts.csv --base recipe",
 ]
 
 
@@ -30,12 +27,9 @@ SMALL = [
 def test_small(command, folder):
     script, *argv = shlex.split(command.format(folder=folder))
     variables = {"TRITON_INTERPRET": "1"} if script == "attention.py" and not ON_GPU else {}
-    arguments = [sys.executable, f"benchmarks/{script}", *argv]
-    with subprocess.Popen(
-        arguments, cwd=ROOT, env=os.environ | variables, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
-    ) as process:
-        output = process.stdout.read()
-    assert process.returncode == 0 and re.search(r"\d\.\d", output), output
+    process = start(folder, *argv, script=ROOT / "benchmarks" / script, variables=variables)
+    output, _ = finish(process)
+    assert re.search(r"\d\.\d", output)
     own = process.pid if script != "training.py" else "small"  # other tests make such folders at the same time
     assert not (ROOT / "runs" / f"bench-{own}").exists()
 

@@ -28,9 +28,7 @@ MORE = ("--resume", "--steps", "6", "--allow_changes")
 
 
 @pytest.mark.parametrize(
-    "options",
-    [dict(optimizer="muon", n_kv_head=1), dict(optimizer="muon", ema=0.9, **PATHS)],
-    ids=["muon", "recipe"],
+    "options", [dict(optimizer="muon", n_kv_head=1), dict(optimizer="muon", ema=0.9, **PATHS)], ids=["muon", "recipe"]
 )
 def test_resume_is_bit_exact(folder, run, options):
     """Weights, optimizer and losses, with dropout."""
