@@ -91,13 +91,13 @@ def begin_anew(path):
 
 
 def measure(part, paths, gpu=None):
-    """Run a part, on one GPU if its number is given, write its table, and return whether it succeeded."""
+    """Run a part, on one GPU if its name is given, write its table, and return whether it succeeded."""
     start, printed, path = time.perf_counter(), [], RESULTS / f"{part}.csv"
     argv = shlex.split(PARTS[part].format(**paths, results=RESULTS, csv=path))
     print(f"\n{part}: python {shlex.join(argv)}", flush=True)
     if "--csv" in argv:
         begin_anew(Path(argv[argv.index("--csv") + 1]))
-    env = os.environ | ({"CUDA_VISIBLE_DEVICES": str(gpu)} if gpu is not None else {})
+    env = os.environ | ({"CUDA_VISIBLE_DEVICES": gpu} if gpu is not None else {})
     process = subprocess.Popen([sys.executable, *argv], cwd=ROOT, env=env, stdout=subprocess.PIPE, text=True)
     for line in process.stdout:
         print(f"{part}: {line}" if gpu is not None else line, end="", flush=True)
@@ -126,14 +126,16 @@ def main():
         for part, command in PARTS.items():
             print(f"{part:20} python {command}")
     gpus, idle = torch.cuda.device_count(), SimpleQueue()
-    for gpu in range(gpus) if gpus > 1 else [None]:
+    names = os.environ.get("CUDA_VISIBLE_DEVICES") or ",".join(map(str, range(gpus)))
+    for gpu in names.split(",") if gpus > 1 else [None]:
         idle.put(gpu)
 
     def on_one_gpu(part):
         gpu = idle.get()
-        done = measure(part, vars(args), gpu)
-        idle.put(gpu)
-        return done
+        try:
+            return measure(part, vars(args), gpu)
+        finally:
+            idle.put(gpu)
 
     alone = [part for part in args.parts if part.startswith("two_gpus") or part == "tables"]
     with ThreadPoolExecutor(max(1, gpus)) as pool:

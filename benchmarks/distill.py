@@ -4,8 +4,9 @@
     python benchmarks/distill.py runs/a runs/b runs/c runs/d -- configs/modern.py --tokens 48_000_000 --name student
 
 The loss is that of the validation batches of the first run, in nats per token. After -- stand the options of train.py.
-The runs need one tokenizer. Half of the student's loss compares it with the mean, the other half with the text, as in
-Hinton et al. 2015, Distilling the knowledge in a neural network, without a temperature.
+The runs need one tokenizer, of texts, not of conversations. Half of the student's loss compares it with the mean, the
+other half with the text, as in Hinton et al. 2015, Distilling the knowledge in a neural network, without a temperature.
+It trains on one GPU.
 """
 
 import sys
@@ -19,7 +20,7 @@ from torch import nn
 import train
 from data.corpus import open_corpus
 from data.loader import validation_batches
-from errors import command
+from errors import command, require
 from hf.weights import load
 from training.config import load_config
 from training.distributed import end_distributed, start_distributed
@@ -56,6 +57,7 @@ def take_taught_step(ensemble, network, optimizer, micro_batches):
 
 def main(argv):
     runs, options = (argv[: argv.index("--")], argv[argv.index("--") + 1 :]) if "--" in argv else (argv, None)
+    require(runs, "name at least one run, such as runs/a")
     ensemble = Ensemble(runs)
     try:
         if options is not None:

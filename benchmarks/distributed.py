@@ -73,10 +73,11 @@ def reports(gpus, **options):
 
 def kill(process, with_ranks):
     """Kill train.py; if torchrun started it, its ranks, which would outlive torchrun and whose end ends it."""
-    if with_ranks and process.poll() is None:
-        for rank in Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split():
-            os.kill(int(rank), signal.SIGKILL)
-    else:
+    children = Path(f"/proc/{process.pid}/task/{process.pid}/children")
+    ranks = children.read_text().split() if with_ranks and process.poll() is None else []
+    for rank in ranks:
+        os.kill(int(rank), signal.SIGKILL)
+    if not ranks:
         process.kill()
     process.wait()
 

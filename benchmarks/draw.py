@@ -83,12 +83,12 @@ def speeds(rows, direction):
 
 def attention(cases, peers, root):
     rows = read(root, *ATTENTION)
-    found, machine = speeds(rows, "both"), {name: rows[0][name] for name in MACHINE}
+    found, machines = speeds(rows, "both"), {row["panel"]: {name: row[name] for name in MACHINE} for row in rows}
     table = []
     for text, panel, length in cases:
         if cell := found.get((panel, length)):
             cells = {label: f"{cell[name]:.0f}" if name in cell else "" for name, label in peers.items()}
-            table.append(machine | {"case": text, "tokens": f"{length:,}"} | cells)
+            table.append(machines[panel] | {"case": text, "tokens": f"{length:,}"} | cells)
     return markdown(table, ["attention_*"])
 
 
@@ -185,8 +185,9 @@ def with_legend(figure, axis, columns):
 
 
 def attention_chart(rows):
+    rows = [row for row in rows if row["panel"] == "d128 causal"]
     figure, axis = plain_axes(f"{rows[0]['chip']}, head dim 128, causal: TFLOP/s by tokens")
-    found = {length: cell for (panel, length), cell in speeds(rows, "both").items() if panel == "d128 causal"}
+    found = {length: cell for (_, length), cell in speeds(rows, "both").items()}
     for name, label in ALL_PEERS.items():
         points = [(length, cell[name]) for length, cell in sorted(found.items()) if name in cell]
         axis.plot(*zip(*points, strict=True), label=label, linewidth=3 if name in OURS else 1.5, marker="o")

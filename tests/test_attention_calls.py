@@ -7,6 +7,7 @@ from functools import partial
 import pytest
 import torch
 from problems import MISSES, ON_GPU, by_impl, floats, integers, make_problem, results
+from test_hopper import CASES as HOPPER_CASES
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from attention import attention, choose, decode, explain
@@ -182,6 +183,11 @@ def test_unsupported_sizes():
     ):  # fmt: skip
         found = choose.call_problem(call_of(q[:, :q_len], k[:, :k_len], k[:, :k_len]))
         assert found is None if lack is None else lack in found
+
+
+@pytest.mark.parametrize("case", HOPPER_CASES.values(), ids=HOPPER_CASES)
+def test_supported_calls(case):
+    assert lacks(**case) is None
 
 
 def lacks(dtype=torch.bfloat16, dim=64, **problem):

@@ -6,7 +6,7 @@ import itertools
 import pytest
 import torch
 import torch.distributed as dist
-from helpers import contents, equal, metrics
+from helpers import contents, equal, losses, metrics
 
 from data.loader import validation_batches
 from data.shards import Tokens
@@ -139,6 +139,12 @@ def test_gradient_clipping(folder, run, device, grad_clip, kind):
     gradients = [own["exp_avg"] * 10 if "exp_avg" in own else own["momentum"] * 20 for own in states]
     found = torch.cat([gradient.flatten() for gradient in gradients]).norm()
     assert norm > 1 and found.item() == pytest.approx(1e-2 if grad_clip == 1e-2 else norm, rel=1e-3)
+
+
+def test_micro_batches_give_the_same_losses_as_one_batch(folder, run):
+    for name, size in (("whole", 0), ("parts", 2)):
+        assert run(name=name, micro_batch=size, steps=6, eval_every=6, dropout=0)[0] == 0
+    assert losses(folder, "parts") == pytest.approx(losses(folder, "whole"), rel=1e-5)
 
 
 def test_dropout_depends_on_seed_step_and_rows_only(model):
