@@ -65,12 +65,7 @@ PARTS = {
     "recipe_seeds": recipe(
         "modern", "recipe", "' --tokens 43M --seeds 1 2 3 4 5 --test {books}/test.txt", "{results}/recipe_parts.csv"
     ),
-    **{
-        f"recipe_control_{seed}": recipe(
-            "gpt2_books", "control_alone", f"' --tokens 150M --seeds {seed} --test {{books}}/test.txt"
-        )
-        for seed in (1, 2)
-    },
+    "recipe_control": recipe("gpt2_books", "control_alone", "' --tokens 150M --seeds 1 2 --test {books}/test.txt"),
     "recipe_parts": recipe("modern", "modern_without", "' --tokens 24M"),
     "depths": recipe("modern", "depths", "' --seeds 1 2", tokenizer="bpe:8192"),
     "sampling_text": "benchmarks/sampling.py --parts text --nanogpt {nanogpt} --transformers",

@@ -35,8 +35,7 @@ def dial(depth, tokens, block_size, n_embd, batch_size, learning_rate, vocab_siz
     At depth 12 with 48M tokens they are those of the recipe found there. Width as nanochat's --depth; batch from
     Bergsma et al. 2025, Power lines; rate by width from sweeps at depths 2 to 6 (benchmarks/LOG.md), and by the root of
     the batch; weight decay keeps rate x decay x steps (Wang and Aitchison 2024, How to set AdamW's weight decay), times
-    the epochs up to four. That and dropout are from runs of 3.9 or more epochs at depths 4 and 12 (LOG.md); from where
-    on dropout helps, three epochs, is a guess.
+    the epochs up to four. That and dropout are from runs of 3.9 or more epochs (LOG.md); dropout from 3 is a guess.
     """
     width = n_embd or -(-64 * depth // 128) * 128
     vocab_size = -(-vocab_size // 128) * 128  # matmuls of even tiles are faster
