@@ -128,10 +128,10 @@ def show_parts(recorded, whole, options, rates):
     spent |= {"gaps": whole - sum(spent.values()), "whole step": whole}
     least = floors(options, *rates)
     least["whole step"] = sum(least.values())
+    rows = [[part, f"{ms:.2f}", f"{least.get(part, 0):.2f}"] for part, ms in spent.items()]
     memory = torch.cuda.max_memory_allocated()  # 0 without a GPU
-    print(*machine().values(), f"copies at {rates[0] / 1e12:.2f} TB/s, matmuls at {rates[1] / 1e12:.0f} TFLOP/s; "
-          f"peak memory {memory / 1e9:.2f} GB", sep=", ")  # fmt: skip
-    table(["part", "ms", "floor"], ([part, f"{ms:.2f}", f"{least.get(part, 0):.2f}"] for part, ms in spent.items()))
+    print(*machine().values(), sep=", ")
+    table(["part", "ms", "floor"], [*rows, ["peak memory, GB", f"{memory / 1e9:.2f}", ""]])
 
 
 if __name__ == "__main__":
