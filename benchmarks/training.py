@@ -60,7 +60,7 @@ JOBS = {
     ),
     "shakespeare": Job("bpe:384", "configs/shakespeare.py", "", 2.0, "bits/byte"),
     "control": Job("gpt2", "configs/gpt2_books.py"),
-    "dial": Job("gpt2", "configs/modern.py --tokens 48_000_000"),
+    "dial": Job("gpt2", "configs/modern.py --tokens 43_000_000"),
 }  # fmt: skip
 SMALL = (
     "--device cpu --tokenizer bytes --vocab_size 256 --n_layer 2 --n_head 2 --n_embd 32 --block_size 32 "
