@@ -28,6 +28,17 @@ from training.distributed import end_distributed, start_distributed
 SHARE = 0.5  # of the loss that compares with the mean
 
 
+@torch.compile
+def mean_probabilities(logits):
+    return sum(part.softmax(-1) for part in logits) / len(logits)
+
+
+@torch.compile
+def taught_loss(logits, mean, targets):
+    """Nats per token of logits [N, V], by the mean's probabilities [N, V] and by targets [N]."""
+    return SHARE * F.cross_entropy(logits, mean) + (1 - SHARE) * F.cross_entropy(logits, targets)
+
+
 class Ensemble(nn.Module):
     def __init__(self, runs):
         super().__init__()
@@ -36,7 +47,7 @@ class Ensemble(nn.Module):
     @torch.no_grad()
     def forward(self, tokens, targets=None):
         """Mean of the members' probabilities [B, T, V] of tokens [B, T]; with targets [B, T] their loss instead."""
-        mean = sum(member(tokens).softmax(-1) for member in self.members) / len(self.members)
+        mean = mean_probabilities([member(tokens) for member in self.members])
         return mean if targets is None else F.nll_loss(mean.log().flatten(0, 1), targets.flatten())
 
 
@@ -46,8 +57,7 @@ def take_taught_step(ensemble, network, optimizer, micro_batches):
     for inputs, targets, weight in micro_batches:
         with train.autocast(optimizer.config.dtype, inputs.device.type):
             mean = ensemble(inputs).flatten(0, 1)
-        logits = network(inputs).flatten(0, 1)
-        part = SHARE * F.cross_entropy(logits, mean) + (1 - SHARE) * F.cross_entropy(logits, targets.flatten())
+        part = taught_loss(network(inputs).flatten(0, 1), mean, targets.flatten())
         optimizer.backward(part * weight)
         loss = loss + part.detach() * weight
     grad_norm = optimizer.step(loss)
