@@ -37,8 +37,8 @@ FP8 = (
 )
 
 
-def recipe(config, changes, rest, csv="{csv}", tokenizer="gpt2:{ranks}"):
-    start = f"benchmarks/recipes.py configs/{config}.py benchmarks/changes/{changes}.txt --seconds 560 --csv {csv}"
+def recipe(config, changes, rest, tokenizer="gpt2:{ranks}"):
+    start = f"benchmarks/recipes.py configs/{config}.py benchmarks/changes/{changes}.txt --seconds 560 --csv {{csv}}"
     return start + f" '--options=--input {{books}}/train --tokenizer {tokenizer}{rest}"
 
 
@@ -62,9 +62,7 @@ PARTS = {
     "--batch_size 32",
     "step_char": "benchmarks/step_parts.py configs/shakespeare_char.py --input {text}",
     "fp8": recipe("gpt2_books", "fp8", FP8),
-    "recipe_seeds": recipe(
-        "modern", "recipe", "' --tokens 43M --seeds 1 2 3 4 5 --test {books}/test.txt", "{results}/recipe_parts.csv"
-    ),
+    "recipe_seeds": recipe("modern", "recipe", "' --tokens 43M --seeds 1 2 3 4 5 --test {books}/test.txt"),
     "recipe_control": recipe("gpt2_books", "control_alone", "' --tokens 150M --seeds 1 2 --test {books}/test.txt"),
     "recipe_parts": recipe("modern", "modern_without", "' --tokens 24M"),
     "depths": recipe("modern", "depths", "' --seeds 1 2", tokenizer="bpe:8192"),
@@ -88,10 +86,10 @@ def begin_anew(path):
 def measure(part, paths, gpu=None):
     """Run a part, on one GPU if its name is given, write its table, and return whether it succeeded."""
     start, printed, path = time.perf_counter(), [], RESULTS / f"{part}.csv"
-    argv = shlex.split(PARTS[part].format(**paths, results=RESULTS, csv=path))
+    argv = shlex.split(PARTS[part].format(**paths, csv=path))
     print(f"\n{part}: python {shlex.join(argv)}", flush=True)
     if "--csv" in argv:
-        begin_anew(Path(argv[argv.index("--csv") + 1]))
+        begin_anew(path)
     env = os.environ | ({"CUDA_VISIBLE_DEVICES": gpu} if gpu is not None else {})
     process = subprocess.Popen([sys.executable, *argv], cwd=ROOT, env=env, stdout=subprocess.PIPE, text=True)
     for line in process.stdout:

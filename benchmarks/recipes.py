@@ -212,10 +212,10 @@ def main(argv):
         split(args.books, args.folder, args.megabytes)
     elif argv[:1] == ["compare"]:
         parser.add_argument("compare")
-        parser.add_argument("found", type=Path, help="the CSV file of a series")
+        parser.add_argument("found", type=Path, nargs="+", help="CSV files of series")
         parser.add_argument("--base", required=True, help="name of the runs to compare with")
         args = parser.parse_args(argv)
-        compare(read_outcomes(args.found), args.base)
+        compare([outcome for path in args.found for outcome in read_outcomes(path)], args.base)
     else:
         parser.add_argument("base", help="a config file")
         parser.add_argument("changes", type=read_changes, help="a file with a line `name: options` for each change")
