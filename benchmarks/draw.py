@@ -81,13 +81,18 @@ def speeds(rows, direction):
     return found
 
 
-def attention(cases, peers, root):
+def attention(cases, peers, *directions, root):
+    """TFLOP/s of cases by peers; with several directions those of each, as in 304/291."""
     rows = read(root, *ATTENTION)
-    found, machines = speeds(rows, "both"), {row["panel"]: {name: row[name] for name in MACHINE} for row in rows}
-    table = []
+    found = [speeds(rows, direction) for direction in directions]
+    machines, table = {row["panel"]: {name: row[name] for name in MACHINE} for row in rows}, []
     for text, panel, length in cases:
-        if cell := found.get((panel, length)):
-            cells = {label: f"{cell[name]:.0f}" if name in cell else "" for name, label in peers.items()}
+        if (panel, length) in found[0]:
+            rates = [speed[panel, length] for speed in found]
+            cells = {
+                label: "/".join(f"{rate[name]:.0f}" for rate in rates) if name in rates[0] else ""
+                for name, label in peers.items()
+            }
             table.append(machines[panel] | {"case": text, "tokens": f"{length:,}"} | cells)
     return markdown(table, ["attention_*"])
 
@@ -144,8 +149,9 @@ def code(root):
 
 # name of a marker -> what draws its table; other names are those of CSV files
 TABLES = {
-    "attention": partial(attention, CASES, ALL_PEERS),
-    "attention_readme": partial(attention, README_CASES, PEERS),
+    "attention": partial(attention, CASES, ALL_PEERS, "both"),
+    "attention_directions": partial(attention, CASES, PEERS, "forward", "backward"),
+    "attention_readme": partial(attention, README_CASES, PEERS, "both"),
     "char": partial(from_csv, "char_cold", "char"),
     "gpt2": partial(from_csv, "gpt2", "gpt2_fp8", "gpt2_documents"),
     "books": books,
