@@ -246,7 +246,7 @@ FITTED = ("depth 2", "depth 4", "depth 6")
 LOSSES = {  # job and trainer -> what the chart calls them
     ("books", "nanoGPT"): "nanoGPT",
     ("control", "Kestrel"): "configs/gpt2_books.py: the same network, tuned",
-    ("dial", "Kestrel"): "configs/modern.py --depth 12",
+    ("dial", "Kestrel"): "configs/modern.py: our recipe for this size",
 }
 
 
