@@ -45,10 +45,13 @@ class Ensemble(nn.Module):
         self.members = [torch.compile(load(run, DEVICE, "float32")[0]) for run in runs]
 
     @torch.no_grad()
-    def forward(self, tokens, targets=None):
-        """Mean of the members' probabilities [B, T, V] of tokens [B, T]; with targets [B, T] their loss instead."""
-        mean = mean_probabilities([member(tokens) for member in self.members])
-        return mean if targets is None else F.nll_loss(mean.log().flatten(0, 1), targets.flatten())
+    def probabilities(self, tokens):
+        """The mean of the members' probabilities [B * T, V] of tokens [B, T]."""
+        return mean_probabilities([member(tokens).flatten(0, 1) for member in self.members])
+
+    def forward(self, tokens, targets):
+        """Loss of this mean in nats per token, as train.evaluate() asks a network for it."""
+        return F.nll_loss(self.probabilities(tokens).log(), targets.flatten())
 
 
 def take_taught_step(ensemble, network, optimizer, micro_batches):
@@ -56,7 +59,7 @@ def take_taught_step(ensemble, network, optimizer, micro_batches):
     loss = 0
     for inputs, targets, weight in micro_batches:
         with train.autocast(optimizer.config.dtype, inputs.device.type):
-            mean = ensemble(inputs).flatten(0, 1)
+            mean = ensemble.probabilities(inputs)
         part = taught_loss(network(inputs).flatten(0, 1), mean, targets.flatten())
         optimizer.backward(part * weight)
         loss = loss + part.detach() * weight

@@ -222,7 +222,7 @@ def main(argv):
         parser.add_argument("--options", type=shlex.split, default=[], help="options of all runs, in one argument")
         parser.add_argument(
             "--tokens", default="50M", type=lambda text: float(text.removesuffix("M")) * 1e6,
-            help="of a run, unless its line says --tokens itself, for --depth",
+            help="of a run; with --depth, --tokens in its line wins",
         )  # fmt: skip
         parser.add_argument("--seeds", type=int, nargs="+", default=[1])
         parser.add_argument("--seconds", type=float, default=math.inf, help="start no run that would end after this")

@@ -1,5 +1,5 @@
 # One number sets the run: --depth is the number of layers. dial() derives the rest, but for given flags.
-#     python train.py configs/modern.py --tokens 48_000_000        GPT-2's size, on books: docs/recipes.md
+#     python train.py configs/modern.py --tokens 43_000_000        GPT-2's size, on books: docs/recipes.md
 #     python train.py configs/modern.py --depth 4 --data text --input FOLDER --tokenizer bpe:8192
 # docs/recipes.md says what each part of the network and of the optimizer gives, and how far the formulas were tried.
 import math
@@ -32,10 +32,11 @@ beta2 = 0.99
 def dial(depth, tokens, block_size, n_embd, batch_size, learning_rate, vocab_size, corpus_tokens):
     """The options that follow from depth and from those that are given; None are not.
 
-    At depth 12 with 48M tokens they are those of the recipe found there. Width as nanochat's --depth; batch from
-    Bergsma et al. 2025, Power lines; rate by width from sweeps at depths 2 to 6 (benchmarks/LOG.md), and by the root of
-    the batch; weight decay keeps rate x decay x steps (Wang and Aitchison 2024, How to set AdamW's weight decay), times
-    the epochs up to four. That and dropout are from runs of 3.9 or more epochs (LOG.md); dropout from 3 is a guess.
+    At depth 12 with 48M tokens they are those of the recipe found there; so are warm-up and lowest rate at all depths.
+    Width and tokens for a weight as nanochat's --depth; batch from Bergsma et al. 2025, Power lines; rate by width from
+    sweeps at depths 2 to 6 (benchmarks/LOG.md), and by the root of the batch; weight decay keeps rate x decay x steps
+    (Wang and Aitchison 2024, How to set AdamW's weight decay), times the epochs up to four. That and dropout are from
+    runs of 3.9 or more epochs (LOG.md); that dropout begins after 3 is a guess.
     """
     width = n_embd or -(-64 * depth // 128) * 128
     vocab_size = -(-vocab_size // 128) * 128  # matmuls of even tiles are faster
