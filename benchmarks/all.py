@@ -6,8 +6,7 @@
 
 A file holds the table that a part prints, with chip, commit and versions in each row. fp8, recipe_* and depths go on
 where they were, so run them until they start no more runs; a file is begun anew if a row of it is of another commit,
-chip or version. Parts are spread over the GPUs of the machine. Run those that count seconds from the start of a process
-(char, shakespeare, books, control, dial, start, prepare) by themselves, one at a time.
+chip or version. With several GPUs as many parts run at once, each on a GPU and its share of the processor's cores.
 
 --text is tiny Shakespeare, --books the folder that `recipes.py split` wrote, --ranks GPT-2's r50k_base.tiktoken, and
 --nanogpt a checkout of nanoGPT. On a new machine, compiled kernels are cached only after a first run.
@@ -83,15 +82,16 @@ def begin_anew(path):
         path.unlink()
 
 
-def measure(part, paths, gpu=None):
-    """Run a part, on one GPU if its name is given, write its table, and return whether it succeeded."""
+def measure(part, paths, gpu=None, cores=None):
+    """Run a part, on one GPU and some cores if they are named, write its table, and return whether it succeeded."""
     start, printed, path = time.perf_counter(), [], RESULTS / f"{part}.csv"
     argv = shlex.split(PARTS[part].format(**paths, csv=path))
     print(f"\n{part}: python {shlex.join(argv)}", flush=True)
     if "--csv" in argv:
         begin_anew(path)
     env = os.environ | ({"CUDA_VISIBLE_DEVICES": gpu} if gpu is not None else {})
-    process = subprocess.Popen([sys.executable, *argv], cwd=ROOT, env=env, stdout=subprocess.PIPE, text=True)
+    pin = ["taskset", "--cpu-list", cores] if cores else []
+    process = subprocess.Popen([*pin, sys.executable, *argv], cwd=ROOT, env=env, stdout=subprocess.PIPE, text=True)
     for line in process.stdout:
         print(f"{part}: {line}" if gpu is not None else line, end="", flush=True)
         if line.startswith("| "):
@@ -118,17 +118,17 @@ def main():
     if args.list:
         for part, command in PARTS.items():
             print(f"{part:20} python {command}")
-    gpus, idle = torch.cuda.device_count(), SimpleQueue()
+    gpus, share, idle = torch.cuda.device_count(), os.cpu_count() // max(1, torch.cuda.device_count()), SimpleQueue()
     names = os.environ.get("CUDA_VISIBLE_DEVICES") or ",".join(map(str, range(gpus)))
-    for gpu in names.split(",") if gpus > 1 else [None]:
-        idle.put(gpu)
+    for number, gpu in enumerate(names.split(",")):
+        idle.put((gpu, f"{number * share}-{(number + 1) * share - 1}") if gpus > 1 else ())
 
     def on_one_gpu(part):
-        gpu = idle.get()
+        place = idle.get()
         try:
-            return measure(part, vars(args), gpu)
+            return measure(part, vars(args), *place)
         finally:
-            idle.put(gpu)
+            idle.put(place)
 
     alone = [part for part in args.parts if part.startswith("two_gpus") or part == "tables"]
     with ThreadPoolExecutor(max(1, gpus)) as pool:
