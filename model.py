@@ -68,7 +68,7 @@ class GPTConfig:
     value_residual: bool = False
     """Mix the values of attention with the first block's, by learned shares that begin at 1/2 (Zhou et al. 2024)."""
     key_offset: bool = False
-    """In half of each head's channels, a key is that of the token before, without rotary positions (modded-nanogpt)."""
+    """In half of each head's channels, use the key of the token before, without rotary positions (modded-nanogpt)."""
     window: int | None = None
     """Keys that a query sees, its own included, in three of four blocks; the others see all. None: no limit."""
     dropout: float = 0.0

@@ -12,6 +12,7 @@ if __name__ == "__main__":
 import time
 from dataclasses import dataclass, fields
 from pathlib import Path
+from typing import Annotated
 
 import tyro
 
@@ -25,7 +26,7 @@ from data.hub import HUB
 class Command(Options):
     """Tokenize a corpus for train.py, and print its sizes. An interrupted preparation continues where it was."""
 
-    name: tyro.conf.Positional[str]
+    name: tyro.conf.Positional[Annotated[str, tyro.conf.arg(metavar="CORPUS")]]
     """The corpus: shakespeare, fineweb-edu or openwebtext; with --input, text, chat (conversations) or tokens (of
     nanoGPT, llm.c or modded-nanogpt, used where they are); or hub:OWNER/NAME or hub:OWNER/NAME/FOLDER, a data set of
     the Hugging Face hub, which has texts or, with --text_field messages, conversations."""

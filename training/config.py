@@ -40,7 +40,7 @@ class Config(GPTConfig):
 
     # one number for all
     depth: int = 0
-    """Layers. In configs/modern.py width, heads, batch, rates and steps follow from it, unless they are given."""
+    """Number of blocks. In configs/modern.py width, heads, batch, rates and steps follow from it, unless given."""
     tokens: int = 0
     """With --depth, tokens to train on; 0 takes 10 for each weight of the blocks and the head."""
 
@@ -109,7 +109,7 @@ class Config(GPTConfig):
     """Number of checkpoints to keep, besides best.pt."""
     seed: int = 1337
     deterministic: bool = False
-    """Make a GPU return the same bits for the same seed, with slower kernels; a CPU does so anyway."""
+    """Same seed, same bits on a GPU too, with slower kernels."""
     device: str = "auto"
     """auto (CUDA, else MPS, else CPU), cpu, cuda, cuda:1, mps. With torchrun each rank takes a GPU of its own."""
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
