@@ -15,7 +15,6 @@ from model import LAYERNORM_EPSILON, RMSNORM_EPSILON
 
 # llama.cpp's names of our patterns. Bytes and characters are never merged, so that any pattern does.
 PATTERNS = {GPT4_PATTERN: "llama-bpe", GPT2_PATTERN: "gpt-2", LINE_PATTERN: "gpt-2", CHARACTER_PATTERN: "gpt-2"}
-NO_MERGE = "aa aa"  # llama.cpp requires a merge; nothing makes "aa", so this one never happens
 
 
 def make_writer(found, config, dtype):
@@ -43,8 +42,6 @@ def make_writer(found, config, dtype):
         writer.add_layer_norm_eps(config.norm_eps or LAYERNORM_EPSILON)
     else:
         writer.add_head_count_kv(config.kv_heads)
-        writer.add_key_length(config.head_dim)
-        writer.add_value_length(config.head_dim)
         writer.add_rope_dimension_count(config.head_dim)
         writer.add_rope_freq_base(config.rope_theta)
         writer.add_layer_norm_rms_eps(config.norm_eps or RMSNORM_EPSILON)
@@ -79,7 +76,8 @@ def _write_tokenizer(writer, types, tokenizer):
     writer.add_tokenizer_pre(PATTERNS[tokenizer._pat_str])
     writer.add_token_list(texts)
     writer.add_token_types([types.CONTROL if text in special else types.NORMAL for text in texts])
-    writer.add_token_merges([" ".join(pair) for pair in pairs] or [NO_MERGE])
+    merges = [" ".join(pair) for pair in pairs]
+    writer.add_token_merges(merges or ["aa aa"])  # it requires one; nothing makes "aa", so this one never happens
     writer.add_bos_token_id(end)
     writer.add_eos_token_id(end)
     writer.add_add_bos_token(False)
