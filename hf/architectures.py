@@ -36,6 +36,23 @@ CLASSES = dict(gpt2="GPT2", llama="Llama", qwen3="Qwen3", arcee="Arcee", nanocha
 # Options in a Kestrel's config.json under our names. Transformers leaves out those with these values.
 KESTREL_DEFAULTS = dict(norm_weight=False, qk_norm=True, embed_skip=True, value_residual=True, key_offset=False)
 
+# Our options and their names in config.json.
+LLAMA_OPTIONS = dict(
+    vocab_size="vocab_size", block_size="max_position_embeddings", n_layer="num_hidden_layers", n_embd="hidden_size",
+    n_head="num_attention_heads", n_kv_head="num_key_value_heads", rope_theta="rope_theta", norm_eps="rms_norm_eps",
+    tie_head="tie_word_embeddings",
+)  # fmt: skip
+NANOCHAT_OPTIONS = LLAMA_OPTIONS | dict(logit_softcap="final_logit_softcapping")
+OPTIONS = {
+    "gpt2": dict(vocab_size="vocab_size", block_size="n_positions", n_layer="n_layer", n_embd="n_embd", n_head="n_head",
+                 norm_eps="layer_norm_epsilon", tie_head="tie_word_embeddings"),
+    "llama": LLAMA_OPTIONS,
+    "qwen3": LLAMA_OPTIONS,
+    "arcee": LLAMA_OPTIONS,
+    "nanochat": NANOCHAT_OPTIONS,
+    "kestrel": NANOCHAT_OPTIONS | dict(window="sliding_window") | {name: name for name in KESTREL_DEFAULTS},
+}  # fmt: skip
+
 # Our modules and Hugging Face's. * is the number of a block. The rows of our qkv are those of q, k and v.
 GPT2_NAMES = {
     "embed": "transformer.wte",
@@ -94,45 +111,42 @@ def require_writable(config, kinds=tuple(WRITABLE), how="exported"):
 
 
 def parameters_of(config):
-    """Yield (our name, shape, their name) of all parameters of a network; a tied head is left out."""
+    """Yield (our name, shape, their names) of all parameters of a network; a tied head is left out.
+
+    There is one name of theirs or, where the rows of our qkv are three matrices, those of q, k and v.
+    """
     names = dict(gpt2=GPT2_NAMES, nanochat=NANOCHAT_NAMES).get(kind_of(config), LLAMA_NAMES)
     for name, parameter in empty_model(config, "meta").named_parameters():
         module, _, kind = name.rpartition(".")
         number = module.split(".")[1] if module.startswith("blocks.") else ""
-        theirs = names[module.replace(number, "*", 1) if number else module]
-        yield name, parameter.shape, f"{theirs.replace('*', number)}.{kind}"
+        theirs = names[module.replace(number, "*", 1) if number else module].replace("*", number)
+        parts = "qkv" if "[qkv]" in theirs else "q"
+        yield name, parameter.shape, [f"{theirs.replace('[qkv]', part)}.{kind}" for part in parts]
 
 
-def is_transposed(key):
-    """GPT-2 keeps the matrices of its blocks as [inputs, outputs]."""
-    return key.endswith(".weight") and ".c_" in key
-
-
-def exchange_halves(weight, head_dim):
-    """The rows [heads D, C] of a query or key matrix with the halves of each head exchanged.
-
-    NanoChat rotates queries and keys the other way round. With exchanged halves, that is our way.
-    """
-    return weight.unflatten(0, (-1, 2, head_dim // 2)).flip(1).flatten(0, 2)
+def switch_layout(key, value, config):
+    """A tensor of ours as their file has it, under the name `key`, or theirs as ours: each change undoes itself."""
+    if key.endswith(".weight") and ".c_" in key:  # GPT-2 keeps the matrices of its blocks as [inputs, outputs]
+        return value.T
+    if kind_of(config) == "nanochat" and key.endswith(("q_proj.weight", "k_proj.weight")):
+        # It rotates the other way round, which is our way after exchanging the halves of each head
+        return value.unflatten(0, (-1, 2, config.head_dim // 2)).flip(1).flatten(0, 2)
+    return value
 
 
 def their_weights(weights, config):
     """The tensors of a Hugging Face file, for the state_dict of a GPT. Missing biases are 0, missing weights 1."""
     theirs, architecture = {}, kind_of(config)
     has_weights = config.norm_weight or architecture not in ("nanochat", "kestrel")
-    for name, shape, key in parameters_of(replace(config, bias=config.position == "learned", norm_weight=has_weights)):
+    rows = [heads * config.head_dim for heads in (config.n_head, config.kv_heads, config.kv_heads)]
+    for name, shape, keys in parameters_of(replace(config, bias=config.position == "learned", norm_weight=has_weights)):
         absent = torch.full(shape, float(name.endswith("weight")))
         value = weights.get(name, absent)[: shape[0]]  # without the padding of the vocabulary
-        if "[qkv]" in key:
-            heads = (config.n_head, config.kv_heads, config.kv_heads)
-            for part, rows in zip("qkv", value.split([count * config.head_dim for count in heads]), strict=True):
-                flipped = architecture == "nanochat" and part != "v"
-                theirs[key.replace("[qkv]", part)] = exchange_halves(rows, config.head_dim) if flipped else rows.clone()
-            if architecture == "qwen3":  # its norms of queries and keys have weights, ours do not
-                for part in "qk":
-                    theirs[key.replace("[qkv]_proj", f"{part}_norm")] = torch.ones(config.head_dim)
-        else:
-            theirs[key] = (value.T if is_transposed(key) else value).clone(memory_format=torch.contiguous_format)
+        parts = value.split(rows) if len(keys) == 3 else [value]
+        for key, part in zip(keys, parts, strict=True):
+            theirs[key] = switch_layout(key, part, config).clone(memory_format=torch.contiguous_format)
+        if architecture == "qwen3" and len(keys) == 3:  # its norms of queries and keys have weights, ours do not
+            theirs |= {key.replace("_proj", "_norm"): torch.ones(config.head_dim) for key in keys[:2]}
     return theirs
 
 
@@ -143,34 +157,25 @@ def config_json(config, end, dtype):
         UserError: no architecture has these options.
     """
     kind = require_writable(config)
-    common = dict(model_type=kind, architectures=[f"{CLASSES[kind]}ForCausalLM"], vocab_size=config.vocab_size,
-                  tie_word_embeddings=config.tie_head, bos_token_id=end, eos_token_id=end, dtype=dtype)  # fmt: skip
+    epsilon = config.norm_eps or (LAYERNORM_EPSILON if kind == "gpt2" else RMSNORM_EPSILON)
+    explicit = replace(config, n_kv_head=config.kv_heads, norm_eps=epsilon)
+    theirs = {name: getattr(explicit, option) for option, name in OPTIONS[kind].items()}
+    theirs |= dict(model_type=kind, dtype=dtype, bos_token_id=end, eos_token_id=end, pad_token_id=None)
     if kind == "gpt2":
         gelu = {ours: theirs for theirs, ours in GELUS.items()}[config.mlp]
-        common["architectures"] = ["GPT2LMHeadModel"]
-        return common | dict(
-            n_positions=config.block_size, n_embd=config.n_embd, n_layer=config.n_layer, n_head=config.n_head,
-            activation_function=gelu, layer_norm_epsilon=config.norm_eps or LAYERNORM_EPSILON,
-            attn_pdrop=0.0, embd_pdrop=0.0, resid_pdrop=0.0,
-        )  # fmt: skip
-    if kind in ("nanochat", "kestrel"):
-        common |= dict(final_logit_softcapping=config.logit_softcap, pad_token_id=None)
+        return theirs | dict(architectures=["GPT2LMHeadModel"], activation_function=gelu,
+                             attn_pdrop=0.0, embd_pdrop=0.0, resid_pdrop=0.0)  # fmt: skip
     if kind == "kestrel":
         classes = dict(AutoConfig="Config", AutoModel="Model", AutoModelForCausalLM="ForCausalLM")
-        common |= {name: getattr(config, name) for name in KESTREL_DEFAULTS}
-        common |= dict(
-            auto_map={name: f"modeling_kestrel.Kestrel{value}" for name, value in classes.items()},
-            sliding_window=config.window, layer_types=[
-                "full_attention" if config.window is None or i % 4 == 3 else "sliding_attention"
-                for i in range(config.n_layer)
-            ],
-        )  # fmt: skip
-    return common | dict(
-        hidden_size=config.n_embd, intermediate_size=config.mlp_width, num_hidden_layers=config.n_layer,
-        num_attention_heads=config.n_head, num_key_value_heads=config.kv_heads, head_dim=config.head_dim,
-        max_position_embeddings=config.block_size, hidden_act="relu2" if config.mlp == "relu2" else "silu",
-        rms_norm_eps=config.norm_eps or RMSNORM_EPSILON, attention_bias=False, mlp_bias=False, attention_dropout=0.0,
-        rope_theta=config.rope_theta, rope_parameters={"rope_type": "default", "rope_theta": config.rope_theta},
+        theirs["auto_map"] = {name: f"modeling_kestrel.Kestrel{value}" for name, value in classes.items()}
+        theirs["layer_types"] = [
+            "full_attention" if config.window is None or i % 4 == 3 else "sliding_attention"
+            for i in range(config.n_layer)
+        ]
+    return theirs | dict(
+        architectures=[f"{CLASSES[kind]}ForCausalLM"], intermediate_size=config.mlp_width, head_dim=config.head_dim,
+        hidden_act="silu" if config.mlp == "swiglu" else "relu2",
+        rope_parameters={"rope_type": "default", "rope_theta": config.rope_theta},
     )  # fmt: skip
 
 
@@ -185,59 +190,37 @@ def read_config(theirs, folder):
 
 
 def _read_gpt2(theirs, folder):
-    defaults = dict(vocab_size=GPT2_VOCABULARY, n_positions=1024, n_layer=12, n_head=12, n_embd=768, n_inner=None,
-                    activation_function="gelu_new", layer_norm_epsilon=LAYERNORM_EPSILON, scale_attn_weights=True,
-                    scale_attn_by_inverse_layer_idx=False, tie_word_embeddings=True)  # fmt: skip
-    theirs = defaults | theirs
+    theirs = dict(tie_word_embeddings=True, activation_function="gelu_new") | theirs
     _require_only(theirs, folder, dict(
-        scale_attn_weights=[True], scale_attn_by_inverse_layer_idx=[False], activation_function=list(GELUS),
-        n_inner=[None, 4 * theirs["n_embd"]],
+        activation_function=list(GELUS), n_inner=[None, 4 * theirs["n_embd"]], scale_attn_weights=[True],
+        scale_attn_by_inverse_layer_idx=[False],
     ))  # fmt: skip
-    return GPTConfig(
-        vocab_size=theirs["vocab_size"], block_size=theirs["n_positions"], n_layer=theirs["n_layer"],
-        n_head=theirs["n_head"], n_embd=theirs["n_embd"], tie_head=theirs["tie_word_embeddings"], bias=True,
-        mlp=GELUS[theirs["activation_function"]], norm_eps=_epsilon(theirs["layer_norm_epsilon"], LAYERNORM_EPSILON),
-    )  # fmt: skip
+    options = {option: theirs[name] for option, name in OPTIONS["gpt2"].items()}
+    return GPTConfig(**options, bias=True, mlp=GELUS[theirs["activation_function"]])
 
 
 def _read_llama(theirs, kind, folder):
     """Of Llama, Arcee, NanoChat and Kestrel."""
     rope = theirs.get("rope_parameters") or theirs.get("rope_scaling") or {}  # the latter: before Transformers 5
-    defaults = dict(tie_word_embeddings=False, num_key_value_heads=None, head_dim=None, attention_bias=False,
-                    mlp_bias=False, hidden_act="silu" if kind == "llama" else "relu2",
-                    rope_theta=10000.0, rope_type=rope.get("type", "default"), rope_interleaved=False,
-                    partial_rotary_factor=1.0, sliding_window=None,
+    defaults = dict(tie_word_embeddings=False, num_key_value_heads=None, rope_theta=10000.0, sliding_window=None,
+                    rope_type=rope.get("type", "default"),
                     final_logit_softcapping=15.0 if kind == "nanochat" else None)  # fmt: skip
-    theirs = defaults | theirs | rope
-    parts = {}
+    theirs = KESTREL_DEFAULTS | defaults | theirs | rope
+    options = {option: theirs[name] for option, name in OPTIONS[kind].items()}
     if kind == "nanochat":
-        parts = dict(norm_weight=False, qk_norm=True, embed_norm=True, logit_softcap=theirs["final_logit_softcapping"])
-    elif kind == "kestrel":
-        parts = {name: theirs.get(name, value) for name, value in KESTREL_DEFAULTS.items()}
-        parts |= dict(logit_softcap=theirs["final_logit_softcapping"], window=theirs["sliding_window"])
-    heads = theirs["num_attention_heads"]
-    network = GPTConfig(
-        **parts, norm="rmsnorm", position="rope", mlp="swiglu" if kind == "llama" else "relu2",
-        vocab_size=theirs["vocab_size"], block_size=theirs["max_position_embeddings"],
-        n_layer=theirs["num_hidden_layers"], n_head=heads, n_kv_head=theirs["num_key_value_heads"] or heads,
-        n_embd=theirs["hidden_size"], tie_head=theirs["tie_word_embeddings"], rope_theta=theirs["rope_theta"],
-        norm_eps=_epsilon(theirs["rms_norm_eps"], RMSNORM_EPSILON),
-    )  # fmt: skip
+        options |= dict(norm_weight=False, qk_norm=True, embed_norm=True)
+    mlp, activation = ("swiglu", "silu") if kind == "llama" else ("relu2", "relu2")
+    network = GPTConfig(**options, norm="rmsnorm", position="rope", mlp=mlp)
     _require_only(theirs, folder, dict(
-        hidden_act=[defaults["hidden_act"]], intermediate_size=[network.mlp_width], attention_bias=[False],
-        mlp_bias=[False], head_dim=[None, network.head_dim], rope_type=["default"],
-        rope_interleaved=[False], partial_rotary_factor=[1.0],
+        hidden_act=[activation], intermediate_size=[network.mlp_width], head_dim=[None, network.head_dim],
+        attention_bias=[False], mlp_bias=[False], rope_type=["default"], rope_interleaved=[False],
+        partial_rotary_factor=[1.0],
     ))  # fmt: skip
     return network
 
 
-def _epsilon(value, default):
-    """norm_eps of GPTConfig, where 0 means the default."""
-    return 0.0 if value == default else value
-
-
 def _require_only(theirs, folder, supported):
+    """UserError for an option with a value that is not supported; one that is missing has the first of them."""
     for name, values in supported.items():
-        only = " or ".join(map(str, values))
-        rule = f"is not supported, only {only}; take another model"
-        require(theirs.get(name) in values, f"{folder}: {name}={theirs.get(name)} {rule}")
+        value, only = theirs.get(name, values[0]), " or ".join(map(str, values))
+        require(value in values, f"{folder}: {name}={value} is not supported, only {only}; take another model")

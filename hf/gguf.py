@@ -9,7 +9,7 @@ from data.files import optional
 from data.hub_tokenizer import HubTokenizer
 from data.tokenizer import CHARACTER_PATTERN, GPT2_PATTERN, GPT4_PATTERN, LINE_PATTERN, end_of_text, is_char
 from errors import require
-from hf.architectures import is_transposed, require_writable, their_weights
+from hf.architectures import require_writable, switch_layout, their_weights
 from hf.tokenizer_json import letters_of, merged_pairs, vocabulary_of
 from model import LAYERNORM_EPSILON, RMSNORM_EPSILON
 
@@ -50,7 +50,7 @@ def make_writer(found, config, dtype):
         if kind in ("llama", "arcee") and key.endswith(("q_proj.weight", "k_proj.weight")):
             # llama.cpp rotates (x_2i, x_2i+1) where we rotate (x_i, x_i+D/2)
             value = value.unflatten(0, (-1, 2, config.head_dim // 2)).transpose(1, 2).flatten(0, 2)
-        value = value.T if is_transposed(key) else value
+        value = switch_layout(key, value, config)
         matrix = value.dim() == 2 and "wpe" not in key  # llama.cpp adds positions, norms and biases in float32
         value = value.to(dtype) if matrix else value.float()
         writer.add_tensor(names.get_name(key, (".weight", ".bias")), value.contiguous().numpy())

@@ -57,9 +57,8 @@ class KestrelAttention(nn.Module):
         precedes: [B, 1, T, 1], whether the next token is the first of a text, after padding or another text.
         """
         shape = (*hidden_states.shape[:-1], -1, self.config.head_dim)
-        q = self.q_proj(hidden_states).view(shape).transpose(1, 2)
-        k = self.k_proj(hidden_states).view(shape).transpose(1, 2)
-        v = self.v_proj(hidden_states).view(shape).transpose(1, 2)
+        projections = self.q_proj, self.k_proj, self.v_proj
+        q, k, v = (project(hidden_states).view(shape).transpose(1, 2) for project in projections)
         if self.layer_idx == 0:
             first_v = v
         elif self.config.value_residual:

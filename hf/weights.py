@@ -16,7 +16,7 @@ from data.hub import download_files
 from data.tokenizer import STORED, UNTRAINED, from_state, make_tokenizer, to_state
 from errors import UserError, require
 from generation.generate import to_bfloat16
-from hf.architectures import GPT2_VOCABULARY, exchange_halves, is_transposed, kind_of, parameters_of, read_config
+from hf.architectures import GPT2_VOCABULARY, parameters_of, read_config, switch_layout
 from hf.tokenizer_json import vocabulary_of
 from model import GPTConfig
 from training.checkpoint import NOT_OF_WEIGHTS, checkpoints, copy_weights, empty_model, find_run, load_first
@@ -142,10 +142,7 @@ def _read_hugging_face(path, weights):
 
 
 def _tokenizer_of(folder, config):
-    """The tokenizer of another's folder: GPT-2's, if the vocabulary is the same, or else that of its tokenizer.json.
-
-    None if there is neither.
-    """
+    """GPT-2's tokenizer if a folder has the same vocabulary, else that of its tokenizer.json; None if it has none."""
     stored = folder / "tokenizer.json"
     if config.position == "learned" and config.vocab_size >= GPT2_VOCABULARY:
         file, tokenizer = folder / "vocab.json", make_tokenizer("gpt2")
@@ -174,14 +171,11 @@ def _read_weights(file, config):
     if "wte.weight" in theirs:  # OpenAI's own file leaves the prefix out
         theirs = {f"transformer.{name}": value for name, value in theirs.items()}
     weights = {}
-    for name, shape, key in parameters_of(config):
-        keys = [key.replace("[qkv]", part) for part in ("qkv" if "[qkv]" in key else "q")]
-        require(theirs.keys() >= set(keys), f"{file} lacks {key}, which config.json asks for")
-        parts = [theirs[key] for key in keys]
-        if "[qkv]" in key and kind_of(config) == "nanochat":
-            parts[:2] = (exchange_halves(part, config.head_dim) for part in parts[:2])
-        value = torch.cat(parts).float()
-        value = value.T if is_transposed(key) else value
-        require(value.shape == shape, f"{file}: {key} is {list(value.shape)}, but config.json makes it {list(shape)}")
+    for name, shape, keys in parameters_of(config):
+        for key in keys:
+            require(key in theirs, f"{file} lacks {key}, which config.json asks for")
+        value = torch.cat([switch_layout(key, theirs[key], config) for key in keys]).float()
+        found = f"{' + '.join(keys)} is {list(value.shape)}"
+        require(value.shape == shape, f"{file}: {found}, but config.json makes it {list(shape)}")
         weights[name] = value.contiguous()
     return {"head.weight": weights["embed.weight"], **weights} if config.tie_head else weights
