@@ -59,6 +59,8 @@ def short(words, run):
     added = {"sample.py": "--device cpu --max_tokens 5", "evaluate.py": "--device cpu", "train.py": SHORT}
     if words[0] == "train.py" and "--resume" in words:
         added["train.py"] = "--steps 8 --allow_changes"
+    elif "configs/modern.py" in words:
+        added["train.py"] = SHORT.replace("--steps 4", "--tokens 2048")
     return words + added.get(words[0], "").split()
 
 
@@ -85,6 +87,9 @@ def test_commands(page, run, folder, hub, monkeypatch, capsys):
     lines = [json.dumps(dict(messages=turns + turns[:n])) + "\n" for n in range(2)]
     (folder / "FILE.jsonl").write_text("".join(lines * 20))
     (folder / "corpus.txt").write_bytes(sources.PLAY_FILE.read_bytes()[:80_000])
+    (folder / "books/train").mkdir(parents=True)
+    for name, part in (("a", slice(60_000)), ("b", slice(60_000, None))):
+        (folder / f"books/train/{name}.md").write_bytes(sources.PLAY_FILE.read_bytes()[part])
     for words in commands(page):
         script, *flags = short(words, run)
         monkeypatch.setattr(sys, "stdin", io.StringIO(""))
