@@ -41,17 +41,14 @@ def time_prepare(text, ranks):
     spec, size = f"gpt2:{ranks.resolve()}", text.stat().st_size / 1e6
     paragraphs, tokenizer, threads = text.read_text().split("\n\n"), make_tokenizer(spec), os.cpu_count()
     calls = {
-        "data.prepare": lambda: shutil.rmtree(prepare("text", spec, text.resolve(), Options()).folder),
+        "`data.prepare`": lambda: shutil.rmtree(prepare("text", spec, text.resolve(), Options()).folder),
         "tiktoken": lambda: tokenizer.encode_ordinary_batch(paragraphs, num_threads=threads),
     }
     for name, call in calls.items():
         seconds = min(seconds_of(call) for _ in range(3))
-        yield [name, threads, f"{size:.1f}", f"{seconds:.1f}", f"{size / seconds:.1f}"]
+        yield [f"{name}, {size:.1f} MB of text, {threads} threads", f"{seconds:.2f}"]
 
 
 if __name__ == "__main__":
     part, *paths = sys.argv[1:]
-    if part == "start":
-        table(["command", "s"], time_start())
-    else:
-        table(["by", "threads", "MB", "s", "MB/s"], time_prepare(*map(Path, paths)))
+    table(["command", "s"], time_start() if part == "start" else time_prepare(*map(Path, paths)))

@@ -150,13 +150,14 @@ def code(root):
 # name of a marker -> what draws its table; other names are those of CSV files
 TABLES = {
     "attention": partial(attention, CASES, ALL_PEERS, "both"),
-    "attention_directions": partial(attention, CASES, PEERS, "forward", "backward"),
+    "attention_directions": partial(attention, README_CASES, PEERS, "forward", "backward"),
     "attention_readme": partial(attention, README_CASES, PEERS, "both"),
     "char": partial(from_csv, "char_cold", "char"),
     "gpt2": partial(from_csv, "gpt2", "gpt2_fp8", "gpt2_documents"),
     "books": books,
     "steps": steps,
     "fp8": fp8,
+    "start": partial(from_csv, "start", "prepare"),
     "sampling_attention": partial(from_csv, "sampling_attention", context="32,768"),
     "code": code,
 }
