@@ -53,6 +53,8 @@ OPTIONS = {
     "kestrel": NANOCHAT_OPTIONS | dict(window="sliding_window") | {name: name for name in KESTREL_DEFAULTS},
 }  # fmt: skip
 
+EPSILONS = dict.fromkeys(OPTIONS, RMSNORM_EPSILON) | dict(gpt2=LAYERNORM_EPSILON)  # which norm_eps = 0 stands for
+
 # Our modules and Hugging Face's. * is the number of a block. The rows of our qkv are those of q, k and v.
 GPT2_NAMES = {
     "embed": "transformer.wte",
@@ -157,8 +159,7 @@ def config_json(config, end, dtype):
         UserError: no architecture has these options.
     """
     kind = require_writable(config)
-    epsilon = config.norm_eps or (LAYERNORM_EPSILON if kind == "gpt2" else RMSNORM_EPSILON)
-    explicit = replace(config, n_kv_head=config.kv_heads, norm_eps=epsilon)
+    explicit = replace(config, n_kv_head=config.kv_heads, norm_eps=config.norm_eps or EPSILONS[kind])
     theirs = {name: getattr(explicit, option) for option, name in OPTIONS[kind].items()}
     theirs |= dict(model_type=kind, dtype=dtype, bos_token_id=end, eos_token_id=end, pad_token_id=None)
     if kind == "gpt2":
@@ -195,8 +196,7 @@ def _read_gpt2(theirs, folder):
         activation_function=list(GELUS), n_inner=[None, 4 * theirs["n_embd"]], scale_attn_weights=[True],
         scale_attn_by_inverse_layer_idx=[False],
     ))  # fmt: skip
-    options = {option: theirs[name] for option, name in OPTIONS["gpt2"].items()}
-    return GPTConfig(**options, bias=True, mlp=GELUS[theirs["activation_function"]])
+    return GPTConfig(**_options(theirs, "gpt2"), bias=True, mlp=GELUS[theirs["activation_function"]])
 
 
 def _read_llama(theirs, kind, folder):
@@ -206,7 +206,7 @@ def _read_llama(theirs, kind, folder):
                     rope_type=rope.get("type", "default"),
                     final_logit_softcapping=15.0 if kind == "nanochat" else None)  # fmt: skip
     theirs = KESTREL_DEFAULTS | defaults | theirs | rope
-    options = {option: theirs[name] for option, name in OPTIONS[kind].items()}
+    options = _options(theirs, kind)
     if kind == "nanochat":
         options |= dict(norm_weight=False, qk_norm=True, embed_norm=True)
     mlp, activation = ("swiglu", "silu") if kind == "llama" else ("relu2", "relu2")
@@ -217,6 +217,12 @@ def _read_llama(theirs, kind, folder):
         partial_rotary_factor=[1.0],
     ))  # fmt: skip
     return network
+
+
+def _options(theirs, kind):
+    """Options of GPTConfig by their names; the fused kernels of generation need norm_eps = 0 for the default."""
+    options = {option: theirs[name] for option, name in OPTIONS[kind].items()}
+    return options | dict(norm_eps=0.0) if options["norm_eps"] == EPSILONS[kind] else options
 
 
 def _require_only(theirs, folder, supported):
