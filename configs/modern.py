@@ -32,11 +32,10 @@ beta2 = 0.99
 def dial(depth, tokens, block_size, n_embd, batch_size, learning_rate, vocab_size, corpus_tokens):
     """The options that follow from depth and from those that are given; None are not.
 
-    At depth 12 with 48M tokens they are those of the recipe found there; so are warm-up and lowest rate at all depths.
-    Width and tokens for a weight as nanochat's --depth; batch from Bergsma et al. 2025, Power lines; rate by width from
-    sweeps at depths 2 to 6 (benchmarks/LOG.md), and by the root of the batch; weight decay keeps rate x decay x steps
-    (Wang and Aitchison 2024, How to set AdamW's weight decay), times the epochs up to four. That and dropout are from
-    runs of 3.9 or more epochs (LOG.md); that dropout begins after 3 is a guess.
+    At depth 12 with 48M tokens they are those of the recipe found there, from which warm-up and lowest rate come too.
+    Width and ten tokens a weight as nanochat's --depth; batch from Bergsma et al. 2025, Power lines; rate by width from
+    sweeps at depths 2 to 6 (benchmarks/LOG.md), and by the root of the batch; rate x weight decay x steps is constant
+    (Wang and Aitchison 2024, How to set AdamW's weight decay), times the epochs up to four; dropout after 3 is a guess.
     """
     width = n_embd or -(-64 * depth // 128) * 128
     vocab_size = -(-vocab_size // 128) * 128  # matmuls of even tiles are faster

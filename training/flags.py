@@ -79,7 +79,7 @@ def refuse_nanogpt(name, value, names):
 def print_help(kind, settings):
     """Print the options of a dataclass by subject, with their values: those of settings, else the defaults."""
     width, options = shutil.get_terminal_size().columns, {field.name: field for field in fields(kind)}
-    print(f"usage: {inspect.cleandoc(kind.__doc__)}\n\nBrackets: the value unless you give another.")
+    print(f"usage: {inspect.cleandoc(kind.__doc__)}\n\nIn brackets: the value unless you give another.")
     for owner in kind.__mro__[:-1]:
         for heading, name, text in OPTION.findall(inspect.getsource(owner)):
             if heading:
