@@ -196,7 +196,7 @@ def _read_gpt2(theirs, folder):
         activation_function=list(GELUS), n_inner=[None, 4 * theirs["n_embd"]], scale_attn_weights=[True],
         scale_attn_by_inverse_layer_idx=[False],
     ))  # fmt: skip
-    return GPTConfig(**_options(theirs, "gpt2"), bias=True, mlp=GELUS[theirs["activation_function"]])
+    return GPTConfig(**_options(theirs, "gpt2", folder), bias=True, mlp=GELUS[theirs["activation_function"]])
 
 
 def _read_llama(theirs, kind, folder):
@@ -206,7 +206,8 @@ def _read_llama(theirs, kind, folder):
                     rope_type=rope.get("type", "default"),
                     final_logit_softcapping=15.0 if kind == "nanochat" else None)  # fmt: skip
     theirs = KESTREL_DEFAULTS | defaults | theirs | rope
-    options = _options(theirs, kind)
+    theirs["num_key_value_heads"] = theirs["num_key_value_heads"] or theirs.get("num_attention_heads")
+    options = _options(theirs, kind, folder)
     if kind == "nanochat":
         options |= dict(norm_weight=False, qk_norm=True, embed_norm=True)
     mlp, activation = ("swiglu", "silu") if kind == "llama" else ("relu2", "relu2")
@@ -219,8 +220,10 @@ def _read_llama(theirs, kind, folder):
     return network
 
 
-def _options(theirs, kind):
-    """Options of GPTConfig by their names; the fused kernels of generation need norm_eps = 0 for the default."""
+def _options(theirs, kind, folder):
+    """The options of GPTConfig that a config.json has, with norm_eps = 0 for the default."""
+    for name in OPTIONS[kind].values():
+        require(name in theirs, f"{folder}/config.json lacks {name}; get the whole file")
     options = {option: theirs[name] for option, name in OPTIONS[kind].items()}
     return options | dict(norm_eps=0.0) if options["norm_eps"] == EPSILONS[kind] else options
 

@@ -42,6 +42,8 @@ def make_writer(found, config, dtype):
         writer.add_layer_norm_eps(config.norm_eps or LAYERNORM_EPSILON)
     else:
         writer.add_head_count_kv(config.kv_heads)
+        writer.add_key_length(config.head_dim)
+        writer.add_value_length(config.head_dim)
         writer.add_rope_dimension_count(config.head_dim)
         writer.add_rope_freq_base(config.rope_theta)
         writer.add_layer_norm_rms_eps(config.norm_eps or RMSNORM_EPSILON)

@@ -269,6 +269,7 @@ def test_only_gpt2s_vocabulary_gets_its_tokenizer(folder, monkeypatch):
         ("tiny", {"n_embd": [12]}, ["n_embd=[12] must be int"]),
         ("tiny", {"n_embd": 96}, ["transformer.wte.weight", "[97, 48]", "[97, 96]"]),
         ("tiny", {"n_layer": 4}, ["lacks transformer.h.3.ln_1.weight"]),
+        ("tiny", {"n_positions": None}, ["tiny/config.json lacks n_positions"]),
         ("out", {"network": {"new": 1}}, ["kestrel.json is damaged or from another version", "'new'"]),
     ],
 )
@@ -277,7 +278,8 @@ def test_models_that_do_not_fit_their_options(folder, model, change, words):
     make_run(folder / "runs/x", make_tokenizer("bytes"))
     export("runs/x", "out")
     file = folder / model / ("config.json" if model == "tiny" else "kestrel.json")
-    file.write_text(json.dumps(json.loads(file.read_text()) | change))
+    options = json.loads(file.read_text()) | change
+    file.write_text(json.dumps({name: value for name, value in options.items() if value is not None}))
     with pytest.raises(UserError) as error:
         weights.read(model)
     assert all(word in str(error.value) for word in words), error.value
