@@ -6,7 +6,8 @@
 
 A file holds the table that a part prints, with chip, commit and versions in each row. fp8, recipe_* and depths go on
 where they were, so run them until they start no more runs; a file is begun anew if a row of it is of another commit,
-chip or version. With several GPUs as many parts run at once, each on a GPU and its share of the processor's cores.
+chip or version. With several GPUs as many parts run at once, each on a GPU and its share of the processor's cores, so
+compare seconds from the start of a process only with those of such a machine.
 
 --text is tiny Shakespeare, --books the folder that `recipes.py split` wrote, --ranks GPT-2's r50k_base.tiktoken, and
 --nanogpt a checkout of nanoGPT. On a new machine, compiled kernels are cached only after a first run.
@@ -118,10 +119,11 @@ def main():
     if args.list:
         for part, command in PARTS.items():
             print(f"{part:20} python {command}")
-    gpus, share, idle = torch.cuda.device_count(), os.cpu_count() // max(1, torch.cuda.device_count()), SimpleQueue()
+    gpus, cores, idle = torch.cuda.device_count(), sorted(os.sched_getaffinity(0)), SimpleQueue()
     names = os.environ.get("CUDA_VISIBLE_DEVICES") or ",".join(map(str, range(gpus)))
     for number, gpu in enumerate(names.split(",")):
-        idle.put((gpu, f"{number * share}-{(number + 1) * share - 1}") if gpus > 1 else ())
+        share = cores[number * len(cores) // max(1, gpus) : (number + 1) * len(cores) // max(1, gpus)]
+        idle.put((gpu, ",".join(map(str, share))) if gpus > 1 else ())
 
     def on_one_gpu(part):
         place = idle.get()

@@ -39,9 +39,9 @@ def time_start():
 
 def time_prepare(text, ranks):
     spec, size = f"gpt2:{ranks.resolve()}", text.stat().st_size / 1e6
-    paragraphs, tokenizer, threads = text.read_text().split("\n\n"), make_tokenizer(spec), os.cpu_count()
+    paragraphs, tokenizer, threads = text.read_text().split("\n\n"), make_tokenizer(spec), len(os.sched_getaffinity(0))
     calls = {
-        "`data.prepare`": lambda: shutil.rmtree(prepare("text", spec, text.resolve(), Options()).folder),
+        "`data.prepare`": lambda: shutil.rmtree(prepare("text", spec, text.resolve(), Options(), threads).folder),
         "tiktoken": lambda: tokenizer.encode_ordinary_batch(paragraphs, num_threads=threads),
     }
     for name, call in calls.items():

@@ -215,6 +215,8 @@ def main(argv):
         parser.add_argument("found", type=Path, nargs="+", help="CSV files of series")
         parser.add_argument("--base", required=True, help="name of the runs to compare with")
         args = parser.parse_args(argv)
+        for path in args.found:
+            require(path.exists(), f"{path} does not exist")
         compare([outcome for path in args.found for outcome in read_outcomes(path)], args.base)
     else:
         parser.add_argument("base", help="a config file")
@@ -222,7 +224,7 @@ def main(argv):
         parser.add_argument("--options", type=shlex.split, default=[], help="options of all runs, in one argument")
         parser.add_argument(
             "--tokens", default="50M", type=lambda text: float(text.removesuffix("M")) * 1e6,
-            help="of a run; with --depth, --tokens in its line wins",
+            help="of a run, unless its options set --tokens and --depth",
         )  # fmt: skip
         parser.add_argument("--seeds", type=int, nargs="+", default=[1])
         parser.add_argument("--seconds", type=float, default=math.inf, help="start no run that would end after this")
