@@ -90,8 +90,6 @@ def measured_rates():
         min(seconds_of(lambda call=call: [call() for _ in range(100)]) for _ in range(2)) / 100
         for call in (lambda: target.copy_(source), lambda: torch.mm(a, b, out=c))
     )
-    if DEVICE == "cuda":
-        torch.cuda.reset_peak_memory_stats()
     return 2 * source.nbytes / copy, 2 * size**3 / matmul
 
 
@@ -136,6 +134,8 @@ def show_parts(recorded, whole, options, rates):
 
 if __name__ == "__main__":
     rates, as_graph = measured_rates(), train.as_graph
+    if DEVICE == "cuda":
+        torch.cuda.reset_peak_memory_stats()
     # run_step() is what as_graph() returns; its fourth argument is the Config
     train.as_graph = lambda *arguments: watched(as_graph(*arguments), arguments[3], rates)
     fixed = dict(name=FOLDER.name, steps=10**6, eval_every=10**6, eval_batches=1, log_every=10)

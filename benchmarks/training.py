@@ -9,7 +9,8 @@ FILE is tiny Shakespeare, --ranks GPT-2's r50k_base.tiktoken. Every run is a pro
 same tokens. The time of a step is the median over the second half of the steps that the trainer prints. Seconds count
 from the start of the process to the end of the first evaluation that reaches the target, with preparation, compilation
 and evaluations; the run is stopped there, or goes on to its end with --whole, and the last of ours stays in
-runs/bench-JOB. With --whole the last column has step:seconds:loss of each evaluation of the last round.
+runs/bench-JOB. With --whole the table also has the best loss, the seconds of the whole process, and, of the last round,
+step:seconds:loss of each evaluation.
 """
 
 import argparse
@@ -156,20 +157,19 @@ def main():
             found[trainer].append(run(command, folder, job, args.whole, caches))
             print(name, trainer, found[trainer][-1], flush=True)
         for trainer, outcomes in found.items():
-            numbers = [outcome[:-1] for outcome in outcomes]
+            numbers = [outcome[: 4 if args.whole else 2] for outcome in outcomes]
             cells = [f"{mean:.4g}" for mean in np.mean(numbers, axis=0)]
             if args.rounds > 1:
                 cells = [f"{x} (+- {y:.2g})" for x, y in zip(cells, np.std(numbers, axis=0, ddof=1), strict=True)]
             cells = ["" if cell.startswith("nan") else cell for cell in cells]
             state = "empty" if args.cold else "full"
-            curve = outcomes[-1].curve if args.whole else ""
-            rows.append([name, trainer, state, *cells, f"{job.target} {job.unit}" if job.target else "", curve])
+            target = f"{job.target} {job.unit}" if job.target else ""
+            rows.append([name, trainer, state, target, *cells, *([outcomes[-1].curve] if args.whole else [])])
         if not args.whole:
-            shutil.rmtree(ROOT / "runs" / folder_name)
+            shutil.rmtree(ROOT / "runs" / folder_name, ignore_errors=True)
     print("", *machine().values())
-    table(
-        ["job", "trainer", "caches", "ms a step", "s to the target", "best loss", "s in all", "target", "curve"], rows
-    )
+    whole = ["best loss", "s in all", "curve"] if args.whole else []
+    table(["job", "trainer", "caches", "target", "ms a step", "s to the target", *whole], rows)
 
 
 if __name__ == "__main__":
