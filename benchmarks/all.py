@@ -48,7 +48,6 @@ PARTS = {
     "attention_128_rest": "benchmarks/attention.py --cells 'd128 full' 'd128 window' 'd128 documents' --csv {csv}",
     "attention_256": "benchmarks/attention.py --cells d256 --csv {csv}",
     "overhead": "benchmarks/attention.py --overhead --implementations hopper triton flash cudnn flash4",
-    "gpt2": TRAINING + "{text} --nanogpt {nanogpt} --jobs gpt2 --rounds 3",
     "gpt2_fp8": TRAINING + "{text} --jobs gpt2 --rounds 3 --with=--fp8",
     "gpt2_documents": TRAINING + "{books}/train --jobs gpt2 --rounds 3 --with=--mask_documents",
     "char_cold": TRAINING + "{text} --nanogpt {nanogpt} --jobs char --cold",
