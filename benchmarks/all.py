@@ -6,25 +6,21 @@
 
 A file holds the table that a part prints, with chip, commit and versions in each row. fp8, recipe_* and depths go on
 where they were, so run them until they start no more runs; a file is begun anew if a row of it is of another commit,
-chip or version. With several GPUs as many parts run at once, each on a GPU and its share of the processor's cores, so
-compare seconds from the start of a process only with those of such a machine.
+chip or version.
 
 --text is tiny Shakespeare, --books the folder that `recipes.py split` wrote, --ranks GPT-2's r50k_base.tiktoken, and
---nanogpt a checkout of nanoGPT. On a new machine, compiled kernels are cached only after a first run.
+--nanogpt a checkout of nanoGPT; paths are relative to the repository. On a new machine, compiled kernels are cached
+only after a first run.
 """
 
 import argparse
 import csv
-import os
 import shlex
 import subprocess
 import sys
 import time
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from queue import SimpleQueue
 
-import torch
 from harness import ROOT, machine
 
 from benchmarks import draw
@@ -71,7 +67,6 @@ PARTS = {
     "prepare": "benchmarks/commands.py prepare {books}/test.txt {ranks}",
     "two_gpus_ddp": "benchmarks/distributed.py --gpus 1 2 --parts ddp",
     "two_gpus_xl": "benchmarks/distributed.py --gpus 1 2 --parts xl",
-    "two_gpus_tests": "-m pytest -n 0 -m 'slow or not slow' tests/test_distributed.py",
 }
 
 
@@ -82,18 +77,16 @@ def begin_anew(path):
         path.unlink()
 
 
-def measure(part, paths, gpu=None, cores=None):
-    """Run a part, on one GPU and some cores if they are named, write its table, and return whether it succeeded."""
+def measure(part, paths):
+    """Run a part, write its table, and return whether it succeeded."""
     start, printed, path = time.perf_counter(), [], RESULTS / f"{part}.csv"
     argv = shlex.split(PARTS[part].format(**paths, csv=path))
     print(f"\n{part}: python {shlex.join(argv)}", flush=True)
     if "--csv" in argv:
         begin_anew(path)
-    env = os.environ | ({"CUDA_VISIBLE_DEVICES": gpu} if gpu is not None else {})
-    pin = ["taskset", "--cpu-list", cores] if cores else []
-    process = subprocess.Popen([*pin, sys.executable, *argv], cwd=ROOT, env=env, stdout=subprocess.PIPE, text=True)
+    process = subprocess.Popen([sys.executable, *argv], cwd=ROOT, stdout=subprocess.PIPE, text=True)
     for line in process.stdout:
-        print(f"{part}: {line}" if gpu is not None else line, end="", flush=True)
+        print(line, end="", flush=True)
         if line.startswith("| "):
             printed.append(line[2:-3].split(" | "))
     code = process.wait()
@@ -108,33 +101,17 @@ def measure(part, paths, gpu=None, cores=None):
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("parts", nargs="*", metavar="PART", help="one runs on each GPU at a time")
+    parser.add_argument("parts", nargs="*", metavar="PART")
     parser.add_argument("--list", action="store_true")
     for name in ("text", "books", "ranks", "nanogpt"):
-        parser.add_argument(f"--{name}", type=lambda path: Path(path).resolve(), default=Path(name.upper()))
+        parser.add_argument(f"--{name}", type=Path, default=Path(name.upper()))
     args = parser.parse_args()
     if unknown := set(args.parts) - {*PARTS, "tables"}:
         parser.error(f"there is no part {' or '.join(sorted(unknown))}; --list prints all")
     if args.list:
         for part, command in PARTS.items():
             print(f"{part:20} python {command}")
-    gpus, cores, idle = torch.cuda.device_count(), sorted(os.sched_getaffinity(0)), SimpleQueue()
-    names = os.environ.get("CUDA_VISIBLE_DEVICES") or ",".join(map(str, range(gpus)))
-    for number, gpu in enumerate(names.split(",")):
-        share = cores[number * len(cores) // max(1, gpus) : (number + 1) * len(cores) // max(1, gpus)]
-        idle.put((gpu, ",".join(map(str, share))) if gpus > 1 else ())
-
-    def on_one_gpu(part):
-        place = idle.get()
-        try:
-            return measure(part, vars(args), *place)
-        finally:
-            idle.put(place)
-
-    alone = [part for part in args.parts if part.startswith("two_gpus") or part == "tables"]
-    with ThreadPoolExecutor(max(1, gpus)) as pool:
-        done = list(pool.map(on_one_gpu, [part for part in args.parts if part not in alone]))
-    done += [draw.main() if part == "tables" else measure(part, vars(args)) for part in alone]
+    done = [draw.main() if part == "tables" else measure(part, vars(args)) for part in args.parts]
     sys.exit("error: a part failed" if False in done else 0)
 
 
