@@ -2,7 +2,6 @@
 
     python benchmarks/recipes.py split classic-books-markdown books            training, development and test books
     python benchmarks/recipes.py configs/gpt2_books.py changes.txt --tokens 50M --seeds 1 2 --seconds 1500
-    python benchmarks/recipes.py compare found.csv --base recipe               losses at equal time
 
 Each line of changes.txt is `name: options of train.py`, or a comment that begins with #. A name alone is the config as
 it is. Runs go through all names with the first seed, then with the next one, and each becomes a line of --csv. A run
@@ -172,33 +171,11 @@ def series(args):
                 continue
             head = [] if args.csv.exists() else [Outcome._fields]
             with open(args.csv, "a", newline="") as file:
-                csv.writer(file).writerows([*head, outcome])
+                csv.writer(file, lineterminator="\n").writerows([*head, outcome])
             longest = max(longest, outcome.seconds)
         shown.append(outcome)
         print(f"{name} seed {seed}: loss {outcome.loss:.4f}, {outcome.seconds:.1f} s", flush=True)
     show(shown)
-
-
-def compare(outcomes, base):
-    """Print the mean loss of each change less that of `base`, and the same at equal time, at the tokens of most runs.
-
-    A change that slows training down would see fewer tokens in the same time. How much loss this costs is read from a
-    straight line over the logarithm of tokens, fitted to runs of `base` with two or more numbers of tokens. The line is
-    only good near these numbers. The speed of `base` is the mean of all its runs.
-    """
-    most, groups = statistics.mode(outcome.tokens for outcome in outcomes), {}
-    for outcome in outcomes:
-        if abs(outcome.tokens / most - 1) < 0.01:  # whole steps
-            groups.setdefault(outcome.name, []).append(outcome)
-    of_base = [outcome for outcome in outcomes if outcome.name == base]
-    enough = base in groups and len({outcome.tokens for outcome in of_base}) > 1
-    require(enough, f"{base} needs runs with {most:,} tokens, as most runs have, and with another number; add them")
-    rate = mean(of_base, "rate")
-    slope = statistics.linear_regression([math.log(x.tokens) for x in of_base], [x.loss for x in of_base]).slope
-    losses = {name: mean(some, "loss") - mean(groups[base], "loss") for name, some in groups.items() if name != base}
-    equal = {name: loss + slope * math.log(mean(groups[name], "rate") / rate) for name, loss in losses.items()}
-    rows = ([name, f"{losses[name]:+.4f}", f"{loss:+.4f}"] for name, loss in sorted(equal.items(), key=lambda x: x[1]))
-    table(["change", f"loss minus that of {base}", "at equal time"], rows)
 
 
 def main(argv):
@@ -210,14 +187,6 @@ def main(argv):
         parser.add_argument("--megabytes", type=float, default=math.inf, help="of books to take")
         args = parser.parse_args(argv)
         split(args.books, args.folder, args.megabytes)
-    elif argv[:1] == ["compare"]:
-        parser.add_argument("compare")
-        parser.add_argument("found", type=Path, nargs="+", help="CSV files of series")
-        parser.add_argument("--base", required=True, help="name of the runs to compare with")
-        args = parser.parse_args(argv)
-        for path in args.found:
-            require(path.exists(), f"{path} does not exist")
-        compare([outcome for path in args.found for outcome in read_outcomes(path)], args.base)
     else:
         parser.add_argument("base", help="a config file")
         parser.add_argument("changes", type=read_changes, help="a file with a line `name: options` for each change")

@@ -18,7 +18,8 @@ SMALL = [
     f"training.py --small --text {PLAY} --jobs char --with=--n_layer=1",
     f"step_parts.py {ROOT}/configs/shakespeare_char.py {RUN} --input={PLAY}",
     "distributed.py --small --gpus 1 2 --parts xl",
-    f"recipes.py compare {ROOT}/benchmarks/results/recipe_parts.csv --base recipe",
+    f"recipes.py {ROOT}/configs/shakespeare_char.py {ROOT}/benchmarks/changes/recipe.txt --tokens 0.01M "
+    f"--csv {{folder}}/found.csv '--options={RUN} --input={PLAY}'",
 ]
 
 
