@@ -25,22 +25,18 @@ OURS = {"hopper": "our Hopper", "triton": "our Triton"}
 PEERS = OURS | {"flash": "SDPA flash", "cudnn": "SDPA cuDNN", "flash4": "flash-attn-4"}
 ALL_PEERS = PEERS | {"flex": "FlexAttention", "fla": "FLA"}
 # (text, panel, length) of the tables of attention
-CASES = [
-    ("D 64, causal", "d64 causal", 4096),
-    ("D 128, causal", "d128 causal", 4096),
-    ("D 128, full", "d128 full", 4096),
-    ("D 256, causal", "d256 causal", 4096),
-    ("D 128, causal, 32 query and 8 key heads", "d128 causal 32/8 heads", 4096),
-    ("D 128, window of 1,024", "d128 window 1024", 16_384),
-    ("D 128, packed documents of 512 on average", "d128 documents of 512", 16_384),
-    ("the layer of GPT-2 124M (B 32, H 12, D 64)", "GPT-2 124M layer", 1024),
-]
-README_CASES = [
+CAUSAL_CASES = [
     ("the layer of GPT-2 124M: D 64", "GPT-2 124M layer", 1024),
     ("D 64", "d64 causal", 4096),
     ("D 128", "d128 causal", 4096),
     ("D 128, 32 query and 8 key heads", "d128 causal 32/8 heads", 4096),
     ("D 128, packed documents of 512 on average", "d128 documents of 512", 16_384),
+]
+CASES = [
+    *CAUSAL_CASES,
+    ("D 256", "d256 causal", 4096),
+    ("D 128, window of 1,024", "d128 window 1024", 16_384),
+    ("D 128, full", "d128 full", 4096),
 ]
 
 
@@ -55,8 +51,12 @@ def markdown(rows, names):
 
     What differs from row to row of chip, commit and versions becomes a column.
     """
-    columns = [name for name in dict.fromkeys(name for row in rows for name in row) if name not in HIDDEN]
-    columns = [name for name in columns if name not in MACHINE and any(row.get(name) for row in rows)]
+
+    def shown(name):
+        cells = {row.get(name) for row in rows}
+        return name not in (*HIDDEN, *MACHINE) and any(cells) and (name != "caches" or len(cells) > 1)
+
+    columns = list(filter(shown, dict.fromkeys(name for row in rows for name in row)))
     values = {name: dict.fromkeys(row[name] for row in rows if row.get(name)) for name in MACHINE}
     columns += [name for name in MACHINE if len(values[name]) > 1]
     lines = [columns, ["---"] * len(columns), *([row.get(name) or "-" for name in columns] for row in rows)]
@@ -116,10 +116,11 @@ def books(root):
 
 def steps(root):
     """Parts of a step of two networks, side by side."""
-    names, table = {"step_gpt2": "GPT-2, 32 x 1,024 tokens", "step_char": "shakespeare_char, 64 x 256 tokens"}, {}
-    for name, text in names.items():
+    names, table = ["step_gpt2", "step_char"], {}
+    heads = [("GPT-2, 32 x 1,024 tokens", "floor, GPT-2"), ("shakespeare_char, 64 x 256 tokens", "floor, char")]
+    for name, (text, floor) in zip(names, heads, strict=True):
         for row in read(root, name):
-            cells = {text: row.pop("ms"), "floor" + " " * (name == "step_char"): row.pop("floor")}
+            cells = {text: row.pop("ms"), floor: row.pop("floor")}
             table[row["part"]] = table.get(row["part"], {"part": row["part"]}) | cells | row
     return markdown(list(table.values()), names)
 
@@ -150,8 +151,8 @@ def code(root):
 # name of a marker -> what draws its table; other names are those of CSV files
 TABLES = {
     "attention": partial(attention, CASES, ALL_PEERS, "both"),
-    "attention_directions": partial(attention, README_CASES, PEERS, "forward", "backward"),
-    "attention_readme": partial(attention, README_CASES, PEERS, "both"),
+    "attention_directions": partial(attention, CAUSAL_CASES, PEERS, "forward", "backward"),
+    "attention_readme": partial(attention, CAUSAL_CASES, PEERS, "both"),
     "char": partial(from_csv, "char_cold", "char"),
     "shakespeare": partial(from_csv, "shakespeare_cold", "shakespeare"),
     "gpt2": partial(from_csv, "gpt2_fp8", "gpt2_documents"),
@@ -253,15 +254,13 @@ LOSSES = {  # job and trainer -> what the chart calls them
 
 
 def chart_rows(root):
-    """{file: (its rows, what draws it)} of the charts that have data."""
-    rows = [row for row in read(root, "books", "control", "dial") if (row["job"], row["trainer"]) in LOSSES]
-    one_chip = len({row["chip"] for row in rows}) == 1  # whose seconds can be compared
-    timed = len(rows) == len(LOSSES) and one_chip and all("::" not in row["curve"] for row in rows)
-    charts = {CHART: (read(root, *ATTENTION), attention_chart)}
-    depths = read(root, "depths")
-    if {row["name"] for row in depths} > set(FITTED):
-        charts["docs/images/depths.svg"] = depths, depths_chart
-    return charts | ({"docs/images/losses.svg": (rows, losses_chart)} if timed else {})
+    """{file: (its rows, what draws it)} of the charts."""
+    losses = [row for row in read(root, "books", "control", "dial") if (row["job"], row["trainer"]) in LOSSES]
+    return {
+        CHART: (read(root, *ATTENTION), attention_chart),
+        "docs/images/depths.svg": (read(root, "depths"), depths_chart),
+        "docs/images/losses.svg": (losses, losses_chart),
+    }
 
 
 def digest(rows):

@@ -41,7 +41,9 @@ SMALL = SimpleNamespace(
     model=dict(vocab_size=512, block_size=64, n_layer=2, n_head=4, n_embd=64, bias=True), batches=(1, 4),
     prompt=8, long_prompt=40, new=16, contexts=(64, 256), repeats=2,
 )  # fmt: skip
-HEADS = {"GPT-2": (12, 12, 64), "32 query and 8 key heads": (32, 8, 128), "32 query heads, 1 key head": (32, 1, 128)}
+HEADS = {
+    "GPT-2: 12 of 64": (12, 12, 64), "32 query, 8 key, of 128": (32, 8, 128), "32 query, 1 key, of 128": (32, 1, 128)
+}  # fmt: skip
 
 
 def prompts(batch, length, vocabulary):
@@ -150,7 +152,7 @@ def main():
     print(*machine().values(), sep=", ")
     sizes, others = SMALL if args.small else GPT2, {}
     if args.transformers:
-        others["transformers"] = transformers_generate(sizes)
+        others["Transformers"] = transformers_generate(sizes)
     if args.nanogpt:
         others["nanoGPT"] = nanogpt_generate(args.nanogpt, sizes)
     if "text" in args.parts:
