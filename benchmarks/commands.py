@@ -1,7 +1,7 @@
 """Time what a user waits for beside training: the start of each script, and the preparation of a text.
 
-    python benchmarks/commands.py start                             scripts on a run of two steps of shakespeare.py
-    python benchmarks/commands.py prepare TEXT RANKS          a file, beside tiktoken, which only encodes it
+    python benchmarks/commands.py start                 scripts on a run of two steps of shakespeare.py
+    python benchmarks/commands.py prepare TEXT RANKS    a file, beside tiktoken, which only encodes it
 
 Seconds, the least of three. Text is prepared with the tokenizer gpt2; RANKS is its r50k_base.tiktoken.
 """
