@@ -19,7 +19,7 @@ from attention import decode
 from attention.portable import launch as portable
 
 # all other kernels are PyTorch's
-KERNELS = "(forward|dq|dkdv|group_sum|dbias|backward|prepare|finish|list|blank|decode|merge)_kernel"
+KERNELS = "(forward|dq|dkdv|group_sum|dbias|distance|backward|prepare|finish|list|blank|decode|merge)_kernel"
 
 
 def main():
