@@ -46,7 +46,7 @@ class EvaluateConfig:
     split: str = ""
     """The part of the run's corpus to compute the loss on, val or train; without --text and --tasks it is val."""
     stride: int | None = None
-    """Tokens from one window to the next: each token is scored once, after at least block_size - stride others. The
+    """Tokens from one window to the next. Each token is scored once; a smaller stride gives it more context. The
     default is block_size."""
     tasks: tuple[str, ...] = ()
     """Tasks of lm_eval, your own .yaml files, folders of them, or .jsonl files of questions (see docs/guide.md)."""

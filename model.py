@@ -64,7 +64,7 @@ class GPTConfig:
     embed_norm: bool = False
     """Normalise the embedding of each token to unit RMS, as nanochat does."""
     embed_skip: bool = False
-    """The input of a block is (1 + a) x + b (embedding of the token), not x; a and b are learned and begin at 0."""
+    """A block gets (1 + a) x + b e, not x; e is the token's embedding, a and b are learned and begin at 0."""
     value_residual: bool = False
     """Mix the values of attention with the first block's, by learned shares that begin at 1/2 (Zhou et al. 2024)."""
     key_offset: bool = False

@@ -71,7 +71,7 @@ class Config(GPTConfig):
     steps: int = 5000
     """Updates of the weights."""
     epochs: float = 0.0
-    """Passes over the training text, from which the steps follow; 0 takes --steps. A run stores the steps."""
+    """Passes over the training text, from which the steps follow; 0 takes --steps."""
     learning_rate: float = 1e-3
     """Highest learning rate, after the warm-up."""
     min_learning_rate: float = 1e-4

@@ -88,9 +88,10 @@ def print_help(kind, settings):
                 continue
             option, value = options[name].type, settings.get(name, options[name].default)
             typed = name.upper() if get_origin(option) is Annotated else f"--{name} {values_of(option)}"
-            shown = "" if value in ("", (), MISSING) else f"  [{value if str(value).isprintable() else repr(value)}]"
+            shown = "" if value in ("", "\n", (), MISSING) else f"  [{value}]"
             print(f"  {typed}{shown}")
-            print(textwrap.indent(textwrap.fill(" ".join(text.split()), width - 6), " " * 6))
+            if text:
+                print(textwrap.indent(textwrap.fill(" ".join(text.split()), width - 6), " " * 6))
 
 
 def values_of(kind):
