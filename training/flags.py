@@ -88,10 +88,10 @@ def print_help(kind, settings):
                 continue
             option, value = options[name].type, settings.get(name, options[name].default)
             typed = name.upper() if get_origin(option) is Annotated else f"--{name} {values_of(option)}"
-            shown = "" if value in ("", "\n", (), MISSING) else f"  [{value}]"
-            print(f"  {typed}{shown}")
-            if text:
-                print(textwrap.indent(textwrap.fill(" ".join(text.split()), width - 6), " " * 6))
+            hidden = value in ((), MISSING) or not str(value).strip()  # "" or a line break
+            shown = "" if hidden else f"  [{value if str(value).isprintable() else repr(value)}]"
+            lines = textwrap.wrap(" ".join(text.split()), width, initial_indent=" " * 6, subsequent_indent=" " * 6)
+            print(f"  {typed}{shown}", *lines, sep="\n")
 
 
 def values_of(kind):
