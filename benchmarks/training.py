@@ -6,7 +6,7 @@
     python benchmarks/training.py --text FILE --small                               tiny networks, to try it on a CPU
 
 FILE is tiny Shakespeare, --ranks GPT-2's r50k_base.tiktoken. Every run is a process of its own, and all train on the
-same tokens. The time of a step is the median over the second half of the steps that the trainer prints. Seconds count
+same tokens. The time of a step is the median over the second half of the reports that a trainer prints. Seconds count
 from the start of the process to the end of the first evaluation that reaches the target, with preparation, compilation
 and evaluations; the run is stopped there, or goes on to its end with --whole, and the last of ours stays in
 runs/bench-JOB. With --whole the table also has the best loss, the seconds of the whole process, and, of the last round,
@@ -53,7 +53,7 @@ JOBS = {
     "books": Job(
         "gpt2", GPT2 + "--steps 3052 --eval_every 381 --eval_batches 50 --warmup_steps 200",
         THEIRS + "--max_iters=3052 --lr_decay_iters=3052 --eval_interval=381 --eval_iters=25 --log_interval=10 "
-        "--warmup_iters=200",  # it evaluates on as many batches of the training text
+        "--warmup_iters=200",  # eval_iters batches of each text: 50 in all, as ours
     ),
     "char": Job(
         "char", "configs/shakespeare_char.py --batch_size 64", "config/train_shakespeare_char.py",
@@ -93,6 +93,7 @@ def run(command, folder, job, whole, caches):
     whole: do not stop early. caches: variables that name the folders of compiled kernels.
     """
     start, steps, losses, curve, to_target, lines = time.perf_counter(), [], [], [], math.nan, []
+    report = None  # of nanoGPT: the step and when it was printed
     process = subprocess.Popen(
         [sys.executable, "-u", *command], cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
         env=os.environ | caches,
@@ -104,9 +105,12 @@ def run(command, folder, job, whole, caches):
             tokens = int(found[1].replace(",", ""))  # of a step
         elif found := re.search(r"([\d,]+) tokens/s", line):
             steps.append(1000 * tokens / int(found[1].replace(",", "")))
-        elif found := re.search(r"^iter \d+: .* time ([\d.]+)ms", line):
-            steps.append(float(found[1]))
+        elif found := re.search(r"^iter (\d+): ", line):  # its own time leaves out what the GPU still has to do
+            before, report = report, (int(found[1]), time.perf_counter())
+            if before:
+                steps.append(1000 * (report[1] - before[1]) / (report[0] - before[0]))
         elif found := re.search(r"step (\d+).* val loss" + loss, line):
+            report = None
             losses.append(float(found[2]))
             curve.append(f"{found[1]}:{time.perf_counter() - start:.1f}:{losses[-1]}")
             if losses[-1] <= job.target and math.isnan(to_target):
