@@ -104,7 +104,7 @@ def main():
     parser.add_argument("parts", nargs="*", metavar="PART")
     parser.add_argument("--list", action="store_true")
     for name in ("text", "books", "ranks", "nanogpt"):
-        parser.add_argument(f"--{name}", type=Path, default=Path(name.upper()))
+        parser.add_argument(f"--{name}", type=Path, default=Path(name.upper()), help="relative to the repository")
     args = parser.parse_args()
     if unknown := set(args.parts) - {*PARTS, "tables"}:
         parser.error(f"there is no part {' or '.join(sorted(unknown))}; --list prints all")

@@ -254,13 +254,14 @@ LOSSES = {  # job and trainer -> what the chart calls them
 
 
 def chart_rows(root):
-    """{file: (its rows, what draws it)} of the charts."""
+    """{file: (its rows, what draws it)} of the charts that have all their data."""
     losses = [row for row in read(root, "books", "control", "dial") if (row["job"], row["trainer"]) in LOSSES]
-    return {
-        CHART: (read(root, *ATTENTION), attention_chart),
-        "docs/images/depths.svg": (read(root, "depths"), depths_chart),
-        "docs/images/losses.svg": (losses, losses_chart),
-    }
+    charts, depths = {CHART: (read(root, *ATTENTION), attention_chart)}, read(root, "depths")
+    if {row["name"] for row in depths} > set(FITTED):
+        charts["docs/images/depths.svg"] = depths, depths_chart
+    if len(losses) == len(LOSSES) and len({row["chip"] for row in losses}) == 1:  # whose seconds can be compared
+        charts["docs/images/losses.svg"] = losses, losses_chart
+    return charts
 
 
 def digest(rows):
