@@ -1,4 +1,4 @@
-"""Measure most figures of README.md and docs/results.md anew, in parts of at most ten minutes.
+"""Measure most figures of README.md, docs/results.md and docs/recipes.md anew, in parts of at most ten minutes.
 
     python benchmarks/all.py --list                            the parts, with their commands
     python benchmarks/all.py overhead step_gpt2 --text FILE    run parts; each writes benchmarks/results/PART.csv

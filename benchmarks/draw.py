@@ -1,4 +1,4 @@
-"""Draw the tables and charts of README.md and docs/results.md from the CSV files in benchmarks/results.
+"""Draw the tables and charts of README.md, docs/results.md and docs/recipes.md from benchmarks/results/*.csv.
 
 `python benchmarks/all.py tables` calls this. A table stands between <!-- NAME --> and <!-- end -->, where NAME is of
 TABLES or of a CSV file. A chart holds the digest of its data and is drawn again only if they change, or if it is gone.
@@ -6,14 +6,16 @@ TABLES or of a CSV file. A chart holds the digest of its data and is drawn again
 
 import csv
 import hashlib
+import math
 import re
 from functools import partial
 from pathlib import Path
+from statistics import mean, stdev
 from textwrap import fill
 
 import numpy as np
 
-PAGES = ("README.md", "docs/results.md")
+PAGES = ("README.md", "docs/results.md", "docs/recipes.md")
 CHART = "benchmarks/results/attention.svg"
 ROOT = Path(__file__).parents[1]
 ATTENTION = ("attention_64", "attention_128", "attention_128_rest", "attention_256")  # CSV files
@@ -57,7 +59,7 @@ def markdown(rows, names):
         return name not in (*HIDDEN, *MACHINE) and any(cells) and (name != "caches" or len(cells) > 1)
 
     columns = list(filter(shown, dict.fromkeys(name for row in rows for name in row)))
-    values = {name: dict.fromkeys(row[name] for row in rows if row.get(name)) for name in MACHINE}
+    values = {name: dict.fromkeys(row[name].partition("+")[0] for row in rows if row.get(name)) for name in MACHINE}
     columns += [name for name in MACHINE if len(values[name]) > 1]
     lines = [columns, ["---"] * len(columns), *([row.get(name) or "-" for name in columns] for row in rows)]
     text = "".join(f"| {' | '.join(cells)} |\n" for cells in lines)
@@ -70,6 +72,41 @@ def from_csv(*names, root, **keep):
     names = [name for name in names if read(root, name)]
     rows = [row for row in read(root, *names) if all(row[name] == value for name, value in keep.items())]
     return markdown(rows, names)
+
+
+def mean_and_deviation(values):
+    """As in 23.5 (+- 2.8), with two digits of the standard deviation; of one value four digits; empty if NaN."""
+    if math.isnan(mean(values)):
+        return ""
+    if len(values) == 1:
+        return f"{values[0]:#.4g}"
+    deviation = stdev(values)
+    places = max(0, 1 - math.floor(math.log10(deviation or 1)))
+    return f"{mean(values):.{places}f} (+- {deviation:.{places}f})"
+
+
+def means(rows, by=("name", "tokens")):
+    """Rows of benchmarks/recipes.py, with means over those that have the same `by`."""
+    groups, table = {}, []
+    for row in rows:
+        groups.setdefault(tuple(row[field] for field in by), []).append(row)
+    for some in groups.values():
+        cells = {"run": some[0]["name"], "tokens": f"{int(some[0]['tokens']) / 1e6:.3g}M"}
+        cells["seeds"] = ", ".join(str(row["seed"]) for row in some)
+        for field, text in (("loss", "loss"), ("bits", "bits/byte"), ("test", "test books")):
+            cells[text] = mean_and_deviation([float(row[field]) for row in some])
+        for field, text in (("rate", "tokens/s"), ("seconds", "s in all")):
+            cells[text] = f"{mean(float(row[field]) for row in some):,.0f}"
+        for field in MACHINE:
+            cells[field] = ", ".join(dict.fromkeys(row[field] for row in some))
+        table.append(cells)
+    return table
+
+
+def runs(*names, root, only=(), hide=(), **by):
+    """The means of CSV files of benchmarks/recipes.py, of runs with these names, without the columns `hide`."""
+    rows = means([row for row in read(root, *names) if not only or row["name"] in only], **by)
+    return markdown([row | dict.fromkeys(hide, "") for row in rows], names)
 
 
 def speeds(rows, direction):
@@ -125,19 +162,6 @@ def steps(root):
     return markdown(list(table.values()), names)
 
 
-def fp8(root):
-    """Losses of pairs of runs that differ in --fp8."""
-    pairs, table = {}, []
-    for row in read(root, "fp8"):
-        pairs.setdefault(row["seed"], {})[row["name"]] = row
-    for seed, pair in [(seed, pair) for seed, pair in pairs.items() if len(pair) == 2]:
-        without, with_fp8 = float(pair["bfloat16"]["loss"]), float(pair["fp8"]["loss"])
-        cells = {"seed": seed, "validation loss, bfloat16": f"{without:.4f}", "with `--fp8`": f"{with_fp8:.4f}"}
-        machine = {name: pair["fp8"][name] for name in MACHINE}
-        table.append(cells | {"difference": f"{with_fp8 - without:+.4f}"} | machine)
-    return markdown(table, ["fp8"])
-
-
 def code(root):
     """A sentence on lines of code, rounded so that a small change leaves the page as it is."""
     counts = []
@@ -158,7 +182,9 @@ TABLES = {
     "gpt2": partial(from_csv, "gpt2_fp8", "gpt2_documents"),
     "books": books,
     "steps": steps,
-    "fp8": fp8,
+    "fp8": partial(runs, "fp8", by=("name", "seed", "tokens")),  # with each seed a pair
+    "recipe": partial(runs, "recipe_control", "recipe_seeds", only=("control", "recipe")),
+    "depths": partial(runs, "depths", hide=("tokens/s", "s in all")),  # some shared a machine
     "start": partial(from_csv, "start", "prepare"),
     "sampling_attention": partial(from_csv, "sampling_attention", context="32,768"),
     "code": code,

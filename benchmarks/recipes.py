@@ -26,8 +26,9 @@ from itertools import product
 from pathlib import Path
 from typing import NamedTuple
 
-from harness import FOLDER, ROOT, machine, table
+from harness import FOLDER, ROOT, machine
 
+from benchmarks.draw import markdown, means
 from errors import command, require
 from training.config import load_config
 from training.report import read_metrics
@@ -125,24 +126,6 @@ def read_outcomes(path):
         return [Outcome(**{name: kinds[name](value) for name, value in row.items()}) for row in csv.DictReader(file)]
 
 
-def mean(outcomes, field):
-    return statistics.mean(getattr(outcome, field) for outcome in outcomes)
-
-
-def show(outcomes):
-    """Print a table of one row per name, tokens and command, with means over the seeds, the best loss first."""
-    groups, rows = {}, []
-    for outcome in outcomes:
-        groups.setdefault((outcome.tokens, outcome.command, outcome.name), []).append(outcome)
-    columns = dict(loss=".4f", bits=".4f", test=".4f", seconds=".1f", rate=",.0f", gflops=".3f")
-    for (tokens, _, name), some in sorted(groups.items(), key=lambda x: (x[0][0], mean(x[1], "loss"))):
-        spread = statistics.stdev(outcome.loss for outcome in some) if len(some) > 1 else math.nan
-        means = [format(mean(some, field), how) for field, how in columns.items()]
-        rows.append([name, f"{tokens / 1e6:.1f}M", len(some), f"{spread:.4f}", *means])
-    print()
-    table(["change", "tokens", "runs", "spread of loss", *columns], rows)
-
-
 def series(args):
     """All runs of a file of changes, or those for which --seconds leaves time, and their table."""
     start, longest, shown = time.perf_counter(), 0.0, []
@@ -175,7 +158,7 @@ def series(args):
             longest = max(longest, outcome.seconds)
         shown.append(outcome)
         print(f"{name} seed {seed}: loss {outcome.loss:.4f}, {outcome.seconds:.1f} s", flush=True)
-    show(shown)
+    print(f"\n{markdown(means(outcome._asdict() for outcome in shown), [args.csv.stem])}")
 
 
 def main(argv):

@@ -26,12 +26,13 @@ import tempfile
 import time
 from itertools import product
 from pathlib import Path
-from statistics import mean, median, stdev
+from statistics import median
 from typing import NamedTuple
 
 import numpy as np
 from harness import ROOT, machine, table
 
+from benchmarks.draw import mean_and_deviation
 from data.corpus import open_corpus
 
 
@@ -123,17 +124,6 @@ def run(command, folder, job, whole, caches):
         raise RuntimeError(f"{' '.join(command)} failed:\n{''.join(lines[-20:])}")
     ms, seconds = median(steps[len(steps) // 2 :] or [math.nan]), time.perf_counter() - start
     return Outcome(ms, to_target, min(losses), seconds, " ".join(curve))
-
-
-def mean_and_deviation(values):
-    """As in 23.5 (+- 2.8), with two digits of the standard deviation; of one value four digits; empty if NaN."""
-    if math.isnan(mean(values)):
-        return ""
-    if len(values) == 1:
-        return f"{values[0]:.4g}"
-    deviation = stdev(values)
-    places = max(0, 1 - math.floor(math.log10(deviation or 1)))
-    return f"{mean(values):.{places}f} (+- {deviation:.{places}f})"
 
 
 def main():
