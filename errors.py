@@ -1,10 +1,11 @@
 """What a user can do wrong, and how a command ends then: UserError, Ctrl-C, and what is left to remove."""
 
+import errno
 import os
 import shutil
 import signal
 import sys
-from contextlib import contextmanager
+from contextlib import contextmanager, redirect_stderr, redirect_stdout
 
 UNFINISHED = set()  # folders that a command removes if it fails: a run before its first step, half an export
 # what PyTorch and Triton say
@@ -53,26 +54,67 @@ def fail(sentence):
     sys.exit(f"error: {sentence}")
 
 
+class Output:
+    """A standard stream whose reader, terminal or disk may go away: what cannot be written is dropped.
+
+    needed: whether that ends the command instead, without a word if nobody is there to read.
+    """
+
+    def __init__(self, stream, needed=False):
+        self.stream, self.needed = stream, needed
+        if stream is None:  # it was closed before Python began
+            self.stream = open(os.devnull, "w")  # noqa: SIM115, it stays open
+        if hasattr(self.stream, "reconfigure"):  # a notebook's stream has no such method
+            self.stream.reconfigure(errors="replace")  # characters that the terminal lacks, and names of files
+
+    def __getattr__(self, name):
+        return getattr(self.stream, name)
+
+    def write(self, text):
+        self._try(self.stream.write, text)
+        return len(text)
+
+    def flush(self):
+        self._try(self.stream.flush)
+
+    def _try(self, function, *arguments):
+        try:
+            function(*arguments)
+        except OSError as error:
+            if self.needed:
+                nobody_reads = error.errno in (errno.EPIPE, errno.EIO)
+                sys.exit(1 if nobody_reads else f"error: cannot write the output ({error.strerror}); make room for it")
+
+    def end(self):
+        """Drop what is still buffered if it cannot be written, because Python writes it once more when it ends."""
+        try:
+            self.stream.flush()
+        except OSError:
+            os.dup2(os.open(os.devnull, os.O_WRONLY), self.stream.fileno())
+
+
 @contextmanager
-def command(out_of_memory="", fail=fail):
+def command(out_of_memory="", fail=fail, needs_output=False):
     """End a command with exit code 1 and one sentence if the user made a mistake, and with 130 after Ctrl-C.
 
-    out_of_memory: what to do if a GPU has too little memory. fail: prints the sentence and exits.
+    Args:
+        out_of_memory: what to do if a GPU has too little memory.
+        fail: prints the sentence and exits.
+        needs_output: whether the command ends when its standard output cannot be written.
     """
-    for stream in (sys.stdout, sys.stderr):
-        stream.reconfigure(errors="replace")  # characters that the terminal lacks, and names of files in no encoding
-    try:
-        yield
-        UNFINISHED.clear()
-    except KeyboardInterrupt:  # of sample.py --interactive
-        sys.exit(130)
-    except BrokenPipeError:  # the reader of standard output, such as head, has gone
-        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # Python writes there once more when it ends
-        sys.exit(1)
-    except Exception as error:
-        sentence = sentence_of(error, out_of_memory)
-        if sentence is None:
-            raise
-        fail(sentence)
-    finally:
-        remove_unfinished()
+    out, err = Output(sys.stdout, needs_output), Output(sys.stderr)
+    with redirect_stdout(out), redirect_stderr(err):
+        try:
+            yield
+            UNFINISHED.clear()
+            out.flush()
+        except KeyboardInterrupt:  # of sample.py --interactive
+            sys.exit(130)
+        except Exception as error:
+            sentence = sentence_of(error, out_of_memory)
+            if sentence is None:
+                raise
+            fail(sentence)
+        finally:
+            out.end(), err.end()
+            remove_unfinished()

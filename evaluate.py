@@ -226,5 +226,5 @@ def main(config):
 if __name__ == "__main__":
     # lm_eval imports Hugging Face's package "evaluate", which this file's name would hide
     sys.path.sort(key=lambda folder: folder == str(Path(__file__).parent))
-    with command(out_of_memory="take a smaller --batch_size"):
+    with command(out_of_memory="take a smaller --batch_size", needs_output=True):
         main(parse_flags(EvaluateConfig, sys.argv[1:]))

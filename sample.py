@@ -177,5 +177,5 @@ def main(config):
 
 
 if __name__ == "__main__":
-    with command(out_of_memory="take fewer --num_samples or a shorter --prompt"):
+    with command(out_of_memory="take fewer --num_samples or a shorter --prompt", needs_output=True):
         main(parse_flags(SampleConfig, sys.argv[1:]))

@@ -5,7 +5,7 @@
     torchrun --nproc_per_node=4 train.py configs/gpt2.py                  several GPUs of a host
 
 A run writes runs/NAME/: config.json, kestrel.json (the tokenizer), metrics.jsonl, checkpoints, best.pt and loss.png.
-Ctrl-C, SIGTERM and a closed terminal save and stop; SIGUSR1 saves and goes on.
+Ctrl-C, SIGTERM and a closed terminal save and stop; SIGUSR1 saves and goes on. A report that fails ends no run.
 """
 
 from errors import UNFINISHED, catch_ctrl_c, command

@@ -1,10 +1,28 @@
 """How every command ends: after a mistake of its user or in the code, and after Ctrl-C at any moment."""
 
 import os
+import pty
+import shutil
+import signal
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
-from helpers import FAST, ROOT, environment, finish, in_process, one_sentence, run_script, start
+from helpers import (
+    FAST,
+    ROOT,
+    contents,
+    environment,
+    finish,
+    flags,
+    in_process,
+    losses,
+    one_sentence,
+    run_script,
+    start,
+    wait_for_step,
+)
 from test_sample import save
 
 from data.tokenizer import make_tokenizer
@@ -78,6 +96,60 @@ def test_ctrl_c_ends_a_command_at_once(tiny, script, moment):
     process = start(tiny, *argv, script=path, variables=dict(PYTHONPATH=paths, MOMENT=moment))
     _, err = finish(process, 130)
     assert "Traceback" not in err and "Interrupt" not in err
+
+
+def shell(folder, script, *argv, outputs=""):
+    """Type a command; `outputs` redirects them, as a shell does. Returns a CompletedProcess."""
+    path = ["-m", script.removesuffix(".py").replace("/", ".")] if "/" in script else [str(ROOT / script)]
+    typed = ["bash", "-o", "pipefail", "-c", f'"$@" {outputs}', "bash", sys.executable, *path, *argv]
+    return subprocess.run(typed, cwd=folder, env=environment(folder), capture_output=True, text=True, timeout=300)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("script", [script for script in COMMANDS if script != "train.py"])
+def test_a_command_whose_output_cannot_be_written_ends(tiny, script):
+    """Those whose result is a file succeed. The others say why, unless nobody is there to read."""
+    needed = int(script in ("sample.py", "evaluate.py"))
+    for outputs, code in {"| true": needed, ">&- 2>&-": 0, "2>/dev/full": 0, ">/dev/full": needed}.items():
+        result = shell(tiny, script, *COMMANDS[script][0].split(), outputs=outputs)
+        assert result.returncode == code and "Traceback" not in result.stderr, (outputs, result)
+        assert ("No space left" in result.stderr) == (outputs == ">/dev/full" and needed), result.stderr
+        assert script != "hf/export.py" or (tiny / "out/model.safetensors").exists()
+        shutil.rmtree(tiny / "out", ignore_errors=True)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("outputs", ["| head -3", ">/dev/full 2>&1", ">&- 2>&-", "2>&1 | true"])
+def test_a_run_goes_on_without_its_outputs(folder, outputs):
+    options = FAST | dict(steps=4, eval_every=2, sample_every=1)
+    assert shell(folder, "train.py", *flags((), options), outputs=outputs).returncode == 0
+    assert contents("runs/run/checkpoint.pt")["step"] == 4 and len(losses(folder)) == 4
+    assert Path("runs/run/loss.png").stat().st_size > 10_000
+
+
+ENDLESS = FAST | dict(steps=100_000, eval_every=100_000)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("end", ["a closed terminal", "Ctrl-C that also ends tee"])
+def test_a_run_whose_reader_ends_saves_and_stops(folder, end):
+    if end == "a closed terminal":
+        process, terminal = pty.fork()
+        if not process:
+            command = [sys.executable, str(ROOT / "train.py"), *flags((), ENDLESS)]
+            os.execve(sys.executable, command, environment(folder))
+        while not (path := folder / "runs/run/metrics.jsonl").exists() or '"loss"' not in path.read_text():
+            os.read(terminal, 65536)
+        os.close(terminal)
+        code = os.waitstatus_to_exitcode(os.waitpid(process, 0)[1])
+    else:
+        process = start(folder, **ENDLESS)
+        wait_for_step(folder, 3)
+        process.stdout.close(), process.stderr.close()
+        process.send_signal(signal.SIGINT)
+        code = process.wait(timeout=300)
+    assert code == 0 and contents("runs/run/checkpoint.pt")["step"] == len(losses(folder))
+    assert Path("runs/run/loss.png").exists()
 
 
 def test_a_file_whose_name_is_no_text(folder, capsys):
