@@ -81,7 +81,7 @@ def train(config, argv=()):
     config = ranks.broadcast(config)  # with --resume alone, ranks may have found different runs
     set_precision(config.deterministic, ranks.on_gpu)
     saved = load_first(checkpoints(config.resume)) if config.resume else {}
-    corpus = open_on_all_ranks(config, ranks, saved.get("tokens_sha256"))
+    corpus = open_on_all_ranks(config, ranks, saved)
     if config.depth and not config.resume:  # batch, rates and steps depend on the corpus
         config = load_config(argv, corpus)
     batches = Batches(corpus.train, config.block_size, config.batch_size, config.seed)

@@ -152,6 +152,23 @@ def test_changed_tokens_are_refused(folder, run):
     assert contents(CHECKPOINT)["tokens_sha256"] != whole["tokens_sha256"]
 
 
+def test_a_resumed_run_trains_on_the_text_that_is_named(folder, run):
+    """Or is refused; its own text may have another place."""
+    assert run(steps=4, eval_every=4)[0] == 0
+    before = contents(CHECKPOINT)
+    (folder / "other.txt").write_text((folder / "corpus.txt").read_text().replace("sea", "lake"))
+    more = ["--resume", "--steps", "6", "--allow_changes"]
+    for named in (["--tokenizer", "bytes+eot"], ["--depth", "3"], ["--tokens", "10"], ["--name", "new"]):
+        refused(run(*more, *named), named[0].strip("-"))
+        assert same(contents(CHECKPOINT), before)
+    (folder / "corpus.txt").rename(folder / "moved.txt")
+    assert run(*more, "--input", "moved.txt")[0] == 0
+    assert contents(CHECKPOINT)["tokens_sha256"] == before["tokens_sha256"]
+    assert run("--resume", "--steps", "7", "--input", "other.txt", "--allow_changes")[0] == 0
+    assert contents(CHECKPOINT)["tokens_sha256"] == prepare("text", "bytes", "other.txt").sha256
+    assert contents(CHECKPOINT)["config"]["input"] == "other.txt"
+
+
 def test_an_error_while_a_batch_is_loaded_is_one_sentence(folder, run, monkeypatch):
     """It comes from the thread that loads ahead, and ends the run only after the steps before it."""
     original = Batches.batch

@@ -24,6 +24,7 @@ TOY = dict(
     eval_every=100, eval_batches=20,
 )  # fmt: skip
 TOO_WIDE = 768  # for a CPU: the least n_embd of such a network
+FIXED_ON_RESUME = ("name", "depth", "tokens")  # what follows from them is decided when a run begins
 # Options that may change when a run is resumed. For `data` and `input`, the tokens are compared instead.
 FREE_ON_RESUME = {
     "resume", "allow_changes", "data", "input", "verify", "keep", "max_bad_steps", "log_every", "sample_every", "wandb",
@@ -277,6 +278,10 @@ def resumed_config(folder, flags):
     if record.get("tokenizer", "").startswith("run:") and any(folder.glob("*.pt")):
         record["tokenizer"] = f"run:{folder}"  # the same tokenizer; its own run may be gone
     before, config = Config(**record), parse_flags(Config, flags, record)
+    for name in FIXED_ON_RESUME:
+        value, old = getattr(config, name), getattr(before, name)
+        rule = "which cannot change in a run that has begun"
+        require(value == old, f"{folder} has {name}={old}, {rule}; leave out --{name} {value} (--steps trains longer)")
     for name, value in asdict(config).items():
         require(
             value == getattr(before, name) or name in FREE_ON_RESUME or config.allow_changes,

@@ -79,11 +79,16 @@ def end_distributed():
         dist.destroy_process_group()
 
 
-def open_on_all_ranks(config, ranks, sha256):
+def open_on_all_ranks(config, ranks, saved):
     """The Corpus. The first rank of each host prepares it if need be, and then the other ranks open it.
 
-    sha256: of the tokens that a resumed run was trained on, or None.
+    saved: contents of the checkpoint to resume from, or {}. The tokens that it was trained on are found by their
+    sha256, wherever their text is now, unless the options name another text or tokenizer.
     """
+    before, sha256 = saved.get("config"), None
+    if before and (config.data, config.input) == (before["data"], before["input"]):
+        same_tokenizer = config.tokenizer in (before["tokenizer"], f"run:{config.resume}")
+        sha256 = saved["tokens_sha256"] if same_tokenizer else None
     open_here = partial(open_corpus, config.data, config.tokenizer, config.input or None, sha256=sha256)
     is_first = os.environ.get("LOCAL_RANK", "0") == "0"
     corpus = open_here(verify=config.verify) if is_first else None
