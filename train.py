@@ -137,6 +137,7 @@ def train(config, argv=()):
             if step == start:
                 loss.item()  # waits for the device
                 UNFINISHED.clear()  # from here on an error leaves the run's folder
+                run.write_options()
                 report.start()
             if (step + 1) % config.log_every == 0:
                 report.step(step + 1, rate, loss, grad_norm, optimizer.skipped)

@@ -169,6 +169,21 @@ def test_a_resumed_run_trains_on_the_text_that_is_named(folder, run):
     assert contents(CHECKPOINT)["config"]["input"] == "other.txt"
 
 
+@pytest.mark.parametrize("checkpoint", [True, False])
+def test_a_resumed_run_that_fails_before_its_first_step_changes_nothing(folder, run, monkeypatch, checkpoint):
+    def fail(*_):
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has ..")
+
+    assert run(steps=4, eval_every=2)[0] == 0
+    (folder / CHECKPOINT).unlink()  # so that steps are repeated
+    if not checkpoint:
+        (folder / "runs/run/checkpoint-2.pt").unlink()
+    before = {path: path.read_bytes() for path in (folder / "runs/run").iterdir()}
+    monkeypatch.setattr(train, "take_step", fail)
+    refused(run("--resume", "--weight_decay", "0", "--wandb", "offline", "--allow_changes"), "out of memory")
+    assert {path: path.read_bytes() for path in (folder / "runs/run").iterdir()} == before
+
+
 def test_an_error_while_a_batch_is_loaded_is_one_sentence(folder, run, monkeypatch):
     """It comes from the thread that loads ahead, and ends the run only after the steps before it."""
     original = Batches.batch

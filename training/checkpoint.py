@@ -58,12 +58,12 @@ class Run:
                 self.lock = lock_file(self.folder / ".lock", timeout=0)
             except filelock.Timeout:
                 raise UserError(f"another process is training {self.folder}; stop it first") from None
-            for leftover in self.folder.glob(".*.tmp"):  # of a process that was killed while writing
-                leftover.unlink()
             # those that could be loaded, newest first; the next save removes the damaged ones before them
             paths = checkpoints(self.folder)
             self.good = paths[paths.index(saved["path"]) :] if saved else []
             self.pool = ThreadPoolExecutor(1)
+            if not config.resume:
+                self.write_options()
         self.folder = ranks.broadcast(self.folder)
 
     def _check(self, saved):
@@ -86,15 +86,20 @@ class Run:
             optimizer.load(saved)
             if saved["threads"] and not self.ranks.on_gpu and self.ranks.world == 1:
                 torch.set_num_threads(saved["threads"])  # on a CPU the order of sums depends on it
-        if self.ranks.rank == 0:  # only now, because a run that is refused must stay as it was
-            with atomic_file(self.folder / STORED) as file:
-                file.write(json.dumps({"tokenizer": to_state(self.corpus.tokenizer)}).encode())
-            with atomic_file(self.folder / "config.json") as file:
-                file.write((json.dumps(asdict(self.config), indent=2) + "\n").encode())
         best = math.inf
         with suppress(OSError, UserError):  # of a best.pt that is missing or damaged; it may be newer than `saved`
             best = load_checkpoint(self.folder / "best.pt", weights=False)["best"]
         return saved.get("step", 0), self.ranks.broadcast(best)
+
+    def write_options(self):
+        """Write config.json and the tokenizer; for a resumed run after its first step, which may fail."""
+        if self.ranks.rank == 0:
+            for leftover in self.folder.glob(".*.tmp"):  # of a process that was killed while writing
+                leftover.unlink()
+            with atomic_file(self.folder / STORED) as file:
+                file.write(json.dumps({"tokenizer": to_state(self.corpus.tokenizer)}).encode())
+            with atomic_file(self.folder / "config.json") as file:
+                file.write((json.dumps(asdict(self.config), indent=2) + "\n").encode())
 
     def save_best(self, step, best, model):
         """Copy the weights to the host of rank 0 and start to write best.pt. All ranks call this."""

@@ -7,6 +7,7 @@ import re
 import sys
 import time
 from contextlib import contextmanager
+from dataclasses import asdict
 from datetime import timedelta
 from shutil import get_terminal_size
 
@@ -44,15 +45,11 @@ class Report:
         self.began = self.plotted = self.first_began = self.lap_began = time.perf_counter()
         self.first_step = self.lap_step = start
         self.val_loss, self.wandb = None, None
-        if self.enabled:
-            # Steps after `start` are repeated, and so is the evaluation of step 0 if that is the start.
-            kept = [record for record in read_metrics(folder) if 0 < start >= record["step"]]
-            self.began -= kept[-1]["seconds"] if kept else 0  # the time between processes does not count
-            with atomic_file(folder / "metrics.jsonl") as file:
-                file.write("".join(json.dumps(record) + "\n" for record in kept).encode())
-            if config.wandb != "off":
-                with only_warn("starting wandb"):
-                    self.wandb = start_wandb(folder, config.wandb)
+        # Steps after `start` are repeated, and so is the evaluation of step 0 if that is the start.
+        found = read_metrics(folder) if self.enabled else []
+        self.kept = [record for record in found if 0 < start >= record["step"]]
+        self.waiting = []  # records before the end of the first step; until then a resumed run stays as it was
+        self.began -= self.kept[-1].get("seconds", 0) if self.kept else 0  # the time between processes does not count
 
     def describe(self, model, corpus, batches, ranks, micro_batch):
         """Print the first lines of a run: what is trained, where, on which data."""
@@ -86,7 +83,19 @@ class Report:
             show(f"{name:11}{text}")
 
     def start(self):
-        """Measure from the end of the first step, which may compile. Its own line, if it has one, includes it."""
+        """Begin to log and to measure at the end of the first step, which may compile; its own line includes it."""
+        if self.enabled:
+            began = time.perf_counter()
+            with only_warn("writing metrics.jsonl"), atomic_file(self.folder / "metrics.jsonl") as file:
+                file.write("".join(json.dumps(record) + "\n" for record in self.kept).encode())
+            if self.config.wandb != "off":
+                with only_warn("starting wandb"):
+                    self.wandb = start_wandb(self.folder, self.config)
+            waiting, self.waiting = self.waiting, None
+            for record in waiting:
+                self._write(record)
+            seconds = time.perf_counter() - began  # without a network wandb takes minutes
+            self.began, self.lap_began = self.began + seconds, self.lap_began + seconds
         self.first_step, self.first_began = self.first_step + 1, time.perf_counter()
         if self.first_step % self.config.log_every:
             self.lap_step, self.lap_began = self.first_step, self.first_began
@@ -155,8 +164,9 @@ class Report:
             command = "torchrun ... train.py" if "WORLD_SIZE" in os.environ else "python train.py"
             show(f"stopped at step {step}; resume with: {command} --resume {self.folder}")
         else:
-            if found := best_of(read_metrics(self.folder)):
-                show(f"best val loss {in_words(found)} of {self.config.steps}")
+            with only_warn("reading metrics.jsonl"):
+                if found := best_of(read_metrics(self.folder)):
+                    show(f"best val loss {in_words(found)} of {self.config.steps}")
             trained = timedelta(seconds=round(time.perf_counter() - self.began))
             show(f"trained for {trained}; losses are drawn in {self.folder / 'loss.png'}")
             flag = " --chat" if self.config.data == "chat" else ""
@@ -169,6 +179,9 @@ class Report:
                 self.wandb.finish()
 
     def _write(self, record):
+        if self.waiting is not None:
+            self.waiting.append(record)
+            return
         # JSON has no NaN and no infinity
         record = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in record.items()}
         with only_warn("writing metrics.jsonl"), open(self.folder / "metrics.jsonl", "a") as file:
@@ -180,14 +193,14 @@ class Report:
                 self.wandb = run
 
 
-def start_wandb(folder, mode):
+def start_wandb(folder, config):
     """A wandb run, with the previous id if this run is resumed."""
     import wandb  # takes a second, and few runs use it
 
     id_file = folder / "wandb_id"
     run = wandb.init(
-        project=os.environ.get("WANDB_PROJECT", "gpt"), name=folder.name, dir=folder, resume="allow", mode=mode,
-        id=id_file.read_text() if id_file.exists() else None, config=json.loads((folder / "config.json").read_text()),
+        project=os.environ.get("WANDB_PROJECT", "gpt"), name=folder.name, dir=folder, resume="allow", mode=config.wandb,
+        id=id_file.read_text() if id_file.exists() else None, config=asdict(config),
     )  # fmt: skip
     id_file.write_text(run.id)
     return run
@@ -238,8 +251,10 @@ def read_metrics(folder):
     records = []
     for line in path.read_text(errors="replace").splitlines() if path.exists() else []:
         try:
-            records.append(json.loads(line))
-        except ValueError:
+            record = json.loads(line)
+            int(record["step"])
+            records.append(record)
+        except (ValueError, TypeError, KeyError):
             print(f"warning: a line of {path} is damaged and left out", file=sys.stderr)
     return records
 
