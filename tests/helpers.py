@@ -90,8 +90,9 @@ def start(folder, *argv, ranks=1, script=ROOT / "train.py", variables=(), stdin=
 
 
 def environment(folder):
-    """A user's environment: without the Triton interpreter that the kernel tests turn on."""
-    variables = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    """A user's environment: without the Triton interpreter that the kernel tests turn on, and this process's wandb."""
+    ours = ("TRITON_INTERPRET", "WANDB_SERVICE")
+    variables = {name: value for name, value in os.environ.items() if name not in ours}
     paths = os.pathsep.join([str(ROOT), *filter(None, [variables.get("PYTHONPATH")])])
     return variables | {"GPT_DATA": str(folder / "prepared"), "OMP_NUM_THREADS": "1", "PYTHONPATH": paths}
 

@@ -10,8 +10,9 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from helpers import FAST, ROOT, at_step, in_process, losses, metrics, run_script
+from helpers import FAST, ROOT, at_step, finish, in_process, losses, metrics, run_script, start, wait_for_step
 from matplotlib.figure import Figure
+from wandb_server import serve
 
 import train
 from data.tokenizer import make_tokenizer
@@ -95,18 +96,42 @@ def test_the_end_of_a_resumed_run(folder, run, monkeypatch, capsys):
     assert "trained for 1:00:0" in out and "runs/run/loss.png" in out and "python sample.py" in out
 
 
+@pytest.mark.slow
+def test_wandb_stores_the_steps_that_a_resumed_run_repeats(folder):
+    """As after a crash at step 8, whose newest checkpoint is of step 4."""
+    with serve() as server:
+        finish(start(folder, variables=server.variables, **FAST | dict(wandb="online", steps=8, eval_every=4)))
+        (folder / "runs/run/checkpoint.pt").unlink()
+        changes = ["--learning_rate", "2e-3", "--allow_changes"]
+        finish(start(folder, "--resume", *changes, variables=server.variables))
+    stored = [{name: record.get(name) for name in ("step", "loss", "val_loss")} for record in server.records]
+    assert [record["step"] for record in stored] == [0, 1, 2, 3, 4, 4, 5, 6, 7, 8, 8, 5, 6, 7, 8, 8]
+    named = [{name: record.get(name) for name in ("step", "loss", "val_loss")} for record in metrics(folder)]
+    assert stored[:6] + stored[11:] == named
+
+
+@pytest.mark.slow
+def test_a_run_ends_although_wandb_has_gone_away(folder):
+    with serve() as server:
+        variables = server.variables | dict(WANDB_FINISH_TIMEOUT="2")
+        process = start(folder, variables=variables, **FAST | dict(wandb="online", steps=200, eval_every=100))
+        wait_for_step(folder, 3)
+    _, err = finish(process)
+    assert "wandb sync runs/run/wandb/latest-run" in err and len(losses(folder)) == 200, err
+
+
 @pytest.mark.parametrize("server", ["fails", "is out of reach"])
 def test_an_error_of_wandb_ends_only_its_logging(folder, monkeypatch, capsys, server):
     """Not every error has a message. A sample is printed without control characters."""
 
-    def log(values, step):
-        if step == 3:
+    def log(values):
+        if values["step"] == 3:
             raise TimeoutError
 
     def init(**options):
         if server == "is out of reach":
             raise TimeoutError
-        return SimpleNamespace(id="7", log=log, finish=log)
+        return SimpleNamespace(id="7", log=log, finish=log, define_metric=lambda *_, **options: None)
 
     monkeypatch.setitem(sys.modules, "wandb", SimpleNamespace(init=init))
     monkeypatch.setattr(train, "write_sample", lambda *rest: "a <b>\n\x1b[2Jc")

@@ -4,6 +4,7 @@ import json
 import math
 import os
 import re
+import shlex
 import sys
 import time
 from contextlib import contextmanager
@@ -24,6 +25,7 @@ PEAK_TFLOPS = {
     "RTX 3080": 60,
 }  # fmt: skip
 
+WANDB_SECONDS = 60  # to wait for wandb at the end of a run
 PLOT_SECONDS = 30  # between two drawings of loss.png; one takes as long as a hundred steps of a small network
 COLORS = ("#c0392b", "#2471a3", "#1e8449", "#b9770e", "#7d3c98", "#117a65", "#5d6d7e", "#d35480")
 STYLES = ("-", "--", ":", "-.")  # the next one after each eight runs
@@ -175,7 +177,8 @@ class Report:
                 self.sample(step, write)
         plot_losses(self.folder)
         if self.wandb:
-            with only_warn("closing wandb"):
+            command = f"wandb sync {shlex.quote(str(self.folder / 'wandb' / 'latest-run'))}"
+            with only_warn("closing wandb", f"to send the rest later, type {command}"):
                 self.wandb.finish()
 
     def _write(self, record):
@@ -189,7 +192,7 @@ class Report:
         if self.wandb:
             run, self.wandb = self.wandb, None  # not used again after an error
             with only_warn("logging to wandb"):
-                run.log(record, step=record["step"])
+                run.log(record)
                 self.wandb = run
 
 
@@ -201,19 +204,24 @@ def start_wandb(folder, config):
     run = wandb.init(
         project=os.environ.get("WANDB_PROJECT", "gpt"), name=folder.name, dir=folder, resume="allow", mode=config.wandb,
         id=id_file.read_text() if id_file.exists() else None, config=asdict(config),
+        settings=dict(
+            finish_timeout=float(os.environ.get("WANDB_FINISH_TIMEOUT", WANDB_SECONDS)), finish_timeout_raises=True,
+        ),
     )  # fmt: skip
+    # wandb's own step only rises, so it would drop the steps that a resumed run repeats
+    run.define_metric("*", step_metric="step")
     id_file.write_text(run.id)
     return run
 
 
 @contextmanager
-def only_warn(action):
+def only_warn(action, remedy="which does not touch the training"):
     """Print a warning if this block fails, so that a report cannot end the run."""
     try:
         yield
     except Exception as error:  # a full disk, or wandb, whose errors have no common base class
         reason = (str(error) or type(error).__name__).splitlines()[0]
-        show(f"warning: {action} failed ({reason}), which does not touch the training", file=sys.stderr)
+        show(f"warning: {action} failed ({reason}), {remedy}", file=sys.stderr)
 
 
 def show(text, end="\n", file=None):
