@@ -63,9 +63,10 @@ def attention(
             gradient. Another number does not compile f again, unless it is an int that is 1 or a multiple of 16.
         lengths: [B] int32, how many tokens of each row are valid: keys past it are invisible, queries standing past it
             give 0.
-        cu_seqlens: [N + 1] int32, where packed sequences start in the one row (B = 1), from 0 to at most T; a pair of
-            such tensors, for queries and for keys, where they differ. Empty sequences are allowed; tokens behind the
-            last start belong to no sequence and give 0. What passes the end of the row is cut off.
+        cu_seqlens: [N + 1] int32, where packed sequences start in the one row (B = 1), and where the last one ends; a
+            pair of such tensors, for queries and for keys, where they differ. Empty sequences are allowed. Tokens
+            before the first start and from the last end on belong to no sequence: nobody sees them, their output and
+            gradients are 0, their lse is -inf. What passes the end of the row is cut off.
         max_seqlen: length of the longest sequence, or a pair (queries, keys), as flash-attention asks for. It is not
             needed: the kernels find where sequences end on the device.
         prefix_lengths: [B] int32, for prefix-LM: the keys at positions below it are visible to all queries of the row,

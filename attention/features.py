@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from .checks import check_tensor, count_sequences
+from .reference import of_sequences
 from .score_mod import check_score_args
 
 MAX_ALIBI_LENGTH = 2**24  # distances are float32
@@ -146,6 +147,7 @@ def four_dims(call, bias):
 
 def cumulative(call, decay):
     """[B, Tk, H] -> sums up to and including each key, [B, H, Tk] float64."""
+    decay = of_sequences(decay, call.cu_seqlens)
     if call.impl == "hopper":  # which subtracts one gate of a tile from the others in float32
         decay = decay.clamp(min=-1e3)
     gate = decay.transpose(1, 2).to(torch.float64)

@@ -8,7 +8,7 @@ import math
 import torch
 import torch.nn.functional as F
 
-from .checks import count_sequences
+from .checks import count_sequences, pair
 from .score_mod import twin_of
 
 LOWEST_BIAS = math.log(2) * torch.finfo(torch.float32).min  # what is lower is -inf in float32 and base 2
@@ -52,6 +52,7 @@ def reference_attention(
     if score_mod is not None:
         scores = modified(scores, score_mod, places, score_args)
     if decay is not None and k_len > 0:  # the sum runs through all sequences of a row, which the difference cancels
+        decay = of_sequences(decay, cu_seqlens)
         gate = decay if decay.device.type == "mps" else decay.double()  # MPS has no float64
         gate = gate.cumsum(1).transpose(1, 2)  # [B, H, Tk]
         at = torch.where(in_mask, torch.arange(k_len, device=q.device), 0).amax(-1)  # last key a query sees: its own
@@ -88,6 +89,14 @@ def reference_attention(
         rows.append(F.pad(by_head, (0, 1), value=float("-inf")).amax(1))  # one more, since there may be no score at all
     rows = [x.float() if q.dtype != torch.float64 else x for x in rows]
     return (out, *rows) if rows else out
+
+
+def of_sequences(decay, cu_seqlens):
+    """decay [B, Tk, H], 0 before the first packed sequence: it would be in the sums of all tokens, and may be NaN."""
+    if cu_seqlens is None:
+        return decay
+    first = pair(cu_seqlens)[1][0]
+    return decay.masked_fill((torch.arange(decay.shape[1], device=decay.device) < first)[:, None], 0.0)
 
 
 def raw_scores(q, k, scale, softcap):
@@ -130,8 +139,7 @@ def place(shape, lengths, cu_seqlens, device):
     q_pos = torch.arange(q_len, device=device).view(1, 1, -1, 1)
     k_pos = torch.arange(k_len, device=device).view(1, 1, 1, -1)
     if cu_seqlens is not None:
-        q_starts, k_starts = cu_seqlens if isinstance(cu_seqlens, tuple) else (cu_seqlens, cu_seqlens)
-        q_starts, k_starts = q_starts.long().clamp(max=q_len), k_starts.long().clamp(max=k_len)
+        q_starts, k_starts = (x.long().clamp(0, n) for x, n in zip(pair(cu_seqlens), (q_len, k_len), strict=True))
         # number of the sequence: how many have ended; past the last one it is the count of sequences
         q_sequence = torch.searchsorted(q_starts[1:].contiguous(), q_pos, right=True)
         k_sequence = torch.searchsorted(k_starts[1:].contiguous(), k_pos, right=True)
@@ -139,9 +147,11 @@ def place(shape, lengths, cu_seqlens, device):
         inside = q_sequence.clamp(max=last)
         q_count = (q_starts[1:] - q_starts[:-1])[inside]
         k_count = (k_starts[1:] - k_starts[:-1])[inside]
-        q_index = q_pos - q_starts[inside]
-        k_pos = k_pos - k_starts[k_sequence.clamp(max=last)]
-        return inside, q_index, q_index + k_count - q_count, k_pos, (q_sequence == k_sequence) & (q_sequence <= last)
+        q_exists = (q_pos >= q_starts[0]) & (q_sequence <= last)
+        k_exists = (k_pos >= k_starts[0]) & (k_sequence <= last)
+        q_index = torch.where(q_exists, q_pos - q_starts[inside], 0)  # others may be past the end of a user's table
+        k_pos = torch.where(k_exists, k_pos - k_starts[k_sequence.clamp(max=last)], 0)
+        return inside, q_index, q_index + k_count - q_count, k_pos, (q_sequence == k_sequence) & q_exists & k_exists
     sequence = torch.arange(batch, device=device).view(-1, 1, 1, 1)
     q_index, q_pos = q_pos, q_pos + k_len - q_len
     exists = torch.ones(batch, 1, q_len, k_len, dtype=torch.bool, device=device)

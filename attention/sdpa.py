@@ -48,9 +48,9 @@ def attention_by_sdpa(call):
 def packed_sdpa_attention(q, k, v, causal, window, scale, dropout, cu_seqlens):
     """sdpa_attention() of packed sequences on a CPU. Neighbours share a call if they are no longer than the longest."""
     tokens = q.shape[1]
-    starts = cu_seqlens.clamp(max=tokens).tolist()
+    starts = cu_seqlens.clamp(0, tokens).tolist()
     most = max(TOGETHER, *(end - start for start, end in pairwise(starts)))
-    cuts = [0]
+    cuts = [0, starts[0]]
     for start, end in pairwise(starts):
         if end - cuts[-1] > most:
             cuts.append(start)
@@ -59,11 +59,12 @@ def packed_sdpa_attention(q, k, v, causal, window, scale, dropout, cu_seqlens):
     *parts, rest = zip(*(x.split(sizes, 1) for x in (q, k, v, number)), strict=True)
     outs = [
         sdpa_attention(*qkv, causal, window, scale, dropout, None, None if numbers[0, 0] == numbers[0, -1] else numbers)
-        for *qkv, numbers in parts
+        for *qkv, numbers in parts[1:]
         if numbers.numel()
     ]
-    zeros = q.new_zeros(*rest[0].shape[:3], v.shape[-1])  # of tokens behind the last sequence
-    return torch.cat([*outs, zeros + sum(x[..., :0].sum() for x in (q, k, v))], 1)  # with gradients of 0
+    zero = sum(x[..., :0].sum() for x in (q, k, v))  # with gradients of 0
+    before, behind = (zero.expand(*x[0].shape[:3], v.shape[-1]) for x in (parts[0], rest))  # in no sequence
+    return torch.cat([before, *outs, behind], 1)
 
 
 def sdpa_attention(q, k, v, causal, window, scale, dropout, bias, number=None):

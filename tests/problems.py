@@ -68,12 +68,12 @@ CASES = {
     "lengths_bias": dict(lengths=[0, 40, 15], batch=3, bias=(1, 2, 1, 1), q_len=40),
     "lengths_full": dict(lengths=[50, 17], causal=False, q_len=50),
     "packed": dict(packed=[0, 20, 20, 53, 70]),
-    "packed_with_rest": dict(packed=[0, 33, 60], causal=False),
-    "packed_pair": dict(packed=([0, 20, 20, 50], [0, 30, 41, 60]), q_len=50, k_len=60),
+    "packed_with_rest": dict(packed=[35, 40, 40, 60], causal=False),
+    "packed_pair": dict(packed=([7, 20, 20, 50], [4, 30, 41, 60]), q_len=50, k_len=60),
     "packed_pair_without_queries": dict(packed=([0, 8, 8], [0, 8, 16]), q_len=8, k_len=16, window=1),
     "packed_pair_decay": dict(packed=([0, 20, 50], [0, 20, 60]), q_len=50, k_len=60, decay=True),
     "softcap_of_nearly_linear": dict(softcap=300.0),
-    "packed_bias": dict(packed=[0, 20, 50], bias=(1, 2, 50, 50), q_len=50),
+    "packed_bias": dict(packed=[2, 20, 50], bias=(1, 2, 50, 50), q_len=50),
     "packed_bias_of_one": dict(packed=[0, 20, 50], bias=(2, 1, 1), q_len=50),
     "packed_window_decay": dict(packed=[0, 31, 50], window=12, decay=True, q_len=50),
     "prefix": dict(prefix_lengths=[45, 0], heads=4, kv_heads=2),
@@ -90,7 +90,7 @@ CASES = {
     ),
     "all_packed": dict(
         window=20, softcap=2.0, dropout=0.2, seed=1, heads=4, kv_heads=2, q_len=60, bias=(4, 1, 60), decay=True,
-        alibi=2, sink=True, packed=[0, 17, 17, 55], dim=24, value_dim=16,
+        alibi=2, sink=True, packed=[3, 17, 17, 55], dim=24, value_dim=16,
     ),
 }  # fmt: skip
 FLOAT32 = GRADIENTS[4:]  # whatever the dtype of q: all but q, k, v and bias

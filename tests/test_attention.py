@@ -159,7 +159,7 @@ def test_dropout_is_rounded_to_8_bits(device):
         dict(bias=(2, 1, 20, 20), q_len=20),
         dict(bias=(2, 1, 20, 33), q_len=20, k_len=33, window=7),
         dict(packed=[0, 5, 5, 90, 250, 260, 270], q_len=275),
-        dict(packed=[0, 5, 40, 170], q_len=170, window=7, heads=4, kv_heads=2),
+        dict(packed=[3, 5, 40, 170], q_len=170, window=7, heads=4, kv_heads=2),
         dict(packed=[0, 0], q_len=3, causal=False),
     ],
     ids=str,

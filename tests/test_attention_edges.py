@@ -5,9 +5,21 @@ from functools import partial
 import pytest
 import torch
 import torch.nn.functional as F
-from problems import GRADIENTS, ON_GPU, floats, integers, make_problem, on_hopper, our_kernels, results
+from problems import (
+    GRADIENTS,
+    ON_GPU,
+    floats,
+    from_qkv,
+    integers,
+    make_problem,
+    named,
+    on_hopper,
+    our_kernels,
+    results,
+)
 
 from attention import attention, explain
+from attention.checks import pair
 
 LENGTH = 70 if ON_GPU else 35
 
@@ -183,6 +195,54 @@ def test_nan_at_hidden_positions(impl, where, device):
         found.append([out, *torch.autograd.grad(out.sum(), leaves)])
     for clean, poisoned in zip(*found, strict=True):
         assert torch.equal(clean, poisoned)
+
+
+def among_others(name, x, queries, keys, value):
+    """An argument of attention(), a result or a gradient, with (before, behind) it so many more tokens."""
+    pads = dict.fromkeys(("q", "out"), (0, 0, 0, 0, *queries)) | dict.fromkeys("kv", (0, 0, 0, 0, *keys))
+    pads |= dict(decay=(0, 0, *keys), bias=(*keys, *queries), lse=queries)
+    pad = pads.get(name) or pads.get(name[1:])
+    return F.pad(x, pad, value=value) if pad and x is not None else x
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        dict(sink=True, dropout=0.3, seed=1, softcap=2.0, heads=4),
+        dict(window=4, causal=False),
+        dict(window=4, decay=True, alibi=2, relative=(5,)),
+        dict(bias=(1, 2, 24, 24), score_mod="dilated"),
+        dict(packed=([0, 11, 11, 24], [0, 8, 12, 34]), k_len=34, causal=False),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("impl", named(["triton", "reference", "sdpa", "hopper"]))
+@pytest.mark.parametrize("function", [attention, from_qkv], ids=["attention", "attention_qkv"])
+def test_tokens_of_no_sequence(function, impl, options, device, poisoned):
+    """Before the first sequence and behind the last: 0, lse -inf, gradients 0. NaN in them reaches nothing else."""
+    dtype, dim = (torch.bfloat16, 64) if impl == "hopper" else (torch.float32, 16)
+    options = dict(packed=[0, 11, 11, 24], return_lse=impl != "sdpa") | options
+    alone = make_problem(device, dtype, q_len=24, kv_heads=2, dim=dim, longest=False, **options)
+    arguments, *gradients = alone
+    one = isinstance(arguments["cu_seqlens"], torch.Tensor)
+    extra = ((9, 7), (9, 7)) if one else ((9, 17), (4, 12))  # tokens of queries, of keys
+    starts = [x + before for x, (before, _) in zip(pair(arguments["cu_seqlens"]), extra, strict=True)]
+
+    def padded(name, x, value=float("nan")):
+        return among_others(name, x, *extra, value)
+
+    whole = {name: padded(name, x) for name, x in arguments.items()}
+    whole["cu_seqlens"] = starts[0] if one else tuple(starts)
+    try:
+        explain(**whole, impl=impl)
+    except ValueError as lack:
+        pytest.skip(str(lack))
+    found = results(partial(function, impl=impl), (whole, *map(padded, ("out", "lse"), gradients)), dtype)
+    for name, x in results(partial(attention, impl=impl), alone, dtype).items():
+        torch.testing.assert_close(found[name], padded(name, x, 0.0), msg=lambda text, name=name: f"{name}: {text}")
+    if impl != "sdpa":
+        _, lse = function(**whole, return_lse=True, impl=impl)
+        assert torch.equal(lse.isneginf(), padded("lse", torch.zeros_like(gradients[1]).bool(), True))
 
 
 @pytest.mark.parametrize("impl", ["triton", "reference", pytest.param("hopper", marks=on_hopper)])

@@ -51,7 +51,7 @@ CASES = {
     "decay_all": dict(
         q_len=200, k_len=300, heads=4, kv_heads=2, window=120, sink=True, dropout=0.2, seed=6, alibi=2, decay=True,
     ),
-    "decay_packed": dict(packed=[0, 200, 200, 463, 590, 700], q_len=700, heads=4, kv_heads=2, decay=True),
+    "decay_packed": dict(packed=[30, 200, 200, 463, 590, 700], q_len=700, heads=4, kv_heads=2, decay=True),
     "decay_packed_pair_window": dict(
         packed=([0, 60, 60, 300], [0, 260, 400, 700]), q_len=300, k_len=700, window=70, decay=True,
     ),
@@ -78,16 +78,16 @@ CASES = {
     "all": dict(
         q_len=200, k_len=300, heads=4, kv_heads=2, window=120, softcap=3.0, sink=True, dropout=0.2, seed=6, alibi=2,
     ),
-    "packed": dict(packed=[0, 200, 200, 463, 590, 700], q_len=700),
+    "packed": dict(packed=[40, 200, 200, 463, 590, 700], q_len=700),
     "packed_full_with_rest": dict(packed=[0, 129, 330, 500], q_len=600, causal=False),
     "packed_of_one": dict(packed=[0, 333], q_len=333),
     "packed_of_nothing": dict(packed=[0, 0, 0], q_len=100, sink=True),
     "packed_without_longest": dict(packed=[0, 64, 320, 384], q_len=400, longest=False),
     "packed_many": dict(packed=[0, *itertools.accumulate(i * 5 % 7 for i in range(300))], q_len=1000),
     "packed_many_tiles": dict(packed=[0, 100, 1800, 1801, 2048], q_len=2048, heads=34, kv_heads=17),
-    "packed_pair": dict(packed=([0, 150, 150, 400, 450, 500], [0, 64, 200, 300, 620, 620]), q_len=500, k_len=640),
+    "packed_pair": dict(packed=([30, 150, 150, 400, 450, 500], [50, 64, 200, 300, 620, 620]), q_len=500, k_len=640),
     "packed_pair_full": dict(packed=([0, 150, 150, 400], [0, 64, 200, 300]), q_len=500, k_len=340, causal=False),
-    "packed_grouped": dict(packed=[0, 128, 400, 650], q_len=700, heads=8, kv_heads=2),
+    "packed_grouped": dict(packed=[70, 128, 400, 650], q_len=700, heads=8, kv_heads=2),
     "packed_window": dict(packed=[0, 300, 650], q_len=700, window=100, softcap=5.0),
     "packed_window_full": dict(packed=[0, 300, 650], q_len=700, window=100, causal=False),
     "packed_pair_window": dict(packed=([0, 60, 60, 300], [0, 260, 400, 700]), q_len=300, k_len=700, window=70),

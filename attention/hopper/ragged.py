@@ -129,8 +129,9 @@ def list_kernel(
 def blank_kernel(x, ragged, offset, q_len, k_len, SIZE: tl.constexpr, STEP: tl.constexpr, KEYS: tl.constexpr):
     """Zeros at those positions of a [B, T, H, D] tensor, of queries or of keys, that belong to no sequence.
 
-    They lie behind a row's last sequence, whose number is that of the row + offset. SIZE: elements of a position.
-    STEP: from one to the next. Filling all of x first would cost as much as short documents take.
+    They lie before a row's first sequence, whose number is that of the row, and behind its last, number row + offset.
+    SIZE: elements of a position. STEP: from one to the next. Filling all of x first would cost as much as short
+    documents take.
     """
     length = q_len
     if KEYS:
@@ -138,13 +139,20 @@ def blank_kernel(x, ragged, offset, q_len, k_len, SIZE: tl.constexpr, STEP: tl.c
     blocks = tl.cdiv(length, POSITIONS)
     row = tl.program_id(0) // blocks
     start = tl.program_id(0) % blocks * POSITIONS
-    seq = sequence(row + offset, q_len, k_len, ragged)
-    end = seq.q_start + seq.q_len
+    first = sequence(row, q_len, k_len, ragged)
+    last = sequence(row + offset, q_len, k_len, ragged)
+    begin = first.q_start
+    end = last.q_start + last.q_len
     if KEYS:
-        end = seq.k_start + seq.k_len
-    first = x + tl.cast(row, tl.int64) * length * STEP
+        begin = first.k_start
+        end = last.k_start + last.k_len
+    stop = tl.minimum(start + POSITIONS, length)
+    before = tl.maximum(tl.minimum(begin, stop) - start, 0)  # how many of this program's
+    after = tl.maximum(start + before, end)
+    row_start = x + tl.cast(row, tl.int64) * length * STEP
     column = tl.arange(0, COLUMNS)
-    for position in range(tl.maximum(start, end), tl.minimum(start + POSITIONS, length)):
+    for i in range(before + tl.maximum(stop - after, 0)):
+        position = tl.where(i < before, start + i, after + i - before)
         for step in range(0, SIZE, COLUMNS):
-            at = first + tl.cast(position, tl.int64) * STEP + (step + column)
+            at = row_start + tl.cast(position, tl.int64) * STEP + (step + column)
             tl.store(at, (column * 0).to(x.dtype.element_ty), step + column < SIZE)
