@@ -26,7 +26,8 @@ def attention(
     Letters: B batch, Tq queries, Tk keys, H query heads, Hkv key/value heads (H a multiple of Hkv: grouped queries),
     D and Dv head dims (multiples of 8 up to 256), N packed sequences. Query i stands at key i + Tk - Tq of its
     sequence: masks are aligned to the last key, as in flash-attention and unlike SDPA's is_causal. A row that sees no
-    key gives 0, lse = -inf and gradients of 0. All arguments compose, but for what Raises names.
+    key gives 0, lse = -inf and gradients of 0; with a sink its lse is the sink, which gets the gradient of this lse.
+    All arguments compose, but for what Raises names.
 
     Args:
         q: [B, Tq, H, D] float16, bfloat16 or float32, the last dimension contiguous. It is copied unless it starts at
@@ -62,7 +63,7 @@ def attention(
         score_args: tuple of contiguous tensors, which f gets as pointers, and of ints and floats. They get no
             gradient. Another number does not compile f again, unless it is an int that is 1 or a multiple of 16.
         lengths: [B] int32, how many tokens of each row are valid: keys past it are invisible, queries standing past it
-            give 0.
+            give 0, lse -inf also with a sink.
         cu_seqlens: [N + 1] int32, where packed sequences start in the one row (B = 1), and where the last one ends; a
             pair of such tensors, for queries and for keys, where they differ. Empty sequences are allowed. Tokens
             before the first start and from the last end on belong to no sequence: nobody sees them, their output and
@@ -80,8 +81,8 @@ def attention(
             the choice and why; explain() returns it for any call.
 
     Returns:
-        [B, Tq, H, Dv] in the dtype of q; with return_lse also [B, H, Tq] float32, -inf where a row sees no key; with
-        return_max_logit also [H] float32, -inf for a head whose queries see no key.
+        [B, Tq, H, Dv] in the dtype of q; with return_lse also [B, H, Tq] float32; with return_max_logit also [H]
+        float32, -inf for a head whose queries see no key.
 
     Compilation: another window or softcap compiles other kernels; another dropout probability, seed or scale does not.
     Precision: float32 matmuls follow torch.set_float32_matmul_precision().

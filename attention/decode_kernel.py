@@ -133,9 +133,8 @@ def decode_kernel(
         state = merge_rows(state)
 
     logit = None
-    if sink is not None:  # a query at a negative position has none
-        logit = tl.load(sink + rows.head).to(tl.float32) * LOG2E
-        logit = tl.where((split == 0) & (rows.pos >= 0), logit, float("-inf"))
+    if sink is not None:
+        logit = tl.where(split == 0, tl.load(sink + rows.head).to(tl.float32) * LOG2E, float("-inf"))
     lse, factor = end_softmax(state.top, state.total, logit)
     result = state.acc * factor[:, None]
     column = tl.arange(0, tiles.padded(TILE.value_dim))

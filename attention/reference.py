@@ -28,7 +28,7 @@ def reference_attention(
     group = heads // k.shape[2]
     scale = dim**-0.5 if scale is None else scale
     shape = (batch, heads, q_len, k_len)
-    sequence, q_index, q_pos, k_pos, visible = place(shape, lengths, cu_seqlens, q.device)
+    sequence, q_index, q_pos, k_pos, q_exists, visible = place(shape, lengths, cu_seqlens, q.device)
     if causal:
         last = q_pos if prefix_lengths is None else torch.maximum(q_pos, prefix_lengths.view(-1, 1, 1, 1) - 1)
         visible = visible & (k_pos <= last)
@@ -71,11 +71,13 @@ def reference_attention(
     if bias is not None:
         scores = (scores + narrowed(bias, scores.dtype)).clamp(min=torch.finfo(scores.dtype).min)
 
-    # A row that sees no key gives 0 and lse = -inf, without a NaN on the way back.
-    scores = scores.masked_fill(~visible, float("-inf")).masked_fill(~alive, 0.0)
-    logits = scores
+    logits = scores = scores.masked_fill(~visible, float("-inf"))
+    filled = alive  # rows whose softmax is of something
     if sink is not None:
-        logits = torch.cat((scores, sink.to(scores.dtype)[:, None, None].expand(batch, heads, q_len, 1)), -1)
+        sink = sink[:, None, None]
+        filled = alive | (q_exists & ~hides(sink))
+        logits = torch.cat((scores, sink.to(scores.dtype).masked_fill(~filled, float("-inf"))), -1)
+    logits = logits.masked_fill(~filled, 0.0)  # else NaN on the way back
     weights = torch.softmax(logits, -1)[..., :k_len]
     if dropout > 0:
         kept = keep_mask(seed, sequence, heads, q_index, k_pos, dropout)
@@ -83,9 +85,9 @@ def reference_attention(
     out = torch.einsum("bhqk,bkhd->bqhd", weights, v).masked_fill(~alive.transpose(1, 2), 0.0)  # and its gradient
     rows = []
     if return_lse:
-        rows.append(torch.logsumexp(logits, -1).masked_fill(~alive.squeeze(-1), float("-inf")))
+        rows.append(torch.logsumexp(logits, -1).masked_fill(~filled.squeeze(-1), float("-inf")))
     if return_max_logit:
-        by_head = scores.detach().masked_fill(~alive, float("-inf")).transpose(0, 1).flatten(1)
+        by_head = scores.detach().transpose(0, 1).flatten(1)
         rows.append(F.pad(by_head, (0, 1), value=float("-inf")).amax(1))  # one more, since there may be no score at all
     rows = [x.float() if q.dtype != torch.float64 else x for x in rows]
     return (out, *rows) if rows else out
@@ -133,7 +135,7 @@ def place(shape, lengths, cu_seqlens, device):
     """Where queries and keys stand, and which pairs exist.
 
     Returns the number of each query's sequence; the query's index in it and its position, counted in the keys; the
-    key's position; and whether the pair exists. All broadcast to [B, H, Tq, Tk].
+    key's position; and whether the query and the pair exist. All broadcast to [B, H, Tq, Tk].
     """
     batch, _, q_len, k_len = shape
     q_pos = torch.arange(q_len, device=device).view(1, 1, -1, 1)
@@ -151,14 +153,13 @@ def place(shape, lengths, cu_seqlens, device):
         k_exists = (k_pos >= k_starts[0]) & (k_sequence <= last)
         q_index = torch.where(q_exists, q_pos - q_starts[inside], 0)  # others may be past the end of a user's table
         k_pos = torch.where(k_exists, k_pos - k_starts[k_sequence.clamp(max=last)], 0)
-        return inside, q_index, q_index + k_count - q_count, k_pos, (q_sequence == k_sequence) & q_exists & k_exists
+        exists = (q_sequence == k_sequence) & q_exists & k_exists
+        return inside, q_index, q_index + k_count - q_count, k_pos, q_exists, exists
     sequence = torch.arange(batch, device=device).view(-1, 1, 1, 1)
     q_index, q_pos = q_pos, q_pos + k_len - q_len
-    exists = torch.ones(batch, 1, q_len, k_len, dtype=torch.bool, device=device)
-    if lengths is not None:
-        length = lengths.long().view(-1, 1, 1, 1)
-        exists = exists & (k_pos < length) & (q_pos < length)
-    return sequence, q_index, q_pos, k_pos, exists
+    length = k_len if lengths is None else lengths.long().view(-1, 1, 1, 1)
+    q_exists, k_exists = (x.expand(batch, 1, -1, -1) < length for x in (q_pos, k_pos))
+    return sequence, q_index, q_pos, k_pos, q_exists, q_exists & k_exists
 
 
 def drop_probability(dropout):

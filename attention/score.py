@@ -146,10 +146,19 @@ def dp_factor(k_len, RULE: tl.constexpr):
 
 
 @triton.jit
+def output_products(out, dout, k_len, RULE: tl.constexpr):
+    """dp_factor() sum_d dO_id O_id of each row."""
+    products = out.to(tl.float32) * dout.to(tl.float32)
+    if RULE.sink:  # whose gradient gets delta of rows without keys too: their output is 0, its gradient may be NaN
+        products = tl.where(out == 0, 0.0, products)
+    return tl.sum(products, 1) * dp_factor(k_len, RULE)
+
+
+@triton.jit
 def end_softmax(top, total, logit):
     """What an online softmax ends with: (lse2, what its sum of weighted values is to be multiplied by).
 
-    logit: the sink's in base 2, -inf where there is none, or None. A row without keys has lse2 = -inf and a sum of 0.
+    logit: the sink's in base 2, or None. A row without keys has a sum of 0, and as lse2 the sink or, without, -inf.
     """
     fade = 1.0
     if logit is not None:  # one more key, which has no value

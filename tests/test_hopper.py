@@ -56,7 +56,7 @@ CASES = {
         packed=([0, 60, 60, 300], [0, 260, 400, 700]), q_len=300, k_len=700, window=70, decay=True,
     ),
     "decay_packed_pair_more_queries": dict(packed=([0, 100, 300], [0, 400, 470]), q_len=300, k_len=470, decay=True),
-    "decay_packed_no_keys": dict(packed=([0, 20, 50], [0, 20, 20]), q_len=50, k_len=20, decay=True),
+    "decay_packed_no_keys": dict(packed=([0, 20, 50], [0, 20, 20]), q_len=50, k_len=20, sink=True, decay=True),
     "decay_lengths": dict(lengths=[300, 250, 100, 17], batch=4, q_len=200, k_len=300, sink=True, decay=True),
     "relative": dict(q_len=512, relative=(100,)),
     "relative_full": dict(q_len=300, k_len=410, causal=False, relative=(2, 128)),

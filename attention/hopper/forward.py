@@ -210,9 +210,8 @@ def end_rows(state, edge, flat_head, decay, sink, sizes, RULE: gl.constexpr, TIL
         position = edge + gl.arange(0, PER_CONSUMER, top.type.layout)
         top += log2_gate(decay, position, (position >= 0) & (position < sizes.k_len))
     logit = None
-    if sink is not None:  # a row that sees no key has no sink either
+    if sink is not None:
         logit = gl.load(sink + flat_head % TILE.heads).to(gl.float32) * LOG2E
-        logit = gl.where(state.total > 0, logit, float("-inf"))
     lse, factor = end_softmax(top, state.total, logit)
     return lse, top, factor
 

@@ -3,7 +3,7 @@
 import triton
 import triton.language as tl
 
-from ..score import LOG2E, dp_factor
+from ..score import LOG2E, output_products
 from ..tiles import load_rows, load_tile, locate, padded, row_lane, sequence, store_rows, store_tile, tile_lane
 from .ragged import first_slot, listed
 
@@ -35,8 +35,8 @@ def prepare_kernel(
 ):  # fmt: skip
     """Before backward_kernel, for one tile of queries of one head: rows = [lse2, delta], and a dQ sum of zeros.
 
-    delta_i = dp_factor() sum_d dO_id O_id - dlse_i; dlse may be None. lse2 is +inf, which makes all weights 0, for rows
-    that see no key or do not exist; delta of these is 0. With delta [B, H, Tq] not None that is filled too.
+    delta_i = output_products() - dlse_i; dlse may be None. lse2 is +inf, which makes all weights 0, for rows that have
+    none; delta of these is 0. With delta [B, H, Tq] not None that is filled too.
 
     With gate [B, H, Tk], lse2 in rows is reduced by each query's gate less that of the tile's first query, in base 2.
     With dropout, the rows make the weights 1 / (1 - dropout) times as large, and delta smaller by as much.
@@ -50,7 +50,7 @@ def prepare_kernel(
     dout_tile = load_tile(tile_lane(dout, seq.row, head, first), start, 0, seq.q_len, TILE.block_q, dim, True)
     lse = load_rows(row_lane(lse2, seq.row, head, first), start, seq.q_len, float("inf"), TILE.block_q, True)
     lse = tl.where(lse == float("-inf"), float("inf"), lse)
-    sums = tl.sum(out_tile.to(tl.float32) * dout_tile.to(tl.float32), 1) * dp_factor(seq.k_len, RULE)
+    sums = output_products(out_tile, dout_tile, seq.k_len, RULE)
     if dlse is not None:
         sums -= load_rows(row_lane(dlse, seq.row, head, first), start, seq.q_len, 0.0, TILE.block_q, True)
     sums = tl.where(lse == float("inf"), 0.0, sums)

@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 
 from .. import tiles
-from ..score import LOG2E, behind, dp_factor
+from ..score import LOG2E, behind, output_products
 from .backward import Gradients, Queries, gate_zeros, load_queries, meet_keys, query_lanes
 from .forward import keys_seen, locate_queries
 
@@ -50,7 +50,7 @@ def find_delta(
     else:
         out = tiles.tile_lane(out, seq.row, queries.head, seq.q_start)
         out_tile = tiles.load_tile(out, start, 0, seq.q_len, TILE.block_q, TILE.value_dim, True)
-        delta = tl.sum(out_tile.to(tl.float32) * queries.dout.to(tl.float32), 1) * dp_factor(seq.k_len, RULE)
+        delta = output_products(out_tile, queries.dout, seq.k_len, RULE)
     if dlse is not None:
         dlse = tiles.row_lane(dlse, seq.row, queries.head, seq.q_start)
         delta -= tiles.load_rows(dlse, start, seq.q_len, 0.0, TILE.block_q, True)

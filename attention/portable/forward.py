@@ -116,8 +116,8 @@ def forward_kernel(
     state = attend(state, queries, k, v, k_tiles, v_tiles, seq, terms, span, RULE, TILE, MASKED=True)
 
     logit = None
-    if sink is not None:  # a row that sees no key has no sink either
-        logit = tl.where(state.total > 0, tl.load(sink + head).to(tl.float32) * LOG2E, float("-inf"))
+    if sink is not None:
+        logit = tl.load(sink + head).to(tl.float32) * LOG2E
     row_lse2, factor = end_softmax(state.top, state.total, logit)
     tiles.store_tile(out, state.acc * factor[:, None], q_start, seq.q_len, TILE.block_q, TILE.value_dim)
     if max_logit2 is not None:

@@ -67,7 +67,10 @@ def backward(call, out, lse2, dout, dlse, wanted):
         for x in (dq, dk, dv):
             x.zero_()
         given = zip(GRADIENTS[3:], call.learned[3:], strict=True)
-        return found | {name: torch.zeros_like(x) for name, x in given if x is not None}
+        found |= {name: torch.zeros_like(x) for name, x in given if x is not None}
+        if sink is not None and dlse is not None:  # a row without keys has the sink
+            found["sink"] = sink_gradient(sink, lse2, -dlse)
+        return found
     delta = output(problem, lse2)
     inputs = [view(name, x) for name, x in dict(q=q, k=k, v=v, dout=dout, lse2=lse2, delta=delta).items()]
     # A gate's gradient is the difference of two sums of dS: as a query and as a key. It is added up over all later keys
