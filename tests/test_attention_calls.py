@@ -6,12 +6,13 @@ from functools import partial
 
 import pytest
 import torch
-from problems import MISSES, ON_GPU, by_impl, floats, integers, make_problem, results
+from problems import MISSES, ON_GPU, by_impl, floats, integers, make_problem, on_hopper, results
 from test_hopper import CASES as HOPPER_CASES
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from attention import attention, choose, decode, explain
+from attention import attention, choose, decode, explain, problem
 from attention.api import call_of
+from attention.launcher import Launcher
 
 
 @pytest.fixture
@@ -124,6 +125,31 @@ def test_self_check_in_any_context(name, device):
             call(x)
     passed, reason = found[0]
     assert passed and float(re.search("error (.*)", reason)[1]) < (2e-3 if ON_GPU else 1e-5), reason
+
+
+@pytest.mark.parametrize(
+    "impl, ragged", [("triton", True), *(pytest.param("hopper", x, marks=on_hopper) for x in (0, 1))]
+)
+def test_self_check_notices_a_kernel_that_fails_from_its_second_start_on(impl, ragged, device, poisoned, monkeypatch):
+    """Then it is launched past Triton's own launch. Each kernel in turn gets the arguments of its first start again."""
+    start, firsts, damaged = Launcher.start, {}, None
+
+    def start_again(self, *args):
+        first = firsts.setdefault(self, args)
+        start(self, *(first if self.kernel.fn.__name__ == damaged else args))
+
+    def check():
+        monkeypatch.setattr(problem, "PROBLEMS", {})
+        firsts.clear()
+        dtype, dims = (torch.bfloat16, (64, 64)) if impl == "hopper" else (torch.float32, (16, 16))
+        return choose._self_check(torch.device(device), dtype, dims, ragged, impl)
+
+    monkeypatch.setattr(Launcher, "start", start_again)
+    assert check() < 2e-2
+    names = {launcher.kernel.fn.__name__ for launcher in firsts}
+    assert len(names) >= 4
+    for damaged in names - {"list_kernel"}:  # without whose list, others would access any memory
+        assert not check() < 2e-2, damaged
 
 
 def test_kernels_need_a_gpu(undecided, monkeypatch):

@@ -6,11 +6,14 @@ import re
 import shutil
 import subprocess
 import sys
-from importlib.metadata import distributions
+import tomllib
+from importlib.metadata import distributions, version
 from pathlib import Path
 
 import pytest
+from packaging.requirements import Requirement
 
+ROOT = Path(__file__).parents[1]
 CALL = """
 import json, pkgutil, sys
 for name in ("kernels", "model", "training", "tiktoken", "tyro", "tqdm", "requests", "matplotlib", "wandb"):
@@ -31,12 +34,22 @@ print(json.dumps({"error": (out - exact).abs().max().item(), "from": sys.modules
 """
 
 
+def test_only_versions_of_triton_that_were_tested():
+    """The kernels are launched by Triton's own interfaces, which may change with any version: launcher.py."""
+    wanted = []
+    for folder in (ROOT, ROOT / "attention"):
+        project = tomllib.loads((folder / "pyproject.toml").read_text())["project"]
+        wanted += [Requirement(x).specifier for x in project["dependencies"] if x.startswith("triton")]
+    ours, of_the_folder = wanted
+    assert ours == of_the_folder and version("triton") in ours and "3.10.0" not in ours
+
+
 @pytest.mark.slow
 def test_attention_installs_and_runs_alone(tmp_path, device):
     site = tmp_path / "site"
     folder = tmp_path / "attention"  # a copy, because pip writes files into the folder
     left_out = shutil.ignore_patterns("build", "*.egg-info", "__pycache__")
-    shutil.copytree(Path(__file__).parents[1] / "attention", folder, ignore=left_out)
+    shutil.copytree(ROOT / "attention", folder, ignore=left_out)
     install = [sys.executable, "-m", "pip", "install", "--quiet", "--no-index", "--no-deps", "--no-build-isolation"]
     subprocess.run([*install, "--target", site, folder], check=True)
     (installed,) = distributions(path=[str(site)])
