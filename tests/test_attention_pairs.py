@@ -160,7 +160,7 @@ def draw_problem(seed, parameters):
     if case.ragged in ("packed", "packed_pair"):
         count = generator.randint(1, 4)
         sizes = problem["q_len"], problem["k_len"]
-        starts = tuple([0, *sorted(generator.randint(0, n) for _ in range(count))] for n in sizes)
+        starts = tuple(sorted(generator.randint(0, n) for _ in range(count + 1)) for n in sizes)
         problem["packed"] = starts[0] if case.ragged == "packed" else starts
     return problem, case.dtype, case.loops
 
