@@ -6,17 +6,20 @@
 
 Of conversations (see data.chat) the last two have messages in place of a text; the document is then the turns in JSON.
 
-All but .parquet may be compressed and end in .gz or .zst.
+All but .parquet may be compressed and end in .gz, .bz2, .xz or .zst. The first bytes of a file show if it is none of
+these, such as an archive or a PDF.
 """
 
-import gzip
 import hashlib
 import io
 import json
+import re
 import zlib
 from contextlib import contextmanager
 from functools import partial
+from importlib import import_module
 from itertools import groupby
+from pathlib import Path
 from typing import NamedTuple
 
 from data.chat import conversation_of
@@ -28,6 +31,25 @@ BLOCK_BYTES = 1 << 20
 ROWS = 64  # of a parquet file that are a block: a row may be a whole book
 MESSAGES = ("messages", "conversations")  # fields of conversations
 SUFFIXES = (".txt", ".md", ".jsonl", ".ndjson", ".parquet")  # of files that are read in a folder
+RECORDS = (".jsonl", ".ndjson", ".json", ".parquet")  # of files whose lines or rows are documents or conversations
+PACKED = {".gz": "gzip", ".bz2": "bz2", ".xz": "lzma", ".zst": "pyarrow"}  # modules that read them
+HEAD = 512  # bytes of a file that show what it is
+PARQUET, BINARY = "a Parquet file", "a binary file or UTF-16"
+KINDS = {  # by the first bytes
+    rb"\x1f\x8b": "compressed by gzip",
+    rb"BZh[1-9](1AY&SY|\x17rE8P\x90)": "compressed by bzip2",
+    rb"\xfd7zXZ\0": "compressed by xz",
+    rb"\x28\xb5\x2f\xfd": "compressed by zstd",
+    rb".{257}ustar": "a tar archive",
+    rb"PK[\3\5]": "a ZIP archive or an Office document",
+    rb"Rar!\x1a|7z\xbc\xaf": "an archive",
+    rb"%PDF-": "a PDF document",
+    rb"PAR1\x15|PARE": PARQUET,
+    rb"ARROW1\0|\xff{4}": "an Arrow file",
+    rb"\x93NUMPY": "a NumPy array",
+    rb"version https://git-lfs": "a pointer of Git LFS, whose file git lfs pull gets",
+    rb"[^\0]*\0": BINARY,
+}
 
 
 class Block(NamedTuple):
@@ -42,9 +64,9 @@ class Block(NamedTuple):
 
 
 def suffix_of(path):
-    """The suffix that tells the format of a file, in lower case and without .gz or .zst."""
-    name = path.name.lower().removesuffix(".gz").removesuffix(".zst")
-    return f".{name.rpartition('.')[2]}"
+    """The suffix that tells the format of a file, in lower case and without that of a compression."""
+    name = Path(path.name.lower())
+    return Path(name.stem).suffix if name.suffix in PACKED else name.suffix
 
 
 def read_blocks(path, text_field="text", separator="", skip_bad=False, chat=False):
@@ -63,7 +85,7 @@ def read_blocks(path, text_field="text", separator="", skip_bad=False, chat=Fals
     if suffix == ".parquet":
         text_of = text_of if chat else bytes.decode
         yield from _parsed(path, "row", fields[0], _rows(path, fields, chat), text_of, skip_bad)
-    elif suffix in (".jsonl", ".ndjson", ".json"):
+    elif suffix in RECORDS:
         yield from _parsed(path, "line", fields[0], _lines(path), text_of, skip_bad)
     else:
         require(not chat, f"{path} is no file of conversations; its name must end in .jsonl or .parquet")
@@ -78,20 +100,31 @@ def read_text(path):
 
 @contextmanager
 def _opened(path, is_text=True):
-    """(file without gzip or zstd, file on the disk); UserError if it is damaged or not UTF-8."""
+    """(uncompressed file, file on the disk); UserError if it is damaged, of another format or not UTF-8."""
     with open(path, "rb") as raw:
-        file = raw
-        if path.name.lower().endswith(".gz"):
-            file = io.BufferedReader(gzip.GzipFile(fileobj=raw))
-        elif path.name.lower().endswith(".zst"):
-            pyarrow = optional("pyarrow", path)  # zstandard's own reader accepts a truncated file
-            file = io.BufferedReader(pyarrow.CompressedInputStream(pyarrow.PythonFile(raw, "r"), "zstd"), BLOCK_BYTES)
+        suffix, file, damaged = path.suffix.lower(), raw, [OSError, EOFError, zlib.error]
         try:
+            if suffix == ".zst":
+                pyarrow = optional("pyarrow", path)  # zstandard's own reader accepts a truncated file
+                stream = pyarrow.CompressedInputStream(pyarrow.PythonFile(raw, "r"), "zstd")
+                file = io.BufferedReader(stream, BLOCK_BYTES)
+            elif suffix in PACKED:
+                module = import_module(PACKED[suffix])  # here, since a Python may have been built without lzma
+                damaged += [getattr(module, "LZMAError", EOFError)]
+                file = io.BufferedReader(module.open(raw))
+            _refuse(path, file.peek(HEAD)[:HEAD], None if is_text else BINARY)
             yield io.TextIOWrapper(file, encoding="utf-8-sig") if is_text else file, raw
         except UnicodeDecodeError as error:
             raise UserError(f"{path} is not UTF-8 text ({error}); convert it with iconv") from None
-        except (OSError, EOFError, zlib.error) as error:
+        except tuple(damaged) as error:
             raise UserError(f"{path} cannot be read ({error}); get the file again") from None
+
+
+def _refuse(path, head, *allowed):
+    """UserError if these first bytes of a file are of one of KINDS that is not allowed."""
+    for pattern, kind in KINDS.items():
+        found = kind not in allowed and re.match(pattern, head, re.DOTALL)
+        require(not found, f"{path} is {kind}; unpack it, convert it (text with iconv) or correct its suffix")
 
 
 def _whole(path):
@@ -155,6 +188,8 @@ def _rows(path, names, chat):
     """([bytes or None], bytes read) of blocks of rows, of the first of these columns that a file has."""
     pyarrow, parquet = optional("pyarrow", path), optional("pyarrow.parquet", path)
     options = dict(pre_buffer=False, buffer_size=BLOCK_BYTES, page_checksum_verification=True)
+    with open(path, "rb") as file:
+        _refuse(path, file.read(HEAD), PARQUET, BINARY)
     try:
         with parquet.ParquetFile(path, **options) as file:
             columns, size, done = file.schema_arrow.names, path.stat().st_size, 0

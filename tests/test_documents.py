@@ -1,10 +1,16 @@
 """Files -> documents: every format, long files in pieces, and bad input."""
 
+import bz2
 import gzip
 import hashlib
+import io
 import json
+import lzma
 import os
+import tarfile
+import zipfile
 
+import numpy as np
 import pyarrow
 import pytest
 from pyarrow import parquet
@@ -15,7 +21,7 @@ from errors import UserError
 
 LINES = "".join(f"The river bends at mile {mile}, and not before.\n\n" for mile in range(40))
 TEXTS = [LINES, "naïve 東京 🦉\r\n\ttabs and\x00nul", '"quoted" \\ <|endoftext|>', "last"]
-SUFFIXES = [".jsonl", ".NDJSON", ".json", ".jsonl.gz", ".ndjson.zst", ".parquet"]
+SUFFIXES = [".jsonl", ".NDJSON", ".json", ".jsonl.gz", ".ndjson.bz2", ".jsonl.XZ", ".ndjson.zst", ".parquet"]
 
 
 @pytest.fixture
@@ -28,7 +34,12 @@ def small(monkeypatch):
     monkeypatch.setattr(documents, "chunks", lambda pieces: chunks(pieces, 100))
 
 
-PACK = {".gz": gzip.compress, ".zst": lambda contents: pyarrow.compress(contents, "zstd", asbytes=True)}
+PACK = {
+    ".gz": gzip.compress,
+    ".bz2": bz2.compress,
+    ".xz": lzma.compress,
+    ".zst": lambda contents: pyarrow.compress(contents, "zstd", asbytes=True),
+}
 
 
 def write(path, texts):
@@ -37,7 +48,7 @@ def write(path, texts):
         parquet.write_table(pyarrow.table({"id": range(len(texts)), "text": texts}), path)
     else:
         lines = "".join(json.dumps({"id": 1, "text": text}) + "\n" for text in texts).encode()
-        path.write_bytes(PACK.get(path.suffix, bytes)(lines))
+        path.write_bytes(PACK.get(path.suffix.lower(), bytes)(lines))
     return path
 
 
@@ -91,7 +102,7 @@ def test_parquet_columns(tmp_path, kind, small):
 
 
 @pytest.mark.parametrize("line_end, mark", [("\n", ""), ("\r\n", "\ufeff")])
-@pytest.mark.parametrize("name", ["a.txt", "A.MD", "other", "a.txt.gz", "a.md.zst"])
+@pytest.mark.parametrize("name", ["a.txt", "A.MD", "other", "a.txt.gz", "a.txt.bz2", "a.xz", "a.md.zst"])
 def test_text_file_is_one_document_in_pieces(tmp_path, name, line_end, mark, small):
     path = tmp_path / name
     path.write_bytes(PACK.get(path.suffix, bytes)((mark + LINES.replace("\n", line_end)).encode()))
@@ -135,11 +146,52 @@ DAMAGES = {
 
 
 @pytest.mark.parametrize("damage", DAMAGES.values(), ids=DAMAGES)
-@pytest.mark.parametrize("suffix", [".jsonl.gz", ".jsonl.zst", ".parquet"])
+@pytest.mark.parametrize("suffix", [".jsonl.gz", ".jsonl.bz2", ".jsonl.xz", ".jsonl.zst", ".parquet"])
 def test_damaged_file(tmp_path, suffix, damage):
     path = write(tmp_path / f"a{suffix}", [f"{number} {os.urandom(40).hex()}" for number in range(100)])
     path.write_bytes(damage(path.read_bytes()))
     assert "get the file again" in error_of(path)
+
+
+def saved(write):
+    """What write(file) writes to a binary file."""
+    file = io.BytesIO()
+    write(file)
+    return file.getvalue()
+
+
+def in_tar(file, **options):
+    """A tar of one text."""
+    with tarfile.open(fileobj=file, mode="w", **options) as tar:
+        member = tarfile.TarInfo("book.txt")
+        member.size = len(LINES)
+        tar.addfile(member, io.BytesIO(LINES.encode()))
+
+
+TABLE = pyarrow.table({"text": TEXTS})
+FOREIGN = {  # contents, and a word of the error
+    "tar": (saved(in_tar), "tar"),
+    "zip": (saved(lambda file: zipfile.ZipFile(file, "w").writestr("book.txt", LINES)), "ZIP"),
+    "pdf": (b"%PDF-1.4\n" + LINES.encode(), "PDF"),
+    "npy": (saved(lambda file: np.save(file, np.arange(9))), "NumPy"),
+    "parquet": (saved(lambda file: parquet.write_table(TABLE, file)), "Parquet"),
+    "arrow file": (saved(lambda file: pyarrow.ipc.new_file(file, TABLE.schema).close()), "Arrow"),
+    "arrow stream": (saved(lambda file: pyarrow.ipc.new_stream(file, TABLE.schema).close()), "Arrow"),
+    "Git LFS": (b"version https://git-lfs.github.com/spec/v1\noid sha256:00\nsize 9\n", "git lfs pull"),
+    "UTF-16": (LINES.encode("utf-16-le"), "UTF-16"),
+    **{f"in {suffix}": (pack(LINES.encode()), "compressed by") for suffix, pack in PACK.items()},
+}
+
+
+@pytest.mark.parametrize("contents, word", FOREIGN.values(), ids=FOREIGN)
+def test_another_format_is_refused_by_its_contents(tmp_path, contents, word):
+    """Whatever its name says, also within a compressed file."""
+    for name in ("a.txt", "a", "a.tar.gz", "a.md.xz", "a.jsonl", "a.parquet"):
+        if name == f"a.{word.lower()}" or (word == "UTF-16" and name in ("a.jsonl", "a.parquet")):
+            continue
+        path = tmp_path / name
+        path.write_bytes(PACK.get(path.suffix, bytes)(contents))
+        assert word in error_of(path) and word in error_of(path, "text", "", True)
 
 
 BAD_LINES = {
