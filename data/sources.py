@@ -1,6 +1,7 @@
 """The corpora by name: their files, and how to get them."""
 
 import hashlib
+import os
 import re
 import sys
 from collections.abc import Callable
@@ -10,17 +11,19 @@ from functools import partial
 from itertools import accumulate
 from pathlib import Path
 
-from data.documents import SUFFIXES, suffix_of
+from data.documents import RECORDS, SUFFIXES, suffix_of
 from data.external import token_files
 from data.files import atomic_file, data_folder
 from data.hub import DATASETS, HUB, download_file, list_dataset
 from data.shards import SPLITS, file_sha256
-from errors import require
+from errors import UserError, require
 
 SHAKESPEARE_URL = "https://raw.githubusercontent.com/karpathy/char-rnn/master/data/tinyshakespeare/input.txt"
 SHAKESPEARE_SHA256 = "86c4e6aa9db7c042ec79f339dcb96d42b0075e16b8fc2e86bf0ca57e2dc565ed"
 PLAY_FILE = Path(__file__).parent / "play.txt"
 
+CARDS = "readme|licen[cs]e|copying|notice|citation|changelog|contributing|requirements|data(set)?[-_ ]?(card|sheet)"
+CARD = re.compile(rf"({CARDS})([^a-z].*)?\.(md|txt)(\.\w+)?", re.IGNORECASE)  # files about a data set
 SMALL = 1 << 25  # bytes up to which a corpus is compared by contents when it is opened; above, by names and sizes
 
 
@@ -71,11 +74,35 @@ def find_source(name, input=None, sample="10BT"):
         return _of_files(path, [file for split in SPLITS for file in token_files(path, split)])
     if not path.is_dir():
         return _of_files(path.parent, [path], path.resolve().name, chat=chat)
-    files = [file for file in path.rglob("*") if file.is_file()]
-    files = [file for file in files if not any(part[0] == "." for part in file.relative_to(path).parts)]  # hidden
-    known = sorted(file for file in files if suffix_of(file) in SUFFIXES)
-    require(known, f"{path} has no file to read; their names must end in one of {' '.join(SUFFIXES)}")
+    files, suffixes = _files_below(path), [suffix for suffix in SUFFIXES if suffix in RECORDS or not chat]
+    known = [file for file in files if suffix_of(file) in suffixes and file.name[0] != "." and file.is_file()]
+    data_sets = {folder for file in known if suffix_of(file) in RECORDS for folder in file.parents}
+    known = [file for file in known if not (CARD.fullmatch(file.name) and file.parent in data_sets)]
+    require(known, f"{path} has no file to read; their names must end in one of {' '.join(suffixes)}")
     return _of_files(path, known, others=len(files) - len(known), chat=chat)
+
+
+def _files_below(folder):
+    """The files in a folder and its visible sub-folders, sorted. Links are followed; a folder is read once."""
+    files, seen = [], set()
+
+    def fail(error):
+        raise UserError(f"{error.filename} cannot be read ({error.strerror}); mend or remove it") from None
+
+    for root, folders, names in os.walk(folder, onerror=fail, followlinks=True):
+        about = os.stat(root)
+        if (about.st_dev, about.st_ino) in seen:
+            folders.clear()
+            continue
+        seen.add((about.st_dev, about.st_ino))
+        folders[:] = sorted(name for name in folders if name[0] != ".")
+        for name in names:
+            files.append(Path(root, name))
+            try:
+                name[0] == "." or files[-1].stat()  # fails if a link leads nowhere
+            except OSError as error:
+                fail(error)
+    return sorted(files)
 
 
 def _on_the_hub(title, place, chat):

@@ -2,6 +2,7 @@
 
 import errno
 import fcntl
+import gzip
 import hashlib
 import json
 import os
@@ -18,7 +19,7 @@ from data import sources
 from data.build import Options
 from data.corpus import open_corpus, prepare
 from data.tokenizer import make_tokenizer, to_state
-from errors import UserError
+from errors import UserError, sentence_of
 
 pytestmark = pytest.mark.usefixtures("data_root")
 
@@ -136,15 +137,70 @@ def test_folder_of_texts(tmp_path, capsys):
     (folder / ".git").mkdir()
     contents = {"b.txt": "bee\r\n", "a.md": "\ufeffay\n\n", "sub/c.TXT": "sea", "e.txt": " \n"}
     others = {"d.py": "code", "sub/e.py": "code", "data.json": "[]", "LICENSE": "MIT", ".git/f.txt": "hidden"}
+    others |= {"books.tar.gz": "", ".notes.txt": "hidden"}
     for name, text in {**contents, **others}.items():
         (folder / name).write_bytes(text.encode())
     found = open_corpus("text", "char", folder)
-    assert "files of .texts that are left out: 4\n" in capsys.readouterr().err
+    assert "files of .texts that are left out: 6\n" in capsys.readouterr().err
     assert found.source == ".texts" and found.train.documents + found.val.documents == 3
     assert sorted(filter(None, text_of(found).split("\n"))) == ["ay", "bee", "sea"]
     files = [folder / "b.txt", folder / "sub" / "b.txt"]
     files[1].write_text("another b.txt")
     assert len({open_corpus("text", "char", file).folder for file in files}) == 2
+
+
+def test_links_in_a_folder(tmp_path, capsys):
+    """To files, folders and folders above; a folder that is reached twice is read once."""
+    folder, elsewhere = tmp_path / "corpus", tmp_path / "elsewhere"
+    (folder / "sub").mkdir(parents=True)
+    (elsewhere / "deep").mkdir(parents=True)
+    paths = [folder / "a.txt", folder / "sub/b.txt", elsewhere / "c.txt", elsewhere / "deep/d.txt", tmp_path / "e.txt"]
+    for path in paths:
+        path.write_text(f"text of {path.name}")
+    links = {"books": "../elsewhere", "deep": "../elsewhere/deep", "sub/up": "..", "again": ".", "e.txt": "../e.txt"}
+    for name, place in links.items():
+        (folder / name).symlink_to(place)
+    found = open_corpus("text", "bytes+eot", folder)
+    texts = "".join(sorted(text_of(found).replace("<|endoftext|>", "\n").splitlines(True)))
+    assert texts.split("\n") == [*(f"text of {path.name}" for path in paths), ""]
+    assert "left out" not in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("name", ["gone.txt", "gone", "loop.txt", "closed", "closed.txt"])
+def test_what_cannot_be_read_in_a_folder_is_an_error(tmp_path, verse, name):
+    folder = tmp_path / "corpus"
+    folder.mkdir()
+    (folder / "a.txt").write_text(VERSE)
+    (folder / ".#a.txt").symlink_to("me@host.1")  # an editor's lock is hidden, and left out
+    assert text_of(prepare("text", "bytes", folder)) == VERSE
+    path = folder / name
+    if "closed" in name:
+        path.mkdir() if name == "closed" else path.write_text(VERSE)
+        path.chmod(0)
+        if os.access(path, os.R_OK):
+            pytest.skip("root may read everything")
+    else:
+        path.symlink_to(name if name == "loop.txt" else "nowhere")
+    with pytest.raises((UserError, OSError)) as raised:
+        open_corpus("text", "bytes", folder)
+    assert str(path) in sentence_of(raised.value, "")
+    assert text_of(prepare("text", "bytes", folder / "a.txt")) == VERSE
+
+
+@pytest.mark.parametrize("name", ["text", "chat"])
+def test_the_card_of_a_data_set_is_left_out(tmp_path, capsys, name):
+    """Of conversations, any text. A folder of texts keeps its README.md."""
+    turns = [[dict(role="user", content=f"{n}"), dict(role="assistant", content="a")] for n in range(9)]
+    files = {f"set/{n}.jsonl": json.dumps(dict(text=f"text {n}", messages=turns[n])) for n in range(9)}
+    cards = ["README.md", "readme.txt.gz", "set/License-MIT.txt", "DATASET_CARD.md", "README_zh.md"]
+    texts = ["notes/README.md", "book.txt", "sub/notes.md", "Licensed.txt"]
+    for path, text in (files | dict.fromkeys(cards + texts, "a note")).items():
+        (tmp_path / "x" / path).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / "x" / path).write_bytes(gzip.compress(text.encode()) if path.endswith(".gz") else text.encode())
+    found = open_corpus(name, "bytes", tmp_path / "x")
+    count = len(cards) + len(texts) * (name == "chat")
+    assert f"left out: {count}\n" in capsys.readouterr().err
+    assert found.train.documents + found.val.documents == 9 + len(texts) * (name == "text")
 
 
 def test_wrong_inputs(tmp_path, verse, capsys):
