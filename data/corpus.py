@@ -2,6 +2,7 @@
 
 import hashlib
 import os
+import shlex
 import shutil
 import sys
 from contextlib import suppress
@@ -64,6 +65,8 @@ def open_corpus(name, tokenizer_spec, input=None, *, sha256=None, verify=False):
             reason = "its files have changed"
         except UserError as error:
             reason = str(error)
+    elif manifest := read_manifest(_unfinished(folder)):
+        reason = "its preparation was interrupted"
     if name in DATASETS or str(input).startswith(HUB):
         words = name if name in DATASETS else f"{name} --input {input}"
         remedy = f"python -m data.prepare {words} --tokenizer {tokenizer_spec} (--tokens 1B prepares a part)"
@@ -74,10 +77,11 @@ def open_corpus(name, tokenizer_spec, input=None, *, sha256=None, verify=False):
     return prepare(name, tokenizer_spec, input, options)
 
 
-def prepare(name, tokenizer_spec, input=None, options=None, threads=None):
+def prepare(name, tokenizer_spec, input=None, options=None, threads=None, replace=True):
     """Prepare a corpus and open it. An older one from another source or options is replaced at the end.
 
     An interrupted preparation goes on after the last finished input file. A complete one is only verified.
+    replace: if False, an older one, even if it is unfinished, is a UserError.
 
     Args:
         name, input: as for data.sources.find_source. tokenizer_spec: as for data.tokenizer.make_tokenizer.
@@ -87,13 +91,15 @@ def prepare(name, tokenizer_spec, input=None, options=None, threads=None):
     source = find_source(name, input, options.sample)
     about = dict(source=source.title, source_sha256=source.sha256, options=asdict(options))
     request = dict(version=VERSION, tokenizer=tokenizer_name(tokenizer_spec), **about)
-    new = folder.with_name(f"{folder.name}.building")
+    new = _unfinished(folder)
     lock = lock_file(folder.with_name(f".{folder.name}.lock"))  # waits while another process prepares this corpus
     try:
         manifest = read_manifest(folder)
         if manifest and manifest["request"] == request:
             with suppress(UserError):  # a shard is damaged
                 return load_corpus(folder, manifest, verify=True)
+        for old in () if replace or name == "tokens" else (folder, new):
+            _require_same(old, request)
         if name == "tokens":
             new.mkdir(exist_ok=True)
             write_manifest(new, {"request": request} | index_tokens(source, tokenizer_spec))
@@ -105,6 +111,22 @@ def prepare(name, tokenizer_spec, input=None, options=None, threads=None):
         return load_corpus(folder, read_manifest(folder))
     finally:
         lock.release()
+
+
+def _unfinished(folder):
+    """The folder of a corpus while it is prepared."""
+    return folder.with_name(f"{folder.name}.building")
+
+
+def _require_same(folder, request):
+    """UserError if the tokens in a folder were prepared for another request."""
+    manifest = read_manifest(folder)
+    if manifest and manifest["request"] != request and (tokens := sum(manifest[split]["tokens"] for split in SPLITS)):
+        old, new = manifest["request"], request["options"]
+        how = [f"with --{k} {shlex.quote(str(v))}" for k, v in old["options"].items() if v != new[k]]
+        how += ["from other files"] if old["source_sha256"] != request["source_sha256"] else []
+        remedy = "--force replaces them, and another GPT_DATA keeps both"
+        raise UserError(f"{folder} has {tokens:,} tokens that were prepared {' and '.join(how)}; {remedy}")
 
 
 def _find_tokens(sha256, tokenizer_spec, verify):

@@ -39,6 +39,8 @@ class Command(Options):
     bytes+eot and char+eot have an end-of-text token."""
     threads: int | None = None
     """Threads that tokenize; None takes one for each core."""
+    force: bool = False
+    """Replace a corpus, or an unfinished one, that was prepared with other options or from other files."""
 
 
 def main(command):
@@ -47,7 +49,7 @@ def main(command):
     name, place = command.name, command.input
     if name.startswith(HUB):
         name, place = "chat" if options.text_field in MESSAGES else "text", name
-    corpus = prepare(name, command.tokenizer, place, options, command.threads)
+    corpus = prepare(name, command.tokenizer, place, options, command.threads, command.force)
     of_answers = " of answers" if corpus.train.turns else ""
     print(f"text       {corpus.source}, {corpus.train.text_bytes + corpus.val.text_bytes:,} bytes{of_answers}")
     print(f"tokenizer  {corpus.tokenizer.name}, vocabulary of {corpus.tokenizer.n_vocab:,}")

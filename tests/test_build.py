@@ -8,6 +8,7 @@ import resource
 import shutil
 import subprocess
 import sys
+from contextlib import suppress
 
 import numpy as np
 import pytest
@@ -16,6 +17,8 @@ from helpers import ROOT, wait_for
 from data import build
 from data.build import Options
 from data.corpus import open_corpus, prepare
+from data.files import data_folder
+from data.prepare import Command, main
 from data.tokenizer import end_of_text
 from errors import UserError
 
@@ -44,6 +47,10 @@ def documents_of(split, tokenizer):
     ends = np.flatnonzero(ids == end_of_text(tokenizer))
     assert ends[-1] == len(ids) - 1
     return [tokenizer.decode(piece[piece != end_of_text(tokenizer)].tolist()) for piece in np.split(ids, ends)[:-1]]
+
+
+def interrupt(*_):
+    raise KeyboardInterrupt
 
 
 def shards_of(folder):
@@ -133,6 +140,53 @@ def test_a_failed_preparation_does_not_cost_the_corpus_that_is_there(tmp_path):
     assert found.sha256 == before.sha256 and found.bad_lines == 1
     path.unlink()
     assert open_corpus("text", "bytes+eot", path).sha256 == before.sha256
+
+
+CHANGES = dict(
+    tokens="1K", val_share=0.3, separator="--", text_field="a", skip_bad=True, sample="1BT", shard_tokens="1K"
+)
+
+
+@pytest.mark.parametrize("finished", [1, 2])
+@pytest.mark.parametrize("option", [*CHANGES, "other files"])
+def test_prepared_tokens_are_replaced_only_by_force(tmp_path, monkeypatch, capsys, option, finished):
+    """Whether all files are finished, or the preparation was interrupted after one of two."""
+    for name in "ab":
+        lines = "".join(json.dumps(dict(text=text, a=text)) + "\n" for text in make_documents(50, ord(name)))
+        (tmp_path / f"{name}.jsonl").write_text(lines)
+    monkeypatch.setattr(build, "GROUP_BYTES", 1)
+    typed = dict(name="text", input=tmp_path, tokenizer="bytes+eot")
+
+    def write_manifest(folder, manifest, write=build.write_manifest):
+        write(folder, manifest)
+        if manifest["finished"] == finished == 1:
+            raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch, suppress(KeyboardInterrupt):
+        patch.setattr(build, "write_manifest", write_manifest)
+        main(Command(**typed))
+    [folder] = (path.parent for path in data_folder("prepared").rglob("manifest.json"))
+    assert folder.name.endswith(".building") == (finished == 1)
+    before, manifest = shards_of(folder), build.read_manifest(folder)
+    if option in CHANGES:
+        typed[option] = CHANGES[option]
+    else:
+        (tmp_path / "c.jsonl").write_text(lines)
+    with pytest.raises(UserError, match=f"{option}.*--force") as error:
+        main(Command(**typed))
+    assert f"{manifest['train']['tokens'] + manifest['val']['tokens']:,} tokens" in str(error.value)
+    assert shards_of(folder) == before
+    main(Command(**typed, force=True))
+    assert build.read_manifest(open_corpus("text", "bytes+eot", tmp_path).folder)["request"] != manifest["request"]
+
+
+def test_training_continues_an_interrupted_preparation(tmp_path, monkeypatch):
+    """With its options, which only data.prepare has."""
+    path = write_lines(tmp_path / "x.jsonl", make_documents(100))
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(build, "encode_block", interrupt)
+        prepare("text", "bytes+eot", path, Options(val_share=0.4))
+    assert open_corpus("text", "bytes+eot", path).val.documents > 25
 
 
 @pytest.mark.parametrize("stop", [0, 7, 20, 40, 60])
