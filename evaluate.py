@@ -27,6 +27,7 @@ from tqdm import tqdm
 
 from data.corpus import open_corpus
 from data.documents import read_text
+from data.shards import Tokens
 from data.tokenizer import encode, end_of_text
 from generation import generate_batch
 from generation.score import evaluate_text, score
@@ -61,18 +62,18 @@ class EvaluateConfig:
 
 
 def read_file(path, tokenizer):
-    """(tokens [count], bytes) of a file."""
+    """The Tokens of a file."""
     text = "".join(read_text(path))
     try:
         tokens = encode(tokenizer, text)
     except UserError as error:
         raise UserError(f"{path}: {error}") from None
     require(len(tokens) > 1, f"{path} has less than 2 tokens, of which the first is only context; give a longer one")
-    return tokens, len(text.encode())
+    return Tokens((tokens,), 1, len(text.encode()))
 
 
 def read_split(contents, split):
-    """(tokens [count], bytes, answers or None) of a part, val or train, of the corpus of a checkpoint."""
+    """The Tokens of a part, val or train, of the corpus of a checkpoint."""
     options, path = contents.get("config"), contents["path"]
     require(options, f"{path} names no corpus of its own; give --text FILE or --tasks")
     expected, tokenizer = contents["tokens_sha256"], options["tokenizer"]
@@ -80,8 +81,7 @@ def read_split(contents, split):
         tokenizer = f"run:{path}"  # the same tokenizer; its own run may be gone
     corpus = open_corpus(options["data"], tokenizer, options["input"] or None, sha256=expected)
     require(corpus.sha256 == expected, f"{corpus.folder} has other tokens than {path}; give the text with --text")
-    part = getattr(corpus, split)
-    return np.concatenate(part.shards), part.text_bytes, part.answers if part.turns else None
+    return getattr(corpus, split)
 
 
 def load_tasks(names):
@@ -213,10 +213,10 @@ def main(config):
     require(stride is None or 1 <= stride <= block_size, f"stride={stride} must be from 1 to block_size, {block_size}")
     how = dict(stride=stride, batch_size=config.batch_size)
     if config.text:
-        results[config.text] = evaluate_text(model, *read_file(Path(config.text), tokenizer), **how)
+        results[config.text] = evaluate_text(model, read_file(Path(config.text), tokenizer), **how)
     elif config.split or not config.tasks:
         split = config.split or "val"
-        results[split] = evaluate_text(model, *read_split(contents, split), **how)
+        results[split] = evaluate_text(model, read_split(contents, split), **how)
     if tasks:
         results |= evaluate_tasks(model, tokenizer, tasks, config.limit, config.batch_size)
     lines = "\n".join(map(describe, results, results.values()))

@@ -4,15 +4,20 @@
 
 The loss counts only the tokens after <|assistant|>, up to <|end|>. No text contains special tokens, so the tokens of a
 corpus say where the answers are. In a corpus, a conversation is a document: its end-of-text token follows.
+
+A conversation that is longer than the context is split at questions: each further part begins with the first system
+messages and a question, as the prompt of an answer does when the context is full (encode_prompt).
 """
 
 import json
+from functools import cached_property
 from itertools import chain
 
 import numpy as np
 
 from data.hub_tokenizer import END_OF_TEXT, TURNS, HubTokenizer
-from data.tokenizer import encode, from_state, is_char, to_state
+from data.shards import Turns
+from data.tokenizer import encode, end_of_text, from_state, is_char, to_state
 from errors import UserError, require
 
 SYSTEM, USER, ASSISTANT, END = TURNS
@@ -31,6 +36,11 @@ def has_turns(tokenizer):
 def require_turns(tokenizer):
     rule = "this model was not trained on conversations: its tokenizer lacks the tokens of turns"
     require(has_turns(tokenizer), f"{rule}; fine-tune it with configs/chat.py")
+
+
+def turns_of(tokenizer):
+    special = tokenizer._special_tokens
+    return Turns(special[ASSISTANT], special[END], end_of_text(tokenizer), special[SYSTEM], tokenizer)
 
 
 def with_turns(tokenizer):
@@ -99,37 +109,90 @@ def is_answer(windows, assistant, end):
 class Windows:
     """The conversations of a split, packed by best fit into windows of block_size + 1 tokens, with padding.
 
-    Window w is windows([w * block_size], block_size + 1), as of a text. A conversation that is too long ends after its
-    last answer that fits, or is left out; `cut` of them are too long. `count`: of windows.
+    Window w is windows([w * block_size], block_size + 1), as of a text. Long conversations are split into parts. lost:
+    answers that do not fit into the context with their question, rows of Tokens.answers. count: of windows. counted,
+    text_bytes: tokens and bytes of the answers in the windows.
     """
 
     def __init__(self, tokens, block_size):
         self.tokens, self.block_size, self.turns = tokens, block_size, tokens.turns
-        starts, _, ends = tokens.answers.T
-        fits = ends - starts <= block_size
-        self.starts, self.cut = np.unique(starts[fits]), len(np.unique(starts[~fits]))
-        last = np.searchsorted(starts[fits], self.starts, side="right") - 1  # the last answer that fits
-        self.lengths = ends[fits][last] - self.starts  # without the end-of-text token
-        self.packed = best_fit(self.lengths + 1, block_size + 1)
+        self.parts, self.lost = split(tokens.answers, block_size)
+        starts, bodies, questions, ends = self.parts.T
+        self.packed = best_fit(bodies - starts + ends - questions + 1, block_size + 1)
         self.count = len(self.packed)
+        self.counted = tokens.counted - int(np.diff(self.lost[:, 2:]).sum())
         rule = f"no answer of a split ends within block_size={block_size} tokens"
         require(self.count, f"{rule}; give a larger one, or shorter conversations")
 
     def __len__(self):
         return self.count * self.block_size + 1
 
+    @cached_property
+    def text_bytes(self):
+        lost = (self.tokens.windows([first], end - first - 1)[0].tolist() for _, _, first, end in self.lost.tolist())
+        return self.tokens.text_bytes - sum(len(self.turns.tokenizer.decode_bytes(ids)) for ids in lost)
+
+    def part(self, index):
+        """The ids of a part, without the end-of-text token."""
+        start, body, question, end = self.parts[index].tolist()
+        spans = [(start, end)] if question == body else [(start, body), (question, end)]
+        return np.concatenate([self.tokens.windows([first], last - first)[0] for first, last in spans])
+
+    def answers(self):
+        """Yield (ids, start) of each answer: ids[start:] are its tokens, those before them its context in a window."""
+        for ids in map(self.part, range(len(self.parts))):
+            begins, ends = (np.flatnonzero(ids == x) + 1 for x in self.turns[:2])
+            for begin in begins:
+                yield ids[: ends[np.searchsorted(ends, begin, side="right")]], begin
+
     def windows(self, starts, length):
         """[len(starts), length] array of ids, for starts that are multiples of block_size."""
-        _, padding, end_of_text = self.turns
-        rows = np.full((len(starts), length), padding, self.tokens.shards[0].dtype)
+        rows = np.full((len(starts), length), self.turns.end, self.tokens.shards[0].dtype)
         for row, start in zip(rows, starts, strict=True):
             at = 0
             for index in self.packed[start // self.block_size]:
-                end = at + self.lengths[index]
-                row[at:end] = self.tokens.windows(self.starts[index : index + 1], end - at)[0]
-                row[end] = end_of_text
-                at = end + 1
+                ids = self.part(index)
+                row[at : at + len(ids)] = ids
+                at += len(ids) + 1
+                row[at - 1] = self.turns.end_of_text
         return rows
+
+
+def split(answers, block_size):
+    """Split conversations into parts of at most block_size tokens, each with as many answers as fit.
+
+    A part is the first system messages and then whole exchanges, which are a question and its answers. An exchange that
+    is too long by itself is a part that ends after the last answer that fits, if any.
+
+    Args:
+        answers: as Tokens.answers.
+
+    Returns:
+        (parts [parts, 4] int64: where the conversation begins, where its first system messages end, where the first
+        question of the part begins and where its last answer ends; the rows of `answers` that are in no part).
+    """
+    starts, bodies, firsts, ends = answers.T
+    before = np.append(0, ends[:-1])
+    new = np.diff(starts, prepend=-1) > 0  # the first answer of a conversation
+    asked = new | (firsts - 1 > before)  # the first of an exchange
+    exchange, opening = np.cumsum(asked) - 1, np.flatnonzero(asked)
+    closing = np.append(opening[1:], len(ends)) - 1
+    questions = np.where(new, bodies, before)[opening]
+    limits = questions + block_size - (bodies - starts)[opening]  # of a part that begins with this question
+    # exchanges: the first of the next conversation, and the first that such a part has no room for
+    stops = np.append(exchange[new][1:], len(opening))[np.cumsum(new)[opening] - 1]
+    here = np.arange(len(opening))
+    nexts = np.clip(np.searchsorted(ends[closing], limits, side="right"), here, stops)
+    alone = nexts == here  # not even the first has room
+    last = np.where(alone, np.searchsorted(ends, limits, side="right") - 1, closing[nexts - 1])
+    begun, at, nexts = [], exchange[new], nexts + alone
+    while len(at):  # the next part of each conversation that has one
+        begun.append(at)
+        at = nexts[at][nexts[at] < stops[at]]
+    begun = np.sort(np.concatenate(begun))
+    begun = begun[last[begun] >= opening[begun]]
+    parts = np.stack([starts[opening], bodies[opening], questions, ends[last]], 1)[begun]
+    return parts, answers[ends > limits[exchange]]
 
 
 def best_fit(sizes, room):

@@ -12,14 +12,14 @@ from pathlib import Path
 import tiktoken
 
 from data.build import VERSION, Options, build, read_manifest, write_manifest
-from data.chat import ASSISTANT, END, with_turns
+from data.chat import turns_of, with_turns
 from data.external import index_tokens
 from data.files import data_folder, lock_file
 from data.hub import DATASETS, HUB
 from data.hub_tokenizer import HubTokenizer
 from data.shards import HEADER_BYTES, SPLITS, Tokens, file_sha256, map_shard
 from data.sources import find_source
-from data.tokenizer import UNTRAINED, end_of_text, from_state, make_tokenizer, to_state, tokenizer_name
+from data.tokenizer import UNTRAINED, from_state, make_tokenizer, to_state, tokenizer_name
 from errors import UserError, require
 
 
@@ -34,11 +34,6 @@ class Corpus:
     sha256: str  # of the tokens of both splits
     source: str  # title of the text
     bad_lines: int  # lines or rows that were left out
-
-    @property
-    def bytes_per_token(self):
-        """Bytes of validation text per token: bits per byte = nats per token / ln 2 / bytes_per_token."""
-        return self.val.text_bytes / self.val.counted
 
 
 def open_corpus(name, tokenizer_spec, input=None, *, sha256=None, verify=False):
@@ -159,9 +154,8 @@ def corpus_folder(name, tokenizer_spec, input):
 
 def load_corpus(folder, manifest, verify=False):
     """The Corpus that a manifest describes; UserError if a shard is missing or has another size or, verify, sha256."""
-    splits, tokenizer, turns = [], from_state(manifest["tokenizer"]), None
-    if manifest.get("chat"):
-        turns = *(tokenizer._special_tokens[name] for name in (ASSISTANT, END)), end_of_text(tokenizer)
+    splits, tokenizer = [], from_state(manifest["tokenizer"])
+    turns = turns_of(tokenizer) if manifest.get("chat") else None
     for entry in (manifest[split] for split in SPLITS):
         arrays = []
         for shard in entry["shards"]:

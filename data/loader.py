@@ -26,7 +26,7 @@ class Batches:
     """
 
     def __init__(self, tokens, block_size, batch_size, seed):
-        tokens = self.tokens = _windowed(tokens, block_size)
+        tokens = self.tokens = windowed(tokens, block_size)
         self.block_size, self.batch_size, self.seed = block_size, batch_size, seed
         self.windows_per_epoch = tokens.count if tokens.turns else max(1, (len(tokens) - block_size) // block_size)
         # Every phase leaves room for all windows; a phase of block_size would be phase 0 again.
@@ -83,7 +83,7 @@ def validation_batches(tokens, block_size, batch_size, max_batches=None):
         list of functions; each returns (inputs, targets), [sequences, block_size] int64 on the CPU. The last batch may
         have fewer sequences than batch_size, so weight the mean loss of a batch by the targets that are not -100.
     """
-    tokens = _windowed(tokens, block_size)
+    tokens = windowed(tokens, block_size)
     available = (len(tokens) - 1) // block_size  # windows
     count = available if max_batches is None else min(available, max_batches * batch_size)
     starts = np.arange(count) * available // count * block_size
@@ -111,7 +111,7 @@ def map_ahead(pool, function, items, count):
         yield item, future.result()
 
 
-def _windowed(tokens, block_size):
+def windowed(tokens, block_size):
     """Tokens that can be cut into windows of block_size + 1."""
     if tokens.turns:
         return Windows(tokens, block_size)

@@ -8,6 +8,7 @@ import hashlib
 import os
 from dataclasses import dataclass
 from functools import cached_property
+from typing import NamedTuple
 
 import numpy as np
 
@@ -19,6 +20,16 @@ SPLITS = ("train", "val")
 FORMATS = {"<u2": (20240520, 1), "<u4": (20240801, 7)}  # magic number and version by dtype
 
 
+class Turns(NamedTuple):
+    """The tokens at the borders of turns, and what decodes a text between them."""
+
+    assistant: int
+    end: int
+    end_of_text: int
+    system: int
+    tokenizer: object
+
+
 @dataclass(frozen=True)
 class Tokens:
     """The tokens of the training or validation split, in one or more shards."""
@@ -26,7 +37,7 @@ class Tokens:
     shards: tuple[np.ndarray, ...]  # [count] uint16 or uint32 each, memory-mapped
     documents: int
     text_bytes: int  # of the documents, in UTF-8; of conversations, only of the answers
-    turns: tuple | None = None  # of conversations: the tokens <|assistant|>, <|end|> and end-of-text
+    turns: Turns | None = None  # of conversations
 
     @cached_property
     def borders(self):
@@ -38,18 +49,23 @@ class Tokens:
 
     @cached_property
     def answers(self):
-        """[answers, 3] int64: where the conversation of an answer begins, where the answer does, and where it ends."""
-        begins, ends, closed = (
+        """[answers, 4] int64: where the conversation of an answer begins, where its first system messages end, and
+        where the answer begins and ends."""
+        begins, ends, closed, systems = (
             np.concatenate([self.borders[i] + np.flatnonzero(shard == x) for i, shard in enumerate(self.shards)])
-            for x in self.turns
+            for x in self.turns[:4]
         )
-        starts = np.append(0, closed + 1)[np.searchsorted(closed, begins)]
-        return np.stack([starts, begins + 1, ends[np.searchsorted(ends, begins)] + 1], 1)
+        starts = np.append(0, closed + 1)
+        bodies = starts.copy()
+        while (more := np.isin(bodies, systems)).any():
+            bodies[more] = ends[np.searchsorted(ends, bodies[more])] + 1
+        which = np.searchsorted(closed, begins)
+        return np.stack([starts[which], bodies[which], begins + 1, ends[np.searchsorted(ends, begins)] + 1], 1)
 
     @property
     def counted(self):
         """Number of tokens that the loss counts: all, or those of the answers."""
-        return int(np.diff(self.answers[:, 1:]).sum()) if self.turns else len(self)
+        return int(np.diff(self.answers[:, 2:]).sum()) if self.turns else len(self)
 
     def windows(self, starts, length):
         """[len(starts), length] array of the ids from each of these positions on; a window may span several shards."""

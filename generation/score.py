@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch.nn.utils.rnn import pad_sequence
 from tqdm import tqdm
 
+from data.chat import Windows
 from training.device import autocast
 
 CHUNK = 1024  # tokens whose logits are computed at once: 200 MB for GPT-2's vocabulary
@@ -55,14 +56,14 @@ def score(model, texts, batch_size, stride=None):
     return likelihoods.tolist(), (misses == 0).tolist()
 
 
-def evaluate_text(model, tokens, text_bytes, answers=None, *, stride, batch_size):
-    """Nats per token, perplexity and bits per byte of tokens [count], a text of so many bytes.
-
-    answers: as of data.shards.Tokens, if only these count; text_bytes is theirs.
-    """
-    spans = [(0, 1, len(tokens))] if answers is None else answers.tolist()
-    texts = [(tokens[start:end], first - start) for start, first, end in spans]
-    scored = sum(end - first for _, first, end in spans)
-    loss, count = -sum(score(model, texts, batch_size, stride)[0]) / scored, scored + (answers is None)
-    bits = loss / math.log(2) * count / text_bytes  # as Corpus.bytes_per_token counts
-    return dict(loss=loss, perplexity=float(np.exp(loss)), bits_per_byte=bits, tokens=count, bytes=text_bytes)
+def evaluate_text(model, tokens, *, stride, batch_size):
+    """Nats per token, perplexity and bits per byte of data.shards.Tokens; of conversations, as in training."""
+    if tokens.turns:
+        tokens = Windows(tokens, model.config.block_size)
+        texts = list(tokens.answers())
+    else:
+        texts = [(np.concatenate(tokens.shards), 1)]
+    loss = -sum(score(model, texts, batch_size, stride)[0]) / sum(len(ids) - start for ids, start in texts)
+    bits = loss / math.log(2) * tokens.counted / tokens.text_bytes  # as training.report counts
+    counts = dict(tokens=tokens.counted, bytes=tokens.text_bytes)
+    return dict(loss=loss, perplexity=float(np.exp(loss)), bits_per_byte=bits) | counts

@@ -42,7 +42,7 @@ def test_prepare_and_open_text(verse, data_root, spec, capsys):
     cut = int(0.9 * len(VERSE))
     assert found.tokenizer.decode(ids_of(found.train).tolist()) == VERSE[:cut]
     assert found.tokenizer.decode(ids_of(found.val).tolist()) == VERSE[cut:]
-    assert found.bytes_per_token == (len(VERSE) - cut) / len(found.val)
+    assert found.val.text_bytes == len(VERSE) - cut
     assert found.source == "verse.txt" and found.folder.parent == data_root / "prepared"
     again = open_corpus("text", spec, verse)
     assert np.array_equal(ids_of(again.train), ids_of(found.train)) and again.sha256 == found.sha256

@@ -88,9 +88,9 @@ def test_loss_with_stride_is_that_of_a_loop_over_tokens(tmp_path, monkeypatch, s
     model, tokenizer = make_model()
     text = ("naïve:\n" + "the sea keeps what the river has taken " * 3).encode()[:length]
     (tmp_path / "text.txt").write_bytes(b"\xef\xbb\xbf" + text.replace(b"\n", b"\r\n"))
-    tokens, text_bytes = read_file(tmp_path / "text.txt", tokenizer)
-    assert tokens.tolist() == list(text) and text_bytes == length
-    result = evaluate_text(model, tokens, text_bytes, stride=stride, batch_size=3)
+    tokens = read_file(tmp_path / "text.txt", tokenizer)
+    assert tokens.windows([0], length)[0].tolist() == list(text) and tokens.text_bytes == len(tokens) == length
+    result = evaluate_text(model, tokens, stride=stride, batch_size=3)
     assert result["loss"] == pytest.approx(-likelihood(model, text[:1], text[1:], stride) / (length - 1), rel=1e-5)
     assert result["bits_per_byte"] == pytest.approx(result["loss"] / math.log(2))  # a token is a byte
 

@@ -15,6 +15,7 @@ from shutil import get_terminal_size
 import torch
 
 from data.files import atomic_file
+from data.loader import windowed
 from training.device import resolve_dtype
 
 # Dense bf16/fp16 tensor-core TFLOP/s from the vendors' data sheets, by the first of these parts in the device's name.
@@ -40,7 +41,8 @@ class Report:
 
     def __init__(self, folder, config, model, corpus, ranks, start):
         self.folder, self.config, self.enabled = folder, config, ranks.rank == 0
-        self.bits_per_nat = 1 / math.log(2) / corpus.bytes_per_token
+        self.val = windowed(corpus.val, config.block_size)
+        self.bits_per_nat = self.val.counted / self.val.text_bytes / math.log(2)
         self.tokens_per_step = config.batch_size * config.block_size
         self.flops_per_step = model.flops_per_token() * self.tokens_per_step
         self.peak = peak_flops(ranks.device) * ranks.world
@@ -63,15 +65,18 @@ class Report:
         how = " with FSDP" if ranks.sharded else " with DDP" if ranks.world > 1 else ""
         parameters = sum(p.numel() for p in model.parameters())
         epochs = config.steps * config.batch_size / batches.windows_per_epoch
-        counted = "tokens"
+        train, val, counted = f"{batches.tokens.counted:,}", f"{self.val.counted:,}", "tokens"
         if corpus.train.turns:
-            counted = f"tokens of answers ({batches.tokens.cut:,} conversations cut to the context)"
+            counted += " of answers"
+            if len(batches.tokens.lost) + len(self.val.lost):
+                train, val = f"{train} of {corpus.train.counted:,}", f"{val} of {corpus.val.counted:,}"
+                counted += " (the rest is in answers that do not fit into the context with their question)"
         fields = dict(
             run=f"{self.folder} (process {os.getpid()})",
             device=f"{device} ({chip}) x {ranks.world}{how}, {dtype}",
             model=f"{parameters:,} parameters: {config.n_layer} layers, {config.n_head} heads "
             f"({config.kv_heads} kv), width {config.n_embd}, context {config.block_size}",
-            data=f"{corpus.source}: {corpus.train.counted:,} training and {corpus.val.counted:,} validation {counted}, "
+            data=f"{corpus.source}: {train} training and {val} validation {counted}, "
             f"tokenizer {corpus.tokenizer.name} of {corpus.tokenizer.n_vocab:,}",
             step=f"{self.tokens_per_step:,} tokens ({config.batch_size:,} sequences, {micro_batch:,} at a time), "
             f"{config.steps:,} steps = {epochs:.1f} epochs",
