@@ -25,8 +25,10 @@ import numpy as np
 import tyro
 from tqdm import tqdm
 
+from data.build import encode_block
+from data.chat import has_turns, turns_of
 from data.corpus import open_corpus
-from data.documents import read_text
+from data.documents import RECORDS, Block, read_blocks, read_text, suffix_of
 from data.shards import Tokens
 from data.tokenizer import encode, end_of_text
 from generation import generate_batch
@@ -43,7 +45,8 @@ class EvaluateConfig:
     """NAME of runs/NAME or a run's folder (its best.pt is preferred), checkpoint file, Hugging Face folder or its
     .safetensors file, or gpt2, gpt2-medium, gpt2-large, gpt2-xl; the default is the newest run."""
     text: str = ""
-    """A UTF-8 file to compute the loss on."""
+    """A file to compute the loss on, read as for training: JSON lines and Parquet have a field text or, for a model of
+    configs/chat.py, messages; any other file is one text. It may be compressed (.gz, .bz2, .xz or .zst)."""
     split: str = ""
     """The part of the run's corpus to compute the loss on, val or train; without --text and --tasks it is val."""
     stride: int | None = None
@@ -62,14 +65,21 @@ class EvaluateConfig:
 
 
 def read_file(path, tokenizer):
-    """The Tokens of a file."""
-    text = "".join(read_text(path))
+    """The Tokens of a file, whose documents are read and separated as in training."""
+    records = suffix_of(path) in RECORDS
+    chat = records and has_turns(tokenizer)
+    blocks = list(read_blocks(path, chat=chat)) if records else [Block(["".join(read_text(path))], 0)]
+    documents = sum(len(block.texts) for block in blocks)
+    cut = None if chat or documents > 1 else sys.maxsize  # nothing follows a single document
     try:
-        tokens = encode(tokenizer, text)
+        how = dict(cut=cut, threshold=0, dtype="<u4", chat=chat)
+        parts = [encode_block(tokenizer, how, block) for block in blocks if block.texts]
     except UserError as error:
         raise UserError(f"{path}: {error}") from None
+    tokens = np.concatenate([np.empty(0, "<u4"), *(ids["train"] for ids, _, _ in parts)])
     require(len(tokens) > 1, f"{path} has less than 2 tokens, of which the first is only context; give a longer one")
-    return Tokens((tokens,), 1, len(text.encode()))
+    text_bytes = sum(size["train"] for _, _, size in parts)
+    return Tokens((tokens,), documents, text_bytes, turns_of(tokenizer) if chat else None)
 
 
 def read_split(contents, split):

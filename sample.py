@@ -33,6 +33,7 @@ from typing import Annotated
 import torch
 import tyro
 
+from data.documents import RECORDS, read_text, suffix_of
 from generation import Chat, Generator, Sampling, generate, generate_batch
 from generation.chat import HELP
 from generation.text import NEW_TEXT, opening
@@ -50,8 +51,8 @@ class SampleConfig(Sampling):
     """NAME of runs/NAME or a run's folder (its best.pt is preferred), checkpoint file, Hugging Face folder or its
     .safetensors file, or gpt2, gpt2-medium, gpt2-large, gpt2-xl; the default is the newest run."""
     prompt: str = NEW_TEXT
-    """Text to continue, FILE:path of a UTF-8 file, or - for standard input. The default begins a text: with the
-    end-of-text token, else a line break, or the tokenizer's first character if it has neither."""
+    """Text to continue, FILE:path of a UTF-8 file, perhaps compressed, or - for standard input. The default begins a
+    text: with the end-of-text token, else a line break, or the tokenizer's first character if it has neither."""
     interactive: bool = False
     """Continue lines that you type; an empty one begins a text. Ctrl-C stops a text; exit or Ctrl-D ends."""
     chat: bool = False
@@ -88,7 +89,11 @@ def read_prompt(prompt):
         if prompt == "-":
             name = "standard input"
             return io.TextIOWrapper(sys.stdin.buffer, encoding="utf-8-sig").read()
-        return prompt if name == prompt else Path(name).read_text(encoding="utf-8-sig")
+        if name == prompt:
+            return prompt
+        one = suffix_of(Path(name)) not in RECORDS
+        require(one, f"{name} has documents or conversations, but --prompt FILE: takes one text; give a text file")
+        return "".join(read_text(Path(name)))
     except UnicodeDecodeError:
         raise UserError(f"{name} is not UTF-8 text; convert it first") from None
 

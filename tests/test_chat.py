@@ -281,6 +281,13 @@ def test_evaluation(folder, capsys, monkeypatch, block_size):
         total += F.cross_entropy(logits, torch.tensor(piece[begin + 1 : end + 1]), reduction="sum").item()
     assert result["tokens"] == corpus.val.counted and result["bytes"] == corpus.val.text_bytes
     assert result["loss"] == pytest.approx(total / corpus.val.counted, rel=1e-5)
+    found = {}
+    for flags in (("--text", "chat.jsonl"), ("--split", "train")):  # the file has both splits
+        code, out, _ = run_script(monkeypatch, capsys, str(ROOT / "evaluate.py"), "--json", "--device", "cpu", *flags)
+        found |= json.loads(out)["results"]
+    whole, parts = found["chat.jsonl"], (found["train"], result)
+    assert whole["tokens"] == sum(part["tokens"] for part in parts)
+    assert whole["loss"] * whole["tokens"] == pytest.approx(sum(part["loss"] * part["tokens"] for part in parts))
 
 
 @pytest.mark.parametrize("rows", [0, 2, 20])

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 from helpers import PATHS, ROOT, metrics, run_script
+from test_documents import write as write_documents
 from test_sample import save
 
 from data.corpus import open_corpus
@@ -95,6 +96,19 @@ def test_loss_with_stride_is_that_of_a_loop_over_tokens(tmp_path, monkeypatch, s
     assert result["bits_per_byte"] == pytest.approx(result["loss"] / math.log(2))  # a token is a byte
 
 
+@pytest.mark.parametrize("spec, between", [("bytes", b"\n\n"), ("bytes+eot", None)])
+@pytest.mark.parametrize("name", ["a.jsonl", "a.NDJSON", "a.json", "a.jsonl.xz", "a.parquet"])
+def test_documents_of_a_file_are_separated_as_in_training(tmp_path, spec, between, name):
+    """A single one is not, and text_bytes counts the separators that are text."""
+    path, ends = tmp_path / name, [256] if between is None else list(between)
+    for texts in (["the sea", "", "naïve"], ["alone"]):
+        write_documents(path, texts)
+        expected = [id for text in texts if text for id in [*text.encode(), *ends * (len(texts) > 1)]]
+        tokens = read_file(path, make_tokenizer(spec))
+        assert tokens.windows([0], len(tokens))[0].tolist() == expected
+        assert tokens.text_bytes == len(expected) - expected.count(256)
+
+
 def test_loss_of_a_split_is_that_of_training(folder, run, call):
     """There are no tokens after the last whole window, which training would leave out."""
     assert run(steps=4, eval_every=2, eval_batches=0, block_size=11, **PATHS)[0] == 0
@@ -166,6 +180,10 @@ def test_mistakes(folder, call, monkeypatch):
     save(folder / "runs/tiny/checkpoint.pt", make_tokenizer("char", "a"))
     expect(call, "", "tiny/checkpoint.pt names no corpus of its own; give --text")
     expect(call, "--split test", "split='test' must be val or train")
+    write("lines.jsonl", [{"text": "a"}, {"body": "a"}])
+    expect(call, "--text lines.jsonl", "lines.jsonl, line 2 has no UTF-8 text in 'text'")
+    Path("empty.jsonl").write_text("")
+    expect(call, "--text empty.jsonl", "empty.jsonl has less than 2 tokens")
     expect(call, "--text corpus.txt", "corpus.txt: the char tokenizer has no token for")
     expect(call, "--text corpus.txt --stride 17", "stride=17 must be from 1 to block_size, 16")
     expect(call, "--tasks hellaswag --limit -1", "limit=-1")

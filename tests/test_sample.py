@@ -1,5 +1,6 @@
 """sample.py: runs and prompts, several samples, the interactive mode, and errors that name the mistake."""
 
+import gzip
 import io
 import os
 import re
@@ -84,6 +85,9 @@ def test_prompts(call, run, folder, monkeypatch):
     flag, file, pipe = (call("--prompt", prompt, "--temperature", "0") for prompt in ("fade\n", "FILE:prompt.txt", "-"))
     assert flag[:2] == file[:2] == pipe[:2] and flag[0] == 0
     assert flag[1].startswith("fade\n") and len(flag[1]) == 5 + 20 + 1
+    (folder / "prompt.md.gz").write_bytes(gzip.compress(b"fade\n"))
+    assert call("--prompt", "FILE:prompt.md.gz", "--temperature", "0")[1] == flag[1]
+    assert call("--prompt", "FILE:prompt.jsonl")[0].startswith("error: prompt.jsonl has documents")
     monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"\xff"), errors="surrogateescape"))
     for prompt, name in (("FILE:latin.txt", "latin.txt"), ("-", "standard input")):
         code, out, _ = call("--prompt", prompt)
