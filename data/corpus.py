@@ -114,14 +114,13 @@ def _unfinished(folder):
 
 
 def _require_same(folder, request):
-    """UserError if the tokens in a folder were prepared for another request."""
-    manifest = read_manifest(folder)
-    if manifest and manifest["request"] != request and (tokens := sum(manifest[split]["tokens"] for split in SPLITS)):
-        old, new = manifest["request"], request["options"]
+    """UserError if a folder has tokens that were prepared with other options or from other files."""
+    if manifest := read_manifest(folder):
+        tokens, old, new = sum(manifest[split]["tokens"] for split in SPLITS), manifest["request"], request["options"]
         how = [f"with --{k} {shlex.quote(str(v))}" for k, v in old["options"].items() if v != new[k]]
-        how += ["from other files"] if old["source_sha256"] != request["source_sha256"] else []
+        how += ["from other files"] * (old["source_sha256"] != request["source_sha256"])
         remedy = "--force replaces them, and another GPT_DATA keeps both"
-        raise UserError(f"{folder} has {tokens:,} tokens that were prepared {' and '.join(how)}; {remedy}")
+        require(not (tokens and how), f"{folder} has {tokens:,} tokens prepared {' and '.join(how)}; {remedy}")
 
 
 def _find_tokens(sha256, tokenizer_spec, verify):

@@ -16,7 +16,7 @@ from data.external import token_files
 from data.files import atomic_file, data_folder
 from data.hub import DATASETS, HUB, download_file, list_dataset
 from data.shards import SPLITS, file_sha256
-from errors import UserError, require
+from errors import require
 
 SHAKESPEARE_URL = "https://raw.githubusercontent.com/karpathy/char-rnn/master/data/tinyshakespeare/input.txt"
 SHAKESPEARE_SHA256 = "86c4e6aa9db7c042ec79f339dcb96d42b0075e16b8fc2e86bf0ca57e2dc565ed"
@@ -87,21 +87,16 @@ def _files_below(folder):
     files, seen = [], set()
 
     def fail(error):
-        raise UserError(f"{error.filename} cannot be read ({error.strerror}); mend or remove it") from None
+        raise error
 
     for root, folders, names in os.walk(folder, onerror=fail, followlinks=True):
         about = os.stat(root)
-        if (about.st_dev, about.st_ino) in seen:
-            folders.clear()
-            continue
+        new = (about.st_dev, about.st_ino) not in seen
         seen.add((about.st_dev, about.st_ino))
-        folders[:] = sorted(name for name in folders if name[0] != ".")
-        for name in names:
-            files.append(Path(root, name))
-            try:
-                name[0] == "." or files[-1].stat()  # fails if a link leads nowhere
-            except OSError as error:
-                fail(error)
+        files += [Path(root, name) for name in names if new]
+        folders[:] = sorted(name for name in folders if new and name[0] != ".")
+    lost = next((file for file in files if file.name[0] != "." and not file.exists()), None)
+    require(not lost, f"{lost} is a link to a file that is not there; mend or remove it")
     return sorted(files)
 
 
