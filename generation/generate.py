@@ -108,10 +108,11 @@ class Generator:
         self.weights = sum(parameter.numel() for parameter in model.parameters())
         on_gpu = self.device.type == "cuda"
         self.graph, self.graphed = None, on_gpu if graph is None else graph
-        has_kernels = self.graphed and HAS_TRITON and dtype in (torch.float16, torch.bfloat16)
-        lacks = self.config.embed_norm or self.config.embed_skip or self.config.value_residual
-        lacks |= self.config.key_offset or (self.config.qk_norm and self.config.norm_eps > 0)
-        self.fused = has_kernels and not lacks  # generation.fused does not have these
+        self.fused = None
+        if self.graphed and HAS_TRITON and dtype in (torch.float16, torch.bfloat16):
+            from generation.fused import can_fuse, fused_logits  # imports Triton, which not every machine has
+
+            self.fused = fused_logits if can_fuse(self.config) else None
         self.cache = Cache(model.config, batch, self.device, dtype)
         # the newest tokens, which are not yet in the cache, and the positions of the next ones in their texts
         self.newest, self.positions, self.keys = (torch.zeros_like(self.cache.rows) for _ in range(3))
@@ -242,9 +243,7 @@ class Generator:
         with self._threads(self.batch):
             view = self.cache.step()
             if self.fused:
-                from generation.fused import fused_logits  # imports Triton, which not every machine has
-
-                logits = fused_logits(self.model, self.newest, view)
+                logits = self.fused(self.model, self.newest, view)
             else:
                 logits = self.model.logits(self.model.hidden(self.newest[:, None], view))[:, 0]
             return self._choose_tokens(logits[:, : self.tokenizer.n_vocab])

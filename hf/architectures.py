@@ -1,10 +1,11 @@
 """The architectures of Transformers that networks are written as and read from: options, names and config.json.
 
-A network is written only with options that every reader of its architecture computes. Others are refused: llama.cpp and
-MLX take SiLU in Llama and Qwen3 whatever config.json says, and neither has windows there.
+A network is written only with options that every reader of its architecture computes. Others are refused, also those
+that no list here names: llama.cpp and MLX take SiLU in Llama and Qwen3 whatever config.json says, and neither has
+windows there.
 """
 
-from dataclasses import replace
+from dataclasses import fields, replace
 
 import torch
 
@@ -53,6 +54,8 @@ OPTIONS = {
     "kestrel": NANOCHAT_OPTIONS | dict(window="sliding_window") | {name: name for name in KESTREL_DEFAULTS},
 }  # fmt: skip
 
+UNWRITTEN = ("dropout", "attention", "end_of_text")  # options that do not change what a trained network computes
+
 EPSILONS = dict.fromkeys(OPTIONS, RMSNORM_EPSILON) | dict(gpt2=LAYERNORM_EPSILON)  # which norm_eps = 0 stands for
 
 # Our modules and Hugging Face's. * is the number of a block. The rows of our qkv are those of q, k and v.
@@ -89,10 +92,13 @@ NANOCHAT_NAMES = LLAMA_NAMES | {
 
 
 def _wrong(config, kind):
-    """Options of a network that an architecture lacks, with their allowed values."""
-    allowed = WRITABLE[kind] | ({"n_kv_head": [None, config.n_head]} if kind == "gpt2" else {})
+    """Options of a network that an architecture lacks, with their allowed values, [] for an option in no list."""
+    known = {*WRITABLE[kind], *OPTIONS[kind], *UNWRITTEN}
+    allowed = WRITABLE[kind] | {field.name: [] for field in fields(config) if field.name not in known}
+    if kind == "gpt2":  # rope_theta has no effect
+        allowed |= {"n_kv_head": [None, config.n_head], "rope_theta": [config.rope_theta]}
     if config.key_offset:  # needs the key before the oldest visible one, which the cache of a window drops
-        allowed = allowed | {"window": [None]}
+        allowed |= {"window": [None]}
     return {name: values for name, values in allowed.items() if getattr(config, name) not in values}
 
 
@@ -105,6 +111,8 @@ def require_writable(config, kinds=tuple(WRITABLE), how="exported"):
     """The architecture of a network; UserError if none of `kinds` has its options."""
     kind = kind_of(config, kinds)
     wrong = _wrong(config, kind)
+    unknown = ", ".join(name for name, values in wrong.items() if not values)
+    require(not unknown, f"{unknown} cannot be {how}: add it to the options that hf/architectures.py writes")
     found = ", ".join(f"{name}={getattr(config, name)}" for name in wrong)
     advice = " ".join(f"--{name} {values[0]}" for name, values in wrong.items())
     rule = f"this network would be written as {CLASSES[kind]}; train one with {advice}"

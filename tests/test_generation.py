@@ -2,6 +2,7 @@
 
 import copy
 import math
+from dataclasses import make_dataclass
 from functools import partial
 
 import pytest
@@ -14,7 +15,7 @@ from data.tokenizer import LINE_PATTERN, _encoding, make_tokenizer
 from generation import Generator, Sampling, generate, generate_batch
 from generation.choose import choose, exponential, mix, sample_keys
 from generation.generate import to_bfloat16
-from model import GPT, GPTConfig
+from model import GPT, Block, GPTConfig
 
 SMALL = dict(vocab_size=256, block_size=16, n_layer=2, n_head=2, n_embd=32)
 MODELS = {
@@ -116,6 +117,25 @@ def test_fused_logits_are_those_of_the_network(name, device, monkeypatch):
     torch.testing.assert_close(logits[:, : BYTES.n_vocab], generator.logits, rtol=1e-4, atol=1e-4)
     for x, expected in zip((cache.k, cache.v), stored, strict=True):
         torch.testing.assert_close(x[:, cache.rows, cache.slots], expected, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.skipif(not HAS_TRITON, reason="needs Triton")
+def test_fused_kernels_leave_an_option_that_they_do_not_know_to_the_network(device, monkeypatch):
+    """One that is added to GPTConfig and Block."""
+
+    def forward(self, x, context):
+        x = x + self.attention.config.branch_scale * self.attention(self.norm_1(x), context)
+        return x + self.attention.config.branch_scale * self.mlp(self.norm_2(x))
+
+    scaled = make_dataclass("Scaled", [("branch_scale", float, 0.5)], bases=(GPTConfig,), frozen=True, kw_only=True)
+    models = [to_bfloat16(GPT(kind(**SMALL)).to(device).eval()) for kind in (GPTConfig, scaled)]
+    plain, unknown = (Generator(model, BYTES, 2, GREEDY, graph=True) for model in models)
+    assert plain.fused and not unknown.fused
+    monkeypatch.setattr(Block, "forward", forward)
+    unknown.graphed = ON_GPU  # the same step, which can be recorded only there
+    next(unknown.tokens(PROMPTS[:2], 1))
+    expected = [uncached(models[1], prompt, 1)[1][0] for prompt in PROMPTS[:2]]
+    torch.testing.assert_close(unknown.logits, torch.stack(expected), rtol=2e-2, atol=2e-2)
 
 
 def given_text(model, prompt, tokens):

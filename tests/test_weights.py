@@ -4,6 +4,7 @@ import json
 import os
 import sys
 from contextlib import nullcontext
+from dataclasses import make_dataclass
 
 import pytest
 import torch
@@ -197,6 +198,19 @@ def test_a_network_that_transformers_lacks_is_named_and_nothing_is_written(folde
         export("runs/x", "out")
     with pytest.raises(UserError, match=r"cannot be (exported|written as GGUF): .*; train"):
         export("runs/x", "out.gguf")
+    assert not list(folder.glob("*out*"))
+
+
+def test_an_option_that_no_list_names_is_not_exported(folder, monkeypatch):
+    """Whatever its value: nobody has said what its effect would be in Transformers or llama.cpp."""
+    scaled = make_dataclass("Scaled", [("branch_scale", float, 1.0)], bases=(GPTConfig,), frozen=True, kw_only=True)
+    monkeypatch.setattr(weights, "GPTConfig", scaled)
+    for options, _ in NETWORKS.values():
+        config = scaled(**SMALL | dict(vocab_size=256) | options)
+        save_model(folder / "runs/x/best.pt", GPT(config), make_tokenizer("bytes"))
+        for path in ("out", "out.gguf"):
+            with pytest.raises(UserError, match=r"^branch_scale cannot be"):
+                export("runs/x", path)
     assert not list(folder.glob("*out*"))
 
 
