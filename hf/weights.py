@@ -22,6 +22,7 @@ from model import GPTConfig
 from training.checkpoint import NOT_OF_WEIGHTS, checkpoints, copy_weights, empty_model, find_run, load_first
 from training.device import resolve_device, resolve_dtype
 
+BUFFERS = (".attn.bias", ".attn.masked_bias", ".inv_freq")  # of masks and rotary positions, in older files
 GPT2_SIZES = ("gpt2", "gpt2-medium", "gpt2-large", "gpt2-xl")
 
 
@@ -170,12 +171,17 @@ def _read_weights(file, config):
             raise UserError(f"cannot read {part} ({error}); get it again") from None
     if "wte.weight" in theirs:  # OpenAI's own file leaves the prefix out
         theirs = {f"transformer.{name}": value for name, value in theirs.items()}
-    weights = {}
+    weights, known = {}, set()
     for name, shape, keys in parameters_of(config):
+        known |= {*keys}
         for key in keys:
             require(key in theirs, f"{file} lacks {key}, which config.json asks for")
         value = torch.cat([switch_layout(key, theirs[key], config) for key in keys]).float()
         found = f"{' + '.join(keys)} is {list(value.shape)}"
         require(value.shape == shape, f"{file}: {found}, but config.json makes it {list(shape)}")
         weights[name] = value.contiguous()
+    others = (key for key in sorted(theirs.keys() - known) if not key.endswith(BUFFERS))
+    other = next((key for key in others if key.startswith(("model.", "transformer."))), None)
+    ours = (file.parent / STORED).exists()  # exports have biases of 0 where the network has none
+    require(ours or other is None, f"{file} has {other}, for which our network has no place; take another model")
     return {"head.weight": weights["embed.weight"], **weights} if config.tie_head else weights

@@ -187,6 +187,7 @@ REFUSED = [  # options that are allowed, and those of which each is not
     (NANOCHAT, dict(norm_weight=True)),
     (RECIPE, dict(mlp="gelu", window=8, norm="layernorm", mask_documents=True, embed_norm=True)),
 ]  # fmt: skip
+NEW = "transformer.h.0.attn.c_attn.weight_scale"  # of quantized weights
 REFUSED = [(allowed, {name: value}) for allowed, wrong in REFUSED for name, value in wrong.items()]
 
 
@@ -304,8 +305,11 @@ def test_mistakes(folder, run):
     make_run(folder / "runs/x", make_tokenizer("bytes"), block_size=16)
     export("runs/x", "out")
     (folder / "empty").mkdir()
+    tensors = safetensors.load_file("tiny/model.safetensors")
+    safetensors.save_file(tensors | {NEW: torch.ones(1)}, "tiny/new.safetensors")
     os.truncate(folder / "tiny/model.safetensors", 5000)
     for function, arguments, words in (
+        (weights.read, ["tiny/new.safetensors"], f"tiny/new.safetensors has {NEW}"),
         (weights.read, ["tiny"], "cannot read tiny/model.safetensors"),
         (weights.read, ["empty"], "empty has no checkpoint and no model.safetensors"),
         (weights.read, ["nowhere"], "nowhere does not exist"),
