@@ -43,7 +43,7 @@ class EvaluateConfig:
 
     run: Annotated[str, tyro.conf.Positional] = ""
     """NAME of runs/NAME or a run's folder (its best.pt is preferred), checkpoint file, Hugging Face folder or its
-    .safetensors file, or gpt2, gpt2-medium, gpt2-large, gpt2-xl; the default is the newest run."""
+    .safetensors file, or gpt2, gpt2-medium, gpt2-large, gpt2-xl (OpenAI's); the default is the newest run."""
     text: str = ""
     """A file to compute the loss on, read as for training: JSON lines and Parquet have a field text or, for a model of
     configs/chat.py, messages; any other file is one text. It may be compressed (.gz, .bz2, .xz or .zst)."""

@@ -20,8 +20,7 @@ from typing import Annotated, Literal
 
 import tyro
 
-from data.files import read_json, writing
-from training.checkpoint import find_run
+from data.files import find_run, read_json, writing
 from training.config import FREE_ON_RESUME, parse_flags
 from training.report import LEGEND_WIDTH, bits_per_nat, draw_losses, read_metrics
 
@@ -34,7 +33,7 @@ LEGEND_LINES = 8  # up to which a line may have options
 class PlotConfig:
     """python plot.py RUN [RUN ...] [--option value ...]"""
 
-    runs: Annotated[tuple[Path, ...], tyro.conf.Positional]
+    runs: Annotated[tuple[str, ...], tyro.conf.Positional]
     """Folders of runs, or NAME of runs/NAME."""
     x: Literal["step", "tokens", "seconds"] = "step"
     y: Literal["loss", "bpb"] = "loss"
@@ -80,13 +79,14 @@ def labels_of(folders, options):
 def main(config):
     require(config.out.suffix in SUFFIXES, f"--out {config.out} must end in {', '.join(SUFFIXES)}")
     require(config.runs, "plot.py needs at least one run folder, such as runs/NAME")
-    options, records = zip(*(read_run(find_run(folder), config.x, config.y) for folder in config.runs), strict=True)
+    folders = [*map(find_run, config.runs)]
+    options, records = zip(*(read_run(folder, config.x, config.y) for folder in folders), strict=True)
     # tokenizers with the same name may differ, but then so does the length of their tokens
     kinds = {(run["tokenizer"], f"{bits_per_nat(some) or 0:.9g}") for run, some in zip(options, records, strict=True)}
     if config.y == "loss" and len(kinds) > 1:
         print("note: tokenizers or texts differ, so nats per token do not compare; use --y bpb", file=sys.stderr)
     with writing(config.out):
-        draw_losses(config.out, list(zip(labels_of(config.runs, options), records, strict=True)), config.x, config.y)
+        draw_losses(config.out, list(zip(labels_of(folders, options), records, strict=True)), config.x, config.y)
     print(config.out)
 
 

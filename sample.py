@@ -49,7 +49,7 @@ class SampleConfig(Sampling):
 
     run: Annotated[str, tyro.conf.Positional] = ""
     """NAME of runs/NAME or a run's folder (its best.pt is preferred), checkpoint file, Hugging Face folder or its
-    .safetensors file, or gpt2, gpt2-medium, gpt2-large, gpt2-xl; the default is the newest run."""
+    .safetensors file, or gpt2, gpt2-medium, gpt2-large, gpt2-xl (OpenAI's); the default is the newest run."""
     prompt: str = NEW_TEXT
     """Text to continue, FILE:path of a UTF-8 file, perhaps compressed, or - for standard input. The default begins a
     text: with the end-of-text token, else a line break, or the tokenizer's first character if it has neither."""

@@ -5,6 +5,7 @@
 #     1.5B   --n_layer 48 --n_head 25 --n_embd 1600 --micro_batch 8 --learning_rate 2e-4 --min_learning_rate 2e-5
 #            --checkpoint_activations selective
 # These rates are GPT-3's (Brown et al. 2020, table 2.1). Nobody has trained these sizes here.
+name = "gpt2_fineweb"
 data = "fineweb-edu"
 tokenizer = "gpt2"
 

@@ -1,4 +1,4 @@
-"""Data folders, atomic files and locks."""
+"""Folders of data and of runs, atomic files and locks."""
 
 import errno
 import json
@@ -12,12 +12,33 @@ import filelock
 
 from errors import UserError, require
 
+RUNS = Path("runs")
+GPT2_SIZES = ("gpt2", "gpt2-medium", "gpt2-large", "gpt2-xl")  # OpenAI's models, whatever folders have these names
+
 
 def data_folder(name):
     """Path of the folder `name` in $GPT_DATA, or beside this module if that is not set; it is created if missing."""
     folder = Path(os.environ.get("GPT_DATA") or Path(__file__).parent) / name
     folder.mkdir(parents=True, exist_ok=True)
     return folder
+
+
+def find_run(name, *also):
+    """Path of what a user names: runs/NAME if there is such a run, else NAME. UserError for a size of GPT-2.
+
+    "" is the run with the newest .pt file, or newest file that matches one of the patterns `also`.
+    """
+    if not name:
+        found = [path for pattern in ("*.pt", *also) for path in RUNS.glob(f"*/{pattern}")]
+        require(found, f"no run in {RUNS}/; train one first: python train.py configs/shakespeare.py")
+        return max(found, key=lambda path: path.stat().st_mtime).parent
+    require(name not in GPT2_SIZES, f"{name} is OpenAI's model; a run of this name is {RUNS}/{name}")
+    path = Path(name)
+    if str(path) != path.name or path.name == "..":
+        return path
+    if str(name) != path.name:  # ./NAME or NAME/
+        return path.absolute()
+    return RUNS / path if (RUNS / path).is_dir() else path
 
 
 def optional(module, purpose):

@@ -35,7 +35,7 @@ class Command(Options):
     .jsonl, .ndjson or .parquet. For shakespeare, a local copy. For tokens, the folder with train.bin and val.bin, or
     with *_train_*.bin and *_val_*.bin."""
     tokenizer: str = "bpe:512"
-    """bytes, char, bpe:N, gpt2, gpt2:RANK_FILE or run:PATH (the tokenizer of a run), the same as in train.py.
+    """bytes, char, bpe:N, gpt2, gpt2:RANK_FILE or run:PATH (the tokenizer of a run or model), the same as in train.py.
     bytes+eot and char+eot have an end-of-text token."""
     threads: int | None = None
     """Threads that tokenize; None takes one for each core."""

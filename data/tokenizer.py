@@ -8,7 +8,6 @@ import base64
 import os
 import re
 from itertools import chain
-from pathlib import Path
 
 import numpy as np
 import rustbpe
@@ -16,7 +15,7 @@ import tiktoken
 from tiktoken.load import load_tiktoken_bpe
 from tqdm import tqdm
 
-from data.files import data_folder, read_json
+from data.files import GPT2_SIZES, data_folder, find_run, read_json
 from data.hub_tokenizer import END_OF_TEXT, HubTokenizer, read_tokenizer_json
 from errors import UserError, require
 
@@ -68,12 +67,14 @@ def make_tokenizer(spec, texts=(), many_documents=False):
 
     Args:
         spec: bytes or char (+eot adds an end-of-text token), bpe:N (N tokens, of which 256 are bytes), gpt2 or
-            gpt2:RANK_FILE, run:PATH (the tokenizer of a run, or of a Hugging Face folder).
+            gpt2:RANK_FILE, run:PATH (the tokenizer of a run or of a Hugging Face folder, named as for sample.py).
         texts: iterable of str; `char` takes its characters from them and `bpe` is trained on them.
         many_documents: whether the last of the N tokens of `bpe` is end-of-text. A single document needs none.
     """
-    if spec.startswith("run:"):
-        path = Path(spec.removeprefix("run:"))
+    if spec.startswith("run:") and (name := spec.removeprefix("run:")) in GPT2_SIZES:
+        spec = "gpt2"
+    elif spec.startswith("run:"):
+        path = find_run(name)
         file = (folder := path if path.is_dir() else path.parent) / STORED
         if not file.is_file() and (folder / "tokenizer.json").is_file():
             return read_tokenizer_json(folder)

@@ -4,6 +4,7 @@ A Hugging Face folder has config.json, model.safetensors and the tokenizer's fil
 kestrel.json, with the network and the tokenizer in this repository's own terms.
 """
 
+import sys
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import NamedTuple
@@ -11,7 +12,7 @@ from typing import NamedTuple
 import torch
 
 from data.chat import has_turns, with_turns
-from data.files import optional, read_json
+from data.files import GPT2_SIZES, RUNS, find_run, optional, read_json
 from data.hub import download_files
 from data.tokenizer import STORED, UNTRAINED, from_state, make_tokenizer, to_state
 from errors import UserError, require
@@ -19,11 +20,10 @@ from generation.generate import to_bfloat16
 from hf.architectures import GPT2_VOCABULARY, parameters_of, read_config, switch_layout
 from hf.tokenizer_json import vocabulary_of
 from model import GPTConfig
-from training.checkpoint import NOT_OF_WEIGHTS, checkpoints, copy_weights, empty_model, find_run, load_first
+from training.checkpoint import NOT_OF_WEIGHTS, checkpoints, copy_weights, empty_model, load_first
 from training.device import resolve_device, resolve_dtype
 
 BUFFERS = (".attn.bias", ".attn.masked_bias", ".inv_freq")  # of masks and rotary positions, in older files
-GPT2_SIZES = ("gpt2", "gpt2-medium", "gpt2-large", "gpt2-xl")
 
 
 class Pretrained(NamedTuple):
@@ -40,17 +40,20 @@ def read(name, weights=True):
     """Read a Pretrained; without `weights` they are left out.
 
     Args:
-        name: gpt2, gpt2-medium, gpt2-large or gpt2-xl; a Hugging Face folder or its .safetensors file; a run folder,
-            whose best.pt is preferred, its name in runs/, or a checkpoint file; "" for the newest run.
+        name: gpt2, gpt2-medium, gpt2-large or gpt2-xl, which are OpenAI's; a run, as its folder or NAME, whose best.pt
+            is preferred, or a checkpoint file; a Hugging Face folder or its .safetensors file; "" for the newest run.
 
     Raises:
         UserError: there is no model, it is damaged, or its network is not supported.
         OSError: it cannot be read.
     """
-    path = Path(name) if name in GPT2_SIZES else find_run(name)
-    if name in GPT2_SIZES and not path.exists():
+    if name in GPT2_SIZES:
+        for folder in (f"{RUNS}/{name}", f"./{name}"):
+            if weights and Path(folder).is_dir():
+                print(f"note: {name} is OpenAI's model; yours is {folder}", file=sys.stderr)
         path = download_files(f"openai-community/{name}", ["config.json", "model.safetensors"][: 1 + weights])
         return _read_hugging_face(path, weights)
+    path = find_run(name)
     if (path.suffix == ".safetensors" and path.is_file()) or any(path.glob("model*.safetensors")):
         return _read_hugging_face(path, weights)
     found = [file for file in (path, path / "best.pt") if file.is_file()] + checkpoints(path)
@@ -81,7 +84,7 @@ def load(run="", device="auto", dtype="auto"):
         UserError: the device does not exist; and as in read().
     """
     device = resolve_device(device)
-    found = read(str(find_run(run)))  # a run in runs/ comes before a size of GPT-2
+    found = read(run)
     require_tokenizer(found)
     model = empty_model(replace(found.config, attention="auto"))  # this machine may have other kernels
     model.load_state_dict(found.weights)
@@ -102,7 +105,7 @@ def network_options(name):
     found = read(name, weights=False)
     tokenizer = require_tokenizer(found).name
     options = {option: value for option, value in asdict(found.config).items() if option not in NOT_OF_WEIGHTS}
-    return options | {"tokenizer": tokenizer if tokenizer in UNTRAINED else f"run:{find_run(name)}"}
+    return options | {"tokenizer": tokenizer if tokenizer in UNTRAINED else f"run:{name}"}
 
 
 def load_pretrained(model, name, tokenizer):

@@ -73,7 +73,8 @@ def test_shipped_configs(path, tmp_path, monkeypatch, capsys):
     weights = ("--init_from", str(tmp_path)) if path.stem in ("finetune_shakespeare", "chat") else ()
     weights += ("--input", "x.jsonl") if path.stem == "chat" else ()
     config = load_config([str(path), "--device", "cpu", *weights])
-    assert config.n_layer == (config.depth or 4) and config.name == path.stem
+    assert config.n_layer == (config.depth or 4)
+    assert config.name == {"gpt2": "gpt2_fineweb"}.get(path.stem, path.stem)  # gpt2 is OpenAI's
     assert config.eval_batches > 0  # a long text must not take minutes at each evaluation
     assert ("note: without a GPU this is a toy" in capsys.readouterr().err) == ("cpu = " not in path.read_text())
 
@@ -164,6 +165,8 @@ def test_a_config_file_may_stand_after_flags(config_file):
         (f"{ROOT}/configs/modern.py --depth x", ["--depth", "'x'"]),
         (f"{ROOT}/configs/modern.py --init_from gpt2", ["--init_from", "another config file"]),
         ("--name ../x", ["name='../x'"]),
+        ("--name gpt2", ["name='gpt2'", "OpenAI's", "--name"]),
+        ("--resume gpt2", ["OpenAI's", "runs/gpt2"]),
         ("--n_head 0", ["n_head=0 must be at least 1"]),
         ("--window 0", ["window=0 must be at least 1"]),
         ("--dropout 1.5", ["dropout=1.5 must be at least 0 and below 1"]),
@@ -196,7 +199,8 @@ def test_mistakes_in_a_file(config_file, refuse, text, words):
 
 
 def test_resume_alone_takes_the_newest_run(folder):
-    make_run("new", age=10, steps=100), make_run("old", age=20, steps=101)
+    make_run("new", age=10, steps=100), make_run("old", age=20, steps=101), make_run("gpt2", age=30)
+    assert load_config(["--resume", "runs/gpt2"]).name == "gpt2"  # of a version that made such runs
     for argv in (["--resume"], ["--resume", "--keep", "3"], ["--keep=3", "--resume"]):
         config = load_config(argv)
         assert (config.resume, config.steps) == ("runs/new", 100)

@@ -240,6 +240,8 @@ def test_mistakes_of_plot(call):
     for flags, words in [
         ([], ["at least one run"]),
         (["runs/none"], ["runs/none is no run", "config.json"]),
+        (["gpt2"], ["OpenAI's", "runs/gpt2"]),
+        (["./run"], [f"{Path('run').absolute()} is no run"]),  # as other commands, not runs/run
         ([run, empty], [f"{empty} has no losses"]),
         ([run, "--out", "a.text"], ["a.text", "--out"]),
         ([foreign], [f"{foreign}/config.json lacks batch_size and block_size"]),

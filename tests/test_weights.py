@@ -8,11 +8,13 @@ from dataclasses import make_dataclass
 
 import pytest
 import torch
+from gguf import GGUFReader
 from helpers import contents, equal, in_process, losses, refused, save_model
 from hub_server import running
 from huggingface_hub import constants
 
 from data import tokenizer
+from data.files import find_run
 from data.tokenizer import GPT2_PATTERN, _encoding, end_of_text, is_char, make_tokenizer, to_state
 from errors import UserError
 from hf import weights
@@ -242,6 +244,40 @@ def test_training_on_another_text_with_the_tokenizer_of_a_run(folder, run, capsy
     refused(tune(name="third", tokenizer="bytes"), "give --tokenizer run:runs/first")
     (folder / "runs/first").rename(folder / "gone")
     assert tune("--resume", "runs/second", "--steps", "4", "--allow_changes")[0] == 0
+
+
+@pytest.mark.parametrize("name, expected", [
+    ("gpt2", "hub"), ("runs/gpt2", "runs/gpt2"), ("./gpt2", "gpt2"), ("gpt2/", "gpt2"), ("theirs", "theirs"),
+    ("mine", "runs/mine"), ("runs/mine", "runs/mine"), ("./mine", "mine"), ("mine/best.pt", "mine"),
+])  # fmt: skip
+def test_all_commands_mean_the_same_model_by_a_name(folder, monkeypatch, capsys, data_root, name, expected):
+    """Folders in the working directory are called like runs, and both like OpenAI's model."""
+    monkeypatch.setattr(tokenizer, "_gpt2_ranks", lambda path: [bytes([value]) for value in range(256)])
+    monkeypatch.setattr(weights, "GPT2_VOCABULARY", 257)
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(folder / "cache"))
+    gpt2(folder / "hub", vocab_size=257, n_layer=1)
+    files = {file: (folder / "hub" / file).read_bytes() for file in ("config.json", "model.safetensors")}
+    layers = {"hub": 1, "runs/gpt2": 2, "gpt2": 3, "runs/mine": 4, "mine": 5, "theirs": 6}  # tell them apart
+    for path in [*layers][1:]:
+        make_run(folder / path, made := make_tokenizer(f"bpe:{256 + layers[path]}", [TEXT * 9]), n_layer=layers[path])
+        (folder / path / "kestrel.json").write_text(json.dumps({"tokenizer": to_state(made)}))
+    with running(monkeypatch, folder, {"openai-community/gpt2": files}):
+        capsys.readouterr()
+        found = weights.read(name)
+        assert ("runs/gpt2" in capsys.readouterr().err) == (name == "gpt2")  # a note says how to reach that run
+        assert found.config.n_layer == layers[expected] == load(name, "cpu")[0].config.n_layer
+        options = weights.network_options(name)
+        assert options["n_layer"] == layers[expected]
+        for spec in (options["tokenizer"], f"run:{name}"):
+            assert to_state(make_tokenizer(spec)) == to_state(found.tokenizer)
+        export(name, "x.gguf")
+        blocks = GGUFReader("x.gguf").fields["gpt2.block_count"].contents()
+        assert blocks == layers[expected]
+        if name == "gpt2":
+            with pytest.raises(UserError, match="is runs/gpt2"):
+                find_run(name)  # of plot.py and --resume, which need a run
+        elif name != "mine/best.pt":
+            assert find_run(name).resolve() == folder / expected
 
 
 def test_weights_of_the_hub(folder, monkeypatch, data_root):

@@ -25,13 +25,12 @@ import torch
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_map_only
 
-from data.files import atomic_file, lock_file
+from data.files import RUNS, atomic_file, lock_file
 from data.tokenizer import STORED, to_state
 from errors import UNFINISHED, UserError, require
 from model import GPT, GPTConfig
 from training.fsdp import gather, spread_like
 
-RUNS = Path("runs")
 FORMAT = 2  # of checkpoints; 1 had each block's embedding skip in the block
 NOT_OF_WEIGHTS = ("dropout", "attention", "mask_documents", "end_of_text")  # options that weights do not determine
 
@@ -201,20 +200,6 @@ def make_folder(name):
             folder.mkdir(parents=True)
             UNFINISHED.add(folder)  # until its first step
             return folder
-
-
-def find_run(name, *also):
-    """Path of what a user names: runs/NAME if there is such a run, else NAME.
-
-    "" is the run with the newest .pt file, or newest file that matches one of the patterns `also`.
-    """
-    if not name:
-        found = [path for pattern in ("*.pt", *also) for path in RUNS.glob(f"*/{pattern}")]
-        require(found, f"no run in {RUNS}/; train one first: python train.py configs/shakespeare.py")
-        return max(found, key=lambda path: path.stat().st_mtime).parent
-    path = Path(name)
-    inside = RUNS / path
-    return inside if path.name == str(name) != ".." and inside.is_dir() else path
 
 
 def checkpoints(folder):

@@ -9,12 +9,11 @@ from pathlib import Path
 from types import ModuleType
 from typing import Literal
 
-from data.files import read_json
+from data.files import GPT2_SIZES, find_run, read_json
 from data.tokenizer import end_of_text
 from errors import require
 from hf.weights import network_options
 from model import GPTConfig
-from training.checkpoint import find_run
 from training.device import resolve_device
 from training.flags import parse_flags, refuse_nanogpt
 
@@ -53,14 +52,14 @@ class Config(GPTConfig):
     """For --data text and chat, a file, a folder, or hub:OWNER/NAME if that is prepared. For tokens, a folder. For
     shakespeare, a local copy."""
     tokenizer: str = "char"
-    """bytes, char, bpe:N (trained on the corpus), gpt2, gpt2:RANK_FILE, or run:PATH (the tokenizer of a run).
+    """bytes, char, bpe:N (trained on the corpus), gpt2, gpt2:RANK_FILE, or run:PATH (the tokenizer of a run or model).
     bytes+eot and char+eot have an end-of-text token."""
     verify: bool = False
     """Read all tokens before training and compare their sha256 with the corpus's manifest."""
 
     init_from: str = ""
-    """Weights to begin with: gpt2, gpt2-medium, gpt2-large, gpt2-xl, a Hugging Face folder or its .safetensors file, a
-    run folder or a checkpoint file. Network and tokenizer are those of the weights; block_size may be smaller."""
+    """Weights to begin with, named as for sample.py: gpt2 (OpenAI's), a run, a checkpoint file, a Hugging Face folder.
+    Network and tokenizer are those of the weights; block_size may be smaller."""
 
     # batches
     batch_size: int = 64
@@ -101,7 +100,7 @@ class Config(GPTConfig):
 
     # run
     name: str = "run"
-    """The run's folder is runs/NAME, or runs/NAME-2 and so on if that exists."""
+    """The run's folder is runs/NAME, or runs/NAME-2 and so on if that exists. gpt2 is the name of OpenAI's model."""
     resume: str = ""
     """Resume this run, given as its folder or NAME; --resume alone takes the newest."""
     allow_changes: bool = False
@@ -169,6 +168,8 @@ class Config(GPTConfig):
         require(with_input, f"data={self.data!r} needs --input PATH, a file or folder of yours")
         one_folder = Path(self.name).name == self.name and not self.name.startswith(".")
         require(self.name and one_folder, f"name={self.name!r} must be one folder name, such as 'baseline'")
+        free = self.resume or self.name not in GPT2_SIZES
+        require(free, f"name={self.name!r} is that of OpenAI's model; give the run another --name")
 
     def with_steps(self, windows):
         """This Config with its epochs, each of so many windows, as steps."""

@@ -177,7 +177,7 @@ class Report:
             trained = timedelta(seconds=round(time.perf_counter() - self.began))
             show(f"trained for {trained}; losses are drawn in {self.folder / 'loss.png'}")
             flag = " --chat" if self.config.data == "chat" else ""
-            show(f"sample from it: python sample.py {self.folder.name}{flag}")
+            show(f"sample from it: python sample.py {self.folder}{flag}")
             if write:
                 self.sample(step, write)
         plot_losses(self.folder)
