@@ -21,16 +21,16 @@ class HubTokenizer:
         self._tokenizer = optional("tokenizers", "tokenizer.json").Tokenizer.from_str(text)
         self._tokenizer.encode_special_tokens = True  # as any text
         self._tokenizer.no_truncation()
-        names, vocabulary = {END_OF_TEXT: end} | {name: name for name in TURNS}, self._tokenizer.get_vocab()
-        self._special_tokens = {name: vocabulary[x] for name, x in names.items() if x in vocabulary}
-        self.n_vocab = 1 + max(vocabulary.values())
+        names, self.vocabulary = {END_OF_TEXT: end} | {name: name for name in TURNS}, self._tokenizer.get_vocab()
+        self._special_tokens = {name: self.vocabulary[x] for name, x in names.items() if x in self.vocabulary}
+        self.n_vocab = 1 + max(self.vocabulary.values())
 
     @cached_property
     def _bytes(self):
         """{id: bytes}. In the text of a token, byte_letters() stand for bytes, except in added tokens."""
-        values, vocabulary = {letter: byte for byte, letter in enumerate(byte_letters())}, self._tokenizer.get_vocab()
+        values = {letter: byte for byte, letter in enumerate(byte_letters())}
         added = {index: token.content.encode() for index, token in self._tokenizer.get_added_tokens_decoder().items()}
-        return {i: bytes(map(values.get, text)) for text, i in vocabulary.items() if i not in added} | added
+        return {i: bytes(map(values.get, text)) for text, i in self.vocabulary.items() if i not in added} | added
 
     def with_tokens(self, names):
         """This tokenizer with special tokens after its others."""
@@ -51,13 +51,10 @@ class HubTokenizer:
         return self.decode_bytes(ids).decode("utf-8", "replace")
 
 
-def read_tokenizer_json(folder):
-    """The HubTokenizer of a folder; UserError if its tokens do not stand for bytes."""
-    path, config = folder / "tokenizer.json", folder / "tokenizer_config.json"
+def read_tokenizer_json(path, end):
+    """The HubTokenizer of a tokenizer.json; UserError if its tokens do not stand for bytes."""
     kind = (read_json(path).get("decoder") or {}).get("type")
     require(kind == "ByteLevel", f"{path} has the decoder {kind}, but only ByteLevel can be read; take another model")
-    end = read_json(config).get("eos_token") if config.is_file() else None
-    end = end.get("content") if isinstance(end, dict) else end  # of older versions
     return HubTokenizer(path.read_text(encoding="utf-8"), end)
 
 

@@ -5,6 +5,7 @@ text, the name of a special token, such as "<|endoftext|>", is plain text; `end_
 """
 
 import base64
+import hashlib
 import os
 import re
 from itertools import chain
@@ -16,7 +17,7 @@ from tiktoken.load import load_tiktoken_bpe
 from tqdm import tqdm
 
 from data.files import GPT2_SIZES, data_folder, find_run, read_json
-from data.hub_tokenizer import END_OF_TEXT, HubTokenizer, read_tokenizer_json
+from data.hub_tokenizer import END_OF_TEXT, HubTokenizer, byte_letters, read_tokenizer_json
 from errors import UserError, require
 
 # GPT-4's pattern: words with one leading character, up to three digits, punctuation.
@@ -30,6 +31,8 @@ CHARACTER_PATTERN = r"[\s\S]"  # of char: each character is a token, also if it 
 
 GPT2_URL = "https://openaipublic.blob.core.windows.net/encodings/r50k_base.tiktoken"
 GPT2_SHA256 = "306cd27f03c1a714eca7108e03d66b7dc042abe8c258b44c199a7ed9838dd930"
+GPT2_VOCABULARY = 50257  # tokens, the last of which is end-of-text
+PROBE = "It's 1,234 o'clock:  naïve\r\n\n 東京"  # shows whether another pre-tokenizer is GPT-2's
 
 STORED = "kestrel.json"  # file of a run or exported folder whose field "tokenizer" is to_state()
 UNTRAINED = ("gpt2", "bytes", "bytes+eot")  # the same for any text
@@ -75,11 +78,10 @@ def make_tokenizer(spec, texts=(), many_documents=False):
         spec = "gpt2"
     elif spec.startswith("run:"):
         path = find_run(name)
-        file = (folder := path if path.is_dir() else path.parent) / STORED
-        if not file.is_file() and (folder / "tokenizer.json").is_file():
-            return read_tokenizer_json(folder)
-        require(file.is_file(), f"{file} does not exist; run:PATH must be a run or a Hugging Face folder")
-        return from_state(read_json(file)["tokenizer"])
+        tokenizer = tokenizer_of(folder := path if path.is_dir() else path.parent)
+        rule = "run:PATH must be a run, or a Hugging Face folder whose tokenizer.json has all tokens"
+        require(tokenizer, f"{folder / STORED} does not exist; {rule}")
+        return tokenizer
     name = tokenizer_name(spec)
     kind, _, ends = name.partition("+")
     if kind == "bytes":
@@ -90,6 +92,51 @@ def make_tokenizer(spec, texts=(), many_documents=False):
     if kind == "gpt2":
         return _encoding(name, GPT2_PATTERN, _gpt2_ranks(spec.partition(":")[2]), ends=True)
     return _train_bpe(name, int(name.partition(":")[2]), texts, many_documents)
+
+
+def tokenizer_of(folder):
+    """The tokenizer of a run or of a Hugging Face folder; None if no tokenizer.json has all of its tokens.
+
+    It is GPT-2's own, also without that file, if all tokens are GPT-2's, besides one for padding, which is in no text.
+    """
+    if (folder / STORED).is_file():
+        return from_state(read_json(folder / STORED)["tokenizer"])
+    names = ("config", "tokenizer_config", "vocab", "added_tokens")
+    config, options, vocabulary, added = (
+        read_json(path) if (path := folder / f"{name}.json").is_file() else {} for name in names
+    )
+    added |= {_content(token): int(index) for index, token in options.get("added_tokens_decoder", {}).items()}
+    found, stored = None, folder / "tokenizer.json"
+    if stored.is_file():
+        found = read_tokenizer_json(stored, _content(options.get("eos_token", END_OF_TEXT)))
+        vocabulary = found.vocabulary
+    elif not vocabulary:
+        is_gpt2 = (config.get("model_type"), config.get("vocab_size")) == ("gpt2", GPT2_VOCABULARY)
+        return make_tokenizer("gpt2") if is_gpt2 else None
+    theirs = vocabulary | added
+    if (padding := _content(options.get("pad_token"))) != END_OF_TEXT:
+        theirs.pop(padding, None)
+    gpt2 = _gpt2_of(theirs)
+    if gpt2 and (not found or found.encode_ordinary(PROBE) == gpt2.encode_ordinary(PROBE)):
+        return gpt2
+    return found if added.keys() <= vocabulary.keys() else None
+
+
+def _content(token):
+    """The text of a token in tokenizer_config.json, where it may be a dict; None if there is no such token."""
+    return token["content"] if isinstance(token, dict) else token
+
+
+def _gpt2_of(vocabulary):
+    """GPT-2's tokenizer, from a vocabulary {text: id}; None if it is another."""
+    if not vocabulary.get(END_OF_TEXT) == len(vocabulary) - 1 == GPT2_VOCABULARY - 1:
+        return None
+    values = {letter: byte for byte, letter in enumerate(byte_letters())}
+    texts = sorted(vocabulary, key=vocabulary.get)[:-1]
+    tokens = [bytes(values.get(letter, 0) for letter in text) for text in texts]
+    ranks = b"".join(b"%s %d\n" % (base64.b64encode(token), rank) for rank, token in enumerate(tokens))
+    same = hashlib.sha256(ranks).hexdigest() == GPT2_SHA256
+    return _encoding("gpt2", GPT2_PATTERN, tokens, ends=True) if same else None
 
 
 def encode(tokenizer, text):

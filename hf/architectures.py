@@ -15,7 +15,6 @@ from training.checkpoint import empty_model
 
 # Hugging Face's name: ours. Of several names for one of ours, the last is written.
 GELUS = {"gelu": "gelu", "gelu_pytorch_tanh": "gelu_tanh", "gelu_new": "gelu_tanh"}
-GPT2_VOCABULARY = 50257
 
 # Options that a network must have, with the values that are allowed; the first one is advised.
 KESTREL = dict(position=["rope"], norm=["rmsnorm"], mlp=["relu2"], bias=[False], mask_documents=[False],

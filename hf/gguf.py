@@ -61,7 +61,7 @@ def make_writer(found, config, dtype):
 
 def _write_tokenizer(writer, types, tokenizer):
     """Write vocabulary and merges. types: gguf.TokenType."""
-    rule = "it is another model's; export a folder and convert that with llama.cpp's convert_hf_to_gguf.py"
+    rule = "it is another model's; convert its folder, or an exported one, with llama.cpp's convert_hf_to_gguf.py"
     require(not isinstance(tokenizer, HubTokenizer), f"tokenizer {tokenizer.name} cannot be written as GGUF: {rule}")
     vocabulary, end, special = vocabulary_of(tokenizer), end_of_text(tokenizer), tokenizer._special_tokens
     if is_char(tokenizer):

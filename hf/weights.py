@@ -14,11 +14,10 @@ import torch
 from data.chat import has_turns, with_turns
 from data.files import GPT2_SIZES, RUNS, find_run, optional, read_json
 from data.hub import download_files
-from data.tokenizer import STORED, UNTRAINED, from_state, make_tokenizer, to_state
+from data.tokenizer import STORED, UNTRAINED, from_state, to_state, tokenizer_of
 from errors import UserError, require
 from generation.generate import to_bfloat16
-from hf.architectures import GPT2_VOCABULARY, parameters_of, read_config, switch_layout
-from hf.tokenizer_json import vocabulary_of
+from hf.architectures import parameters_of, read_config, switch_layout
 from model import GPTConfig
 from training.checkpoint import NOT_OF_WEIGHTS, checkpoints, copy_weights, empty_model, load_first
 from training.device import resolve_device, resolve_dtype
@@ -95,7 +94,7 @@ def load(run="", device="auto", dtype="auto"):
 
 def require_tokenizer(found):
     """The tokenizer of a Pretrained; UserError if it is unknown."""
-    rule = "it has no tokenizer.json and is not GPT-2; get that file"
+    rule = "its tokens are not GPT-2's, and no tokenizer.json has all of them; save it with Transformers' AutoTokenizer"
     require(found.tokenizer, f"{found.path.parent} has an unknown tokenizer: {rule}")
     return found.tokenizer
 
@@ -141,26 +140,11 @@ def _read_hugging_face(path, weights):
         config, tokenizer = _restore(our_file, ours.get("network"), ours.get("tokenizer"))
     else:
         config = read_config(read_json(folder / "config.json"), folder)
-        tokenizer = _tokenizer_of(folder, config)
+        tokenizer = tokenizer_of(folder)
+        count = tokenizer.n_vocab if tokenizer else 0
+        rule = f"which is more than vocab_size={config.vocab_size} of config.json; get both from one model"
+        require(count <= config.vocab_size, f"{folder} has {count} tokens, {rule}")
     return Pretrained(file, config, _read_weights(file, config) if weights else {}, tokenizer, {"path": file})
-
-
-def _tokenizer_of(folder, config):
-    """GPT-2's tokenizer if a folder has the same vocabulary, else that of its tokenizer.json; None if it has none."""
-    stored = folder / "tokenizer.json"
-    if config.position == "learned" and config.vocab_size >= GPT2_VOCABULARY:
-        file, tokenizer = folder / "vocab.json", make_tokenizer("gpt2")
-        if not file.exists() and not stored.exists():
-            return tokenizer if config.vocab_size == GPT2_VOCABULARY else None
-        vocabulary = read_json(file) if file.exists() else read_json(stored)["model"].get("vocab")
-        if vocabulary == vocabulary_of(tokenizer):
-            return tokenizer
-    if not stored.exists():
-        return None
-    tokenizer = make_tokenizer(f"run:{folder}")
-    rule = f"which is more than vocab_size={config.vocab_size} of config.json; get both from one model"
-    require(tokenizer.n_vocab <= config.vocab_size, f"{stored} has {tokenizer.n_vocab} tokens, {rule}")
-    return tokenizer
 
 
 def _read_weights(file, config):

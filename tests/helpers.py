@@ -1,5 +1,7 @@
 """Runs of train.py for the tests, in this process or in others, and what they leave behind."""
 
+import base64
+import hashlib
 import json
 import os
 import runpy
@@ -15,6 +17,7 @@ import pytest
 import torch
 
 import train
+from data import tokenizer
 from data.tokenizer import to_state
 from training.checkpoint import FORMAT, save_checkpoint
 from training.report import Report
@@ -62,6 +65,15 @@ def flags(argv, options):
     """The command line: argv, then the options. A resumed run has its options already and gets only argv."""
     resumes = any(argument.startswith("--resume") for argument in argv)
     return [*argv, *(part for name, value in options.items() if not resumes for part in (f"--{name}", str(value)))]
+
+
+def make_gpt2_small(monkeypatch):
+    """Give the tokenizer gpt2 only the 256 bytes and end-of-text, because its file is too large to keep here."""
+    tokens = [bytes([value]) for value in range(256)]
+    ranks = b"".join(b"%s %d\n" % (base64.b64encode(token), rank) for rank, token in enumerate(tokens))
+    monkeypatch.setattr(tokenizer, "_gpt2_ranks", lambda path: tokens)
+    monkeypatch.setattr(tokenizer, "GPT2_SHA256", hashlib.sha256(ranks).hexdigest())
+    monkeypatch.setattr(tokenizer, "GPT2_VOCABULARY", 257)
 
 
 def at_step(monkeypatch, step, function):

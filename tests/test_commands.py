@@ -13,7 +13,7 @@ from unittest.mock import Mock
 
 import pytest
 import requests
-from helpers import ROOT, run_script
+from helpers import ROOT, make_gpt2_small, run_script
 
 pytest.importorskip("transformers")
 from hub_server import running  # needs the extra hub
@@ -21,8 +21,7 @@ from huggingface_hub import constants
 from test_hub import FINEWEB, file_of
 from test_weights import gpt2
 
-from data import sources, tokenizer
-from hf import weights
+from data import sources
 
 pytestmark = pytest.mark.slow
 SHORT = "--device cpu --steps 4 --eval_every 2 --eval_batches 1 --batch_size 4 --block_size 128"
@@ -67,8 +66,7 @@ def short(words, run):
 @pytest.fixture
 def hub(folder, monkeypatch, data_root):
     """A hub with documents of FineWeb-Edu, a tiny GPT-2, and a tokenizer gpt2 of 257 tokens."""
-    monkeypatch.setattr(tokenizer, "_gpt2_ranks", lambda path: [bytes([value]) for value in range(256)])
-    monkeypatch.setattr(weights, "GPT2_VOCABULARY", 257)
+    make_gpt2_small(monkeypatch)
     monkeypatch.setattr(requests, "get", Mock(side_effect=requests.ConnectionError("offline")))
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(folder / "cache"))
     gpt2(folder / "tiny", vocab_size=257, n_positions=128)

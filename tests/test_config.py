@@ -8,9 +8,8 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from helpers import ROOT, in_process
+from helpers import ROOT, in_process, make_gpt2_small
 
-from data import tokenizer
 from data.tokenizer import make_tokenizer
 from training.config import Config, load_config
 from training.flags import to_flags
@@ -66,8 +65,8 @@ def test_cpu_sizes_of_a_file(config_file):
 @pytest.mark.parametrize("path", SHIPPED, ids=lambda path: path.stem)
 def test_shipped_configs(path, tmp_path, monkeypatch, capsys):
     """Without a GPU, large networks become small ones, and a note says so."""
-    monkeypatch.setattr(tokenizer, "_gpt2_ranks", lambda path: [bytes([value]) for value in range(256)])
-    gpt2 = dict(vocab_size=50257, n_positions=128, n_layer=4, n_head=4, n_embd=128, layer_norm_epsilon=1e-5)
+    make_gpt2_small(monkeypatch)
+    gpt2 = dict(vocab_size=257, n_positions=128, n_layer=4, n_head=4, n_embd=128, layer_norm_epsilon=1e-5)
     (tmp_path / "config.json").write_text(json.dumps(gpt2 | dict(model_type="gpt2")))
     (tmp_path / "model.safetensors").touch()
     weights = ("--init_from", str(tmp_path)) if path.stem in ("finetune_shakespeare", "chat") else ()

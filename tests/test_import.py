@@ -2,16 +2,24 @@
 
 import json
 import math
+from dataclasses import replace
 
 import pytest
 import torch
-from helpers import in_process, losses
-from test_weights import TEXT, assert_close, loud
+from helpers import contents, in_process, losses, make_gpt2_small
+from test_weights import TEXT, assert_close, gpt2, loud
 
+from data.build import Options
+from data.chat import with_turns
+from data.corpus import prepare
+from data.tokenizer import end_of_text, make_tokenizer, to_state
 from errors import UserError
+from generation.text import encode
 from hf.architectures import parameters_of, read_config
 from hf.export import export
-from hf.weights import load, read
+from hf.tokenizer_json import tokenizer_json
+from hf.weights import load, load_pretrained, network_options, read
+from model import GPT
 from sample import generate
 
 transformers = pytest.importorskip("transformers")
@@ -108,6 +116,71 @@ def test_training_from_others_and_exporting(folder, capsys):
     assert again.encode(text) == tokenizer.encode_ordinary(text) == their_tokenizer.encode(text)
     with pytest.raises(UserError, match="tokenizer hub cannot be written as GGUF"):
         export("runs/tuned", "out.gguf")
+
+
+def save_gpt2(folder, form):
+    """A folder of GPT-2 with other tokens or files; returns its tokenizer in Transformers."""
+    theirs = tokenizers.Tokenizer.from_str(json.dumps(tokenizer_json(make_tokenizer("gpt2"))))
+    if form == "blank before the text":
+        theirs.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=True)
+    theirs = transformers.PreTrainedTokenizerFast(tokenizer_object=theirs, eos_token="<|endoftext|>")
+    if form == "padding":
+        theirs.add_special_tokens(dict(pad_token="[PAD]"))
+    elif form == "other tokens":
+        theirs.add_special_tokens(dict(additional_special_tokens=["<|im_start|>"]))
+        theirs.add_tokens(["covidnineteen", "[MASK]"])
+    gpt2(folder, vocab_size=len(theirs))
+    theirs.save_pretrained(folder)
+    if "vocab.json" in form:
+        first = {"[PAD]": 0} if "padding" in form else {}
+        ids = first | {text: index + len(first) for text, index in theirs.get_vocab().items()}
+        (folder / "vocab.json").write_text(json.dumps(ids))
+        (folder / "tokenizer_config.json").write_text('{"pad_token": {"content": "[PAD]"}}')
+        (folder / "tokenizer.json").unlink()
+    if form == "no files":
+        (folder / "tokenizer.json").unlink()
+    if "added_tokens.json" in form:
+        (folder / "added_tokens.json").write_text(json.dumps({"covidnineteen": 257}))
+    return theirs
+
+
+FORMS = {  # and the name of our tokenizer
+    "the same": "gpt2", "padding": "gpt2", "vocab.json": "gpt2", "no files": "gpt2", "blank before the text": "hub",
+    "other tokens": "hub", "vocab.json and added_tokens.json": None, "added_tokens.json": None,
+    "vocab.json with padding first": None,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("form, name", FORMS.items(), ids=FORMS)
+def test_a_folder_like_gpt2_has_one_tokenizer(folder, data_root, monkeypatch, capsys, form, name):
+    """For its weights and for a corpus; the tokens are those of Transformers, or the folder is refused."""
+    make_gpt2_small(monkeypatch)
+    theirs = save_gpt2(folder / "theirs", form)
+    if name is None:
+        for function in (load, network_options, lambda name: make_tokenizer(f"run:{name}")):
+            with pytest.raises(UserError, match=r"theirs.*tokenizer\.json"):
+                function("theirs")
+        return
+    model, tokenizer, _ = load("theirs", "cpu")
+    spec = network_options("theirs")["tokenizer"]
+    assert to_state(tokenizer) == to_state(make_tokenizer(spec)) == to_state(make_tokenizer("run:theirs"))
+    assert tokenizer.name == name and end_of_text(tokenizer) == 256
+    for text in ("covidnineteen is [MASK] bad", TEXT):
+        assert encode(tokenizer, text) == theirs(text)["input_ids"]
+    found = prepare("text", "run:theirs", "corpus.txt", Options(val_share=0.3))
+    options = dict(data="text", input="corpus.txt", device="cpu", steps=1, batch_size=4, init_from="theirs")
+    result = in_process(capsys, **options, tokenizer="run:theirs")
+    assert result.returncode == 0 and "tokenizing" not in result.stderr
+    assert in_process(capsys, **options).returncode == 0
+    assert contents("runs/run-2/checkpoint.pt")["tokens_sha256"] == found.sha256
+    if name == "gpt2":
+        return
+    grown = GPT(replace(model.config, vocab_size=tokenizer.n_vocab + 4))
+    load_pretrained(grown, "theirs", with_turns(tokenizer))  # as of configs/chat.py
+    rows = tokenizer.n_vocab
+    assert torch.equal(grown.embed.weight[:rows], model.embed.weight) and rows == len(theirs)
+    with pytest.raises(UserError, match="tokenizer hub cannot be written as GGUF"):
+        export("theirs", "out.gguf")  # where added tokens would be missing
 
 
 @pytest.mark.parametrize(

@@ -3,23 +3,20 @@
 import json
 import os
 import sys
-from contextlib import nullcontext
 from dataclasses import make_dataclass
 
 import pytest
 import torch
 from gguf import GGUFReader
-from helpers import contents, equal, in_process, losses, refused, save_model
+from helpers import contents, equal, in_process, losses, make_gpt2_small, refused, save_model
 from hub_server import running
 from huggingface_hub import constants
 
-from data import tokenizer
 from data.files import find_run
 from data.tokenizer import GPT2_PATTERN, _encoding, end_of_text, is_char, make_tokenizer, to_state
 from errors import UserError
 from hf import weights
 from hf.export import export
-from hf.tokenizer_json import vocabulary_of
 from model import GPT, GPTConfig
 from sample import generate, load
 
@@ -252,8 +249,7 @@ def test_training_on_another_text_with_the_tokenizer_of_a_run(folder, run, capsy
 ])  # fmt: skip
 def test_all_commands_mean_the_same_model_by_a_name(folder, monkeypatch, capsys, data_root, name, expected):
     """Folders in the working directory are called like runs, and both like OpenAI's model."""
-    monkeypatch.setattr(tokenizer, "_gpt2_ranks", lambda path: [bytes([value]) for value in range(256)])
-    monkeypatch.setattr(weights, "GPT2_VOCABULARY", 257)
+    make_gpt2_small(monkeypatch)
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(folder / "cache"))
     gpt2(folder / "hub", vocab_size=257, n_layer=1)
     files = {file: (folder / "hub" / file).read_bytes() for file in ("config.json", "model.safetensors")}
@@ -297,19 +293,6 @@ def test_weights_of_the_hub(folder, monkeypatch, data_root):
     monkeypatch.setitem(sys.modules, "huggingface_hub", None)
     with pytest.raises(UserError, match=r"needs the package huggingface_hub; install it: .*\[hub\]"):
         weights.read("gpt2")
-
-
-def test_only_gpt2s_vocabulary_gets_its_tokenizer(folder, monkeypatch):
-    monkeypatch.setattr(tokenizer, "_gpt2_ranks", lambda path: [bytes([value]) for value in range(256)])
-    monkeypatch.setattr(weights, "GPT2_VOCABULARY", 257)
-    vocabulary = vocabulary_of(make_tokenizer("gpt2"))
-    other = vocabulary | {"!": vocabulary['"'], '"': vocabulary["!"]}
-    gpt2(folder / "tiny", vocab_size=257)
-    for file, known in ((None, True), (vocabulary, True), (other, False)):
-        if file:
-            (folder / "tiny/vocab.json").write_text(json.dumps(file), encoding="utf-8")
-        with nullcontext() if known else pytest.raises(ValueError, match="unknown tokenizer"):
-            assert load("tiny", "cpu")[1].name == "gpt2"
 
 
 @pytest.mark.parametrize(
