@@ -24,7 +24,7 @@ import tyro
 
 from data.chat import END, TEMPLATE, has_turns
 from data.files import optional, writing
-from data.tokenizer import END_OF_TEXT, STORED, end_of_text, to_state
+from data.tokenizer import STORED, end_of_text, to_state
 from generation import Sampling
 from hf.architectures import config_json, their_weights
 from hf.gguf import make_writer
@@ -93,7 +93,7 @@ def _write_folder(found, config, path, dtype):
     chat = has_turns(tokenizer)
     ends = [end, tokenizer._special_tokens[END]] if chat else end
     settings = dict(temperature=Sampling.temperature, top_k=Sampling.top_k)
-    special = {} if end is None else {"bos_token": END_OF_TEXT, "eos_token": END_OF_TEXT}
+    special = {} if end is None else dict.fromkeys(("bos_token", "eos_token"), tokenizer.decode([end]))
     files = {
         "config.json": config_json(config, end, dtype),
         "generation_config.json": dict(do_sample=True, bos_token_id=end, eos_token_id=ends, **settings),

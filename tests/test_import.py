@@ -43,17 +43,17 @@ SMOLLM2 = dict(  # config.json of SmolLM2-135M
 )  # fmt: skip
 
 
-def save_tokenizer(folder):
+def save_tokenizer(folder, end="<|endoftext|>"):
     """A byte-level BPE like SmolLM2's: digits apart, and the end of text has the first id."""
     tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE())
     steps = [tokenizers.pre_tokenizers.Digits(True), tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)]
     tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.Sequence(steps)
     tokenizer.decoder = tokenizers.decoders.ByteLevel()
     alphabet = tokenizers.pre_tokenizers.ByteLevel.alphabet()
-    options = dict(vocab_size=290, special_tokens=["<|endoftext|>"], initial_alphabet=alphabet)
+    options = dict(vocab_size=290, special_tokens=[end], initial_alphabet=alphabet)
     trainer = tokenizers.trainers.BpeTrainer(**options)
     tokenizer.train_from_iterator([TEXT * 9], trainer)
-    theirs = transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<|endoftext|>")
+    theirs = transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token=end)
     theirs.save_pretrained(folder)
     return theirs
 
@@ -99,7 +99,7 @@ def test_shapes_of_smollm2(rope):
 def test_training_from_others_and_exporting(folder, capsys):
     """What is exported reads the same in Transformers."""
     save_model(folder / "theirs", "llama", tie_word_embeddings=True)
-    their_tokenizer = save_tokenizer(folder / "theirs")
+    their_tokenizer = save_tokenizer(folder / "theirs", "</s>")
     options = dict(data="text", input="corpus.txt", device="cpu", steps=2, eval_every=1, batch_size=4, log_every=1)
     (folder / "corpus.txt").write_text("what has taken the sea. " * 300)
     result = in_process(capsys, **options, init_from="theirs", name="tuned")
@@ -113,6 +113,7 @@ def test_training_from_others_and_exporting(folder, capsys):
     assert_close(theirs(tokens).logits, ours(tokens)[..., : tokenizer.n_vocab])
     text = "It's 1,234\n"
     again = transformers.AutoTokenizer.from_pretrained("out")
+    assert len(again) == tokenizer.n_vocab and again.eos_token_id == end_of_text(tokenizer) == 0
     assert again.encode(text) == tokenizer.encode_ordinary(text) == their_tokenizer.encode(text)
     with pytest.raises(UserError, match="tokenizer hub cannot be written as GGUF"):
         export("runs/tuned", "out.gguf")
