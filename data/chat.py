@@ -22,8 +22,10 @@ from errors import UserError, require
 
 SYSTEM, USER, ASSISTANT, END = TURNS
 ROLES = {"system": SYSTEM, "user": USER, "human": USER, "assistant": ASSISTANT, "gpt": ASSISTANT}
-TEMPLATE = (  # of Jinja, for Transformers and llama.cpp
-    "{% for message in messages %}{{ '<|' + message['role'] + '|>' + message['content'] + '<|end|>' }}{% endfor %}"
+TEMPLATE = (  # of Jinja; TEXT is the content of a message
+    "{% for message in messages %}{% if message['role'] not in ['system', 'user', 'assistant'] %}"
+    "{{ raise_exception('a role must be system, user or assistant') }}{% endif %}"
+    "{{ '<|' + message['role'] + '|>' + TEXT + '<|end|>' }}{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|assistant|>' }}{% endif %}"
 )
 
@@ -52,6 +54,16 @@ def with_turns(tokenizer):
         return tokenizer.with_tokens(new) if new else tokenizer
     special = {name: tokenizer.n_vocab + index for index, name in enumerate(new)}
     return from_state(to_state(tokenizer) | {"special": tokenizer._special_tokens | special})
+
+
+def chat_template(tokenizer):
+    """The template for Transformers and llama.cpp.
+
+    These take the name of a special token in a text for the token. A blank after its first character prevents that.
+    """
+    names = [tokenizer.decode([index]) for index in tokenizer._special_tokens.values()]
+    cuts = [f".replace({name!r}, {f'{name[0]} {name[1:]}'!r})" for name in names]
+    return TEMPLATE.replace("TEXT", "".join(["message['content']", *cuts]))
 
 
 def read_messages(messages):

@@ -24,6 +24,8 @@ class HubTokenizer:
         names, self.vocabulary = {END_OF_TEXT: end} | {name: name for name in TURNS}, self._tokenizer.get_vocab()
         self._special_tokens = {name: self.vocabulary[x] for name, x in names.items() if x in self.vocabulary}
         self.n_vocab = 1 + max(self.vocabulary.values())
+        added = self._tokenizer.get_added_tokens_decoder()
+        self._reserved = {*self._special_tokens.values(), *(index for index, token in added.items() if token.special)}
 
     @cached_property
     def _bytes(self):
@@ -39,7 +41,16 @@ class HubTokenizer:
         return HubTokenizer(tokenizer.to_str(), self.end or END_OF_TEXT)
 
     def encode_ordinary(self, text):
-        return self._tokenizer.encode(text, add_special_tokens=False).ids
+        found = self._tokenizer.encode(text, add_special_tokens=False)
+        if self._reserved.isdisjoint(found.ids):
+            return found.ids
+        ids = []
+        for index, (start, end) in zip(found.ids, found.offsets, strict=True):
+            if index in self._reserved and end - start > 1:  # its name is in the vocabulary of texts: cut it in two
+                ids += self.encode_ordinary(text[start : start + 1]) + self.encode_ordinary(text[start + 1 : end])
+            else:
+                ids.append(index)
+        return ids
 
     def encode_to_numpy(self, text, disallowed_special=()):
         return np.array(self.encode_ordinary(text), np.uint32)

@@ -22,7 +22,7 @@ from typing import Literal
 import torch
 import tyro
 
-from data.chat import END, TEMPLATE, has_turns
+from data.chat import END, chat_template, has_turns
 from data.files import optional, writing
 from data.tokenizer import STORED, end_of_text, to_state
 from generation import Sampling
@@ -107,7 +107,7 @@ def _write_folder(found, config, path, dtype):
         for file, value in files.items():
             (temporary / file).write_text(json.dumps(value, indent=1, ensure_ascii=False), encoding="utf-8")
         if chat:
-            (temporary / "chat_template.jinja").write_text(TEMPLATE)
+            (temporary / "chat_template.jinja").write_text(chat_template(tokenizer), encoding="utf-8")
         if files["config.json"]["model_type"] == "kestrel":
             shutil.copy(Path(__file__).with_name("modeling_kestrel.py"), temporary)
         (temporary / "README.md").write_text(_card(found, config), encoding="utf-8", errors="replace")

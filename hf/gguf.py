@@ -4,7 +4,7 @@ llama.cpp has GPT-2, Llama, Qwen3 and Arcee, and byte-level BPE for all our toke
 approximation, on a CPU rounded to float16. Each changes logits by a thousandth, so exact GELU is written too.
 """
 
-from data.chat import END, TEMPLATE, has_turns
+from data.chat import END, chat_template, has_turns
 from data.files import optional
 from data.hub_tokenizer import HubTokenizer
 from data.tokenizer import CHARACTER_PATTERN, GPT2_PATTERN, GPT4_PATTERN, LINE_PATTERN, end_of_text, is_char
@@ -85,4 +85,4 @@ def _write_tokenizer(writer, types, tokenizer):
     writer.add_add_bos_token(False)
     if has_turns(tokenizer):
         writer.add_eot_token_id(special[END])
-        writer.add_chat_template(TEMPLATE)
+        writer.add_chat_template(chat_template(tokenizer))
