@@ -43,7 +43,7 @@ def make_model(device, **changes):
     for parameter in model.parameters():
         parameter.data *= 3 if parameter.dim() == 2 else 1
     for name, parameter in model.named_parameters():
-        if name.endswith(("skips", "share")):
+        if name.endswith(("skips", "value_mix")):
             parameter.data += 0.2
     return model
 
