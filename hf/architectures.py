@@ -191,8 +191,6 @@ def read_config(theirs, folder):
     """GPTConfig for the dict of a config.json; UserError if the network has what ours lacks."""
     kind = theirs.get("model_type", "unknown")
     rule = f"only {', '.join(READABLE)} and folders of hf.export can be read"
-    learned = "its norms of queries and keys have learned weights, which ours (qk_norm) lack"
-    require(kind != "qwen3", f"{folder} holds a qwen3 model: {learned}; {rule}")
     require(kind in READABLE, f"{folder} holds a {kind} model; {rule}")
     return _read_gpt2(theirs, folder) if kind == "gpt2" else _read_llama(theirs, kind, folder)
 
