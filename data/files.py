@@ -32,7 +32,7 @@ def find_run(name, *also):
         found = [path for pattern in ("*.pt", *also) for path in RUNS.glob(f"*/{pattern}")]
         require(found, f"no run in {RUNS}/; train one first: python train.py configs/shakespeare.py")
         return max(found, key=lambda path: path.stat().st_mtime).parent
-    require(name not in GPT2_SIZES, f"{name} is OpenAI's model; a run of this name is {RUNS}/{name}")
+    require(str(name) not in GPT2_SIZES, f"{name} is OpenAI's model; a run of this name is {RUNS}/{name}")
     path = Path(name)
     if str(path) != path.name or path.name == "..":
         return path
