@@ -19,7 +19,7 @@ from data.hub import DATASETS, HUB
 from data.hub_tokenizer import HubTokenizer
 from data.shards import HEADER_BYTES, SPLITS, Tokens, file_sha256, map_shard
 from data.sources import find_source
-from data.tokenizer import UNTRAINED, from_state, make_tokenizer, to_state, tokenizer_name
+from data.tokenizer import from_state, is_untrained, make_tokenizer, to_state, tokenizer_name
 from errors import UserError, require
 
 
@@ -143,9 +143,9 @@ def corpus_folder(name, tokenizer_spec, input):
         place = str(input) if str(input).startswith(HUB) else Path(input).resolve()
         words.append(hashlib.sha256(os.fsencode(place)).hexdigest()[:8])
     folder = data_folder("prepared") / "-".join(words)
-    if tokenizer_spec.startswith("run:") and made not in UNTRAINED:  # it may have been trained on another text
-        tokenizer = make_tokenizer(tokenizer_spec)
-        state = to_state(with_turns(tokenizer) if name == "chat" else tokenizer)
+    run = make_tokenizer(tokenizer_spec) if tokenizer_spec.startswith("run:") else None
+    if run and not is_untrained(run):  # it may have been trained on another text
+        state = to_state(with_turns(run) if name == "chat" else run)
         if (read_manifest(folder) or {}).get("tokenizer") != state:
             folder = folder.with_name(f"{folder.name}-{hashlib.sha256(repr(state).encode()).hexdigest()[:8]}")
     return folder

@@ -52,6 +52,11 @@ def is_char(tokenizer):
     return tokenizer.name in ("char", "char+eot")
 
 
+def is_untrained(tokenizer):
+    """Whether its name alone says which tokenizer it is: one that is the same for any text, without tokens of turns."""
+    return tokenizer.name in UNTRAINED and len(tokenizer._special_tokens) < 2
+
+
 def tokenizer_name(spec):
     """The name of the tokenizer `spec`, without its file; UserError if there is no such tokenizer."""
     kind, _, argument = spec.partition(":")

@@ -14,7 +14,7 @@ import torch
 from data.chat import has_turns, with_turns
 from data.files import GPT2_SIZES, RUNS, find_run, optional, read_json
 from data.hub import download_files
-from data.tokenizer import STORED, UNTRAINED, from_state, to_state, tokenizer_of
+from data.tokenizer import STORED, from_state, is_untrained, to_state, tokenizer_of
 from errors import UserError, require
 from generation.generate import to_bfloat16
 from hf.architectures import parameters_of, read_config, switch_layout
@@ -102,9 +102,9 @@ def require_tokenizer(found):
 def network_options(name):
     """The options (network and tokenizer) that --init_from sets."""
     found = read(name, weights=False)
-    tokenizer = require_tokenizer(found).name
+    tokenizer = require_tokenizer(found)
     options = {option: value for option, value in asdict(found.config).items() if option not in NOT_OF_WEIGHTS}
-    return options | {"tokenizer": tokenizer if tokenizer in UNTRAINED else f"run:{name}"}
+    return options | {"tokenizer": tokenizer.name if is_untrained(tokenizer) else f"run:{name}"}
 
 
 def load_pretrained(model, name, tokenizer):

@@ -284,6 +284,17 @@ def test_evaluation(folder, capsys, monkeypatch, block_size, longest):
     assert (whole["loss"] * whole["tokens"], whole["tokens"]) == pytest.approx(tuple(sums), rel=1e-5)
 
 
+def test_training_goes_on_with_a_text(folder, capsys):
+    """Its tokenizer has the name of the one without turns, under which the text may be prepared already."""
+    make_corpus(folder, val_share=0.2)
+    assert in_process(capsys, **CHAT | dict(name="chat")).returncode == 0
+    prepare("text", "bytes", "corpus.txt")
+    options = dict(data="text", input="corpus.txt", device="cpu", steps=1, batch_size=8, init_from="runs/chat")
+    for name, more in (("one", {}), ("two", dict(tokenizer="run:chat"))):
+        assert in_process(capsys, **options, **more, name=name).returncode == 0
+        assert contents(f"runs/{name}/checkpoint.pt")["tokenizer"] == contents("runs/chat/checkpoint.pt")["tokenizer"]
+
+
 @pytest.mark.parametrize("rows", [0, 2, 20])
 def test_weights_of_a_model_without_turns(folder, rows):
     """Rows of turns begin as the mean of the others, in a table that grows or has `rows` spare ones."""
