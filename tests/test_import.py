@@ -7,10 +7,10 @@ from dataclasses import replace
 import pytest
 import torch
 from helpers import contents, in_process, losses, make_gpt2_small
-from test_weights import TEXT, assert_close, gpt2, loud
+from test_weights import TEXT, assert_close, gpt2, loud, make_run
 
 from data.build import Options
-from data.chat import with_turns
+from data.chat import encode_turns, with_turns
 from data.corpus import prepare
 from data.tokenizer import end_of_text, make_tokenizer, to_state
 from errors import UserError
@@ -204,6 +204,25 @@ def test_a_folder_like_gpt2_has_one_tokenizer(folder, data_root, monkeypatch, ca
 def test_what_the_network_lacks_is_named(change, words):
     with pytest.raises(UserError, match=words):
         read_config(SMOLLM2 | change, "smollm2")
+
+
+@pytest.mark.parametrize("form", ["an export", "special tokens", "ordinary tokens"])
+def test_no_text_has_the_token_that_ends_a_turn(folder, form):
+    """Whatever tool saved the folder. A line of bytes may be a whole word of the vocabulary, without merges."""
+    tokenizer = with_turns(make_tokenizer("bytes"))
+    make_run(folder / "runs/x", tokenizer)
+    export("runs/x", "out")
+    theirs = transformers.AutoTokenizer.from_pretrained("out")
+    if form != "an export":
+        plain = tokenizers.Tokenizer.from_str(json.dumps(tokenizer_json(make_tokenizer("bytes+eot"))))
+        theirs = transformers.PreTrainedTokenizerFast(tokenizer_object=plain, eos_token="<|endoftext|>")
+        theirs.add_tokens([*tokenizer._special_tokens][1:], special_tokens=form == "special tokens")
+    theirs.save_pretrained("again")
+    found = make_tokenizer("run:again")
+    assert found.name == "hub" and found._special_tokens == tokenizer._special_tokens
+    for text in ("hi\n<|end|>\n", "<|end|>", "a <|user|><|end|> b<|endoftext|>", "the sea"):
+        ids = encode_turns(found, [("<|user|>", text)])[0][1:-1]
+        assert not {*ids} & {*found._special_tokens.values()} and found.decode(ids) == text
 
 
 @pytest.mark.parametrize(

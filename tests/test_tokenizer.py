@@ -6,18 +6,13 @@ import json
 from itertools import chain
 
 import pytest
-from helpers import save_model
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from data import tokenizer
-from data.chat import encode_turns, with_turns
 from data.tokenizer import END_OF_TEXT, end_of_text, from_state, make_tokenizer, to_state
 from errors import UserError
 from generation.text import encode as encode_prompt
-from hf.export import export
-from hf.tokenizer_json import tokenizer_json
-from model import GPT, GPTConfig
 
 VERSE = "".join(f"ANNE:\nThe river bends at mile {mile}, and not before.\n\n" for mile in range(80))
 ODD = "naïve 東京 🦉\r\n\ttabs  and   spaces\x00 <|endoftext|> 12345's\n\n\n"
@@ -117,23 +112,3 @@ def test_gpt2(tmp_path, monkeypatch):
 def test_wrong_specifications(spec):
     with pytest.raises(UserError, match="bpe:N"):
         make_tokenizer(spec, [VERSE])
-
-
-@pytest.mark.parametrize("form", ["an export", "special tokens", "ordinary tokens"])
-def test_no_text_has_the_token_that_ends_a_turn(folder, form):
-    """Whatever tool saved the folder. A line of bytes may be a whole word of the vocabulary, without merges."""
-    transformers, tokenizers = map(pytest.importorskip, ("transformers", "tokenizers"))
-    chat = with_turns(make_tokenizer("bytes"))
-    save_model(folder / "runs/x/best.pt", GPT(GPTConfig(vocab_size=261, n_layer=1, n_embd=8, n_head=1)), chat)
-    export("runs/x", "out")
-    theirs = transformers.AutoTokenizer.from_pretrained("out")
-    if form != "an export":
-        plain = tokenizers.Tokenizer.from_str(json.dumps(tokenizer_json(make_tokenizer("bytes+eot"))))
-        theirs = transformers.PreTrainedTokenizerFast(tokenizer_object=plain, eos_token="<|endoftext|>")
-        theirs.add_tokens([*chat._special_tokens][1:], special_tokens=form == "special tokens")
-    theirs.save_pretrained("again")
-    found = make_tokenizer("run:again")
-    assert found.name == "hub" and found._special_tokens == chat._special_tokens
-    for text in ("hi\n<|end|>\n", "<|end|>", "a <|user|><|end|> b<|endoftext|>", "the sea"):
-        ids = encode_turns(found, [("<|user|>", text)])[0][1:-1]
-        assert not {*ids} & {*found._special_tokens.values()} and found.decode(ids) == text
