@@ -23,7 +23,6 @@ from data.loader import Batches, validation_batches
 from data.tokenizer import end_of_text, make_tokenizer, to_state
 from errors import UserError
 from generation import Chat, Generator, Sampling, generate
-from hf import weights
 from hf.export import export
 from model import GPT, GPTConfig
 from sample import load
@@ -293,22 +292,6 @@ def test_training_goes_on_with_a_text(folder, capsys):
     for name, more in (("one", {}), ("two", dict(tokenizer="run:chat"))):
         assert in_process(capsys, **options, **more, name=name).returncode == 0
         assert contents(f"runs/{name}/checkpoint.pt")["tokenizer"] == contents("runs/chat/checkpoint.pt")["tokenizer"]
-
-
-@pytest.mark.parametrize("rows", [0, 2, 20])
-def test_weights_of_a_model_without_turns(folder, rows):
-    """Rows of turns begin as the mean of the others, in a table that grows or has `rows` spare ones."""
-    old, options = make_tokenizer("bytes"), dict(block_size=64, n_layer=1, n_head=1, n_embd=8, tie_head=rows == 2)
-    config = GPTConfig(vocab_size=256 + rows, **options)
-    saved = save_model(folder / "runs/x/best.pt", GPT(config), old)
-    model = GPT(GPTConfig(vocab_size=max(261, 256 + rows), **options), seed=5)
-    weights.load_pretrained(model, "runs/x", with_turns(old))
-    for key in ("embed.weight", "head.weight"):
-        before, after = saved["model"][key], model.state_dict()[key]
-        assert torch.equal(after[:256], before[:256]) and torch.equal(after[261:], before[261:])
-        torch.testing.assert_close(after[256:261], before[:256].mean(0).expand(5, -1))
-    with pytest.raises(UserError, match="the corpus has another tokenizer"):
-        weights.load_pretrained(model, "runs/x", with_turns(make_tokenizer("bpe:300", ["the sea " * 99])))
 
 
 @pytest.fixture

@@ -12,6 +12,7 @@ from helpers import contents, equal, in_process, losses, make_gpt2_small, refuse
 from hub_server import running
 from huggingface_hub import constants
 
+from data.chat import with_turns
 from data.files import find_run
 from data.tokenizer import GPT2_PATTERN, _encoding, end_of_text, is_char, make_tokenizer, to_state
 from errors import UserError
@@ -341,3 +342,19 @@ def test_mistakes(folder, run):
     refused(run(**given | dict(n_layer=3)), "n_layer=3", "have 2", "leave n_layer out")
     refused(run(**given | dict(block_size=64)), "block_size=64", "have 16")
     refused(run(**given | dict(tokenizer="char")), "another tokenizer (char)")
+
+
+@pytest.mark.parametrize("rows", [0, 2, 20])
+def test_weights_of_a_model_without_turns(folder, rows):
+    """Rows of turns begin as the mean of the others, in a table that grows or has `rows` spare ones."""
+    old, options = make_tokenizer("bytes"), dict(block_size=64, n_layer=1, n_head=1, n_embd=8, tie_head=rows == 2)
+    config = GPTConfig(vocab_size=256 + rows, **options)
+    saved = save_model(folder / "runs/x/best.pt", GPT(config), old)
+    model = GPT(GPTConfig(vocab_size=max(261, 256 + rows), **options), seed=5)
+    weights.load_pretrained(model, "runs/x", with_turns(old))
+    for key in ("embed.weight", "head.weight"):
+        before, after = saved["model"][key], model.state_dict()[key]
+        assert torch.equal(after[:256], before[:256]) and torch.equal(after[261:], before[261:])
+        torch.testing.assert_close(after[256:261], before[:256].mean(0).expand(5, -1))
+    with pytest.raises(UserError, match="the corpus has another tokenizer"):
+        weights.load_pretrained(model, "runs/x", with_turns(make_tokenizer("bpe:300", ["the sea " * 99])))
