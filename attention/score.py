@@ -219,7 +219,7 @@ def modify(scores, q_pos, k_pos, head, seq, terms, RULE: tl.constexpr):
     q_pos = tl.maximum(tl.minimum(q_pos, seq.k_len - 1), seq.k_len - seq.q_len)
     k_pos = tl.minimum(k_pos, seq.k_len - 1)
     new, slope = RULE.score_mod(scores, q_pos, k_pos, head, seq.index, *terms[TERMS:])
-    new = tl.zeros_like(scores) + new  # which may be a number
+    new = (tl.zeros_like(scores) + new).to(tl.float32)  # which may be a number, or float64
     return new, tl.where(new * LOG2E == float("-inf"), 0.0, slope).to(tl.float32)
 
 

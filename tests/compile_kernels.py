@@ -150,7 +150,7 @@ def launch_kernels(dtype, dim, causal, group, features=False, length=4096, ways=
     if features:
         values = feature_values(q, 2) | dict(bias=q.new_empty(2, 2 * group, length, length))
         values |= dict(lengths=q.new_empty(2, dtype=torch.int32), score_mod=key_of_function(score_mods.alibi))
-        values |= dict(score_tensors=[q.new_empty(2 * group, dtype=torch.float32)], score_numbers=[0])
+        values |= dict(score_tensors=[q.new_empty(2 * group, dtype=torch.float64)], score_numbers=[0])
         call = call._replace(**values if causal else values | dict(decay=None))
     wanted = {name: x is not None for name, x in zip(GRADIENTS, call.learned, strict=True)}
     out, lse2, *_ = portable.forward(call)

@@ -21,6 +21,25 @@ def test_output_and_gradients(name, case, device, poisoned):
     check(partial(make_problem, device, torch.float32, **CASES[case], score_mod=name), torch.float32)
 
 
+@triton.jit
+def far(score, q_pos, k_pos, head, sequence, factors):
+    return score * tl.load(factors + head) - 0.1 * (q_pos - k_pos).to(tl.float64), tl.load(factors + head)
+
+
+far.eager = lambda score, q_pos, k_pos, head, sequence, factors: score * factors[head] - 0.1 * (q_pos - k_pos)
+
+
+def test_a_rule_in_float64(device):
+    """NumPy's tables are; scores stay float32. The interpreter takes any dtype, the compiler does not."""
+    factors = torch.rand(2, dtype=torch.float64, device=device)
+
+    def draw():
+        arguments, *gradients = make_problem(device, torch.float32, q_len=33, heads=2)
+        return arguments | dict(score_mod=far, score_args=(factors,)), *gradients
+
+    check(draw, torch.float32)
+
+
 def test_hidden_keys_may_hold_nan(device):
     """A key that a score of -inf hides from all queries; its gradients are 0."""
 
