@@ -229,7 +229,7 @@ class GPT(nn.Module):
             self.embed_position = nn.Embedding(config.block_size, config.n_embd)
         else:
             for name, angle in zip(("rotary_cos", "rotary_sin"), rotary_angles(config), strict=True):
-                self.register_buffer(name, angle, persistent=False)
+                self.register_buffer(name, angle.to(self.embed.weight.device), persistent=False)
         self.drop = Dropout(config.dropout)
         self.blocks = nn.ModuleList(Block(config, index) for index in range(config.n_layer))
         if config.embed_skip:

@@ -154,7 +154,7 @@ def _raise_at_worst(what, source, scores, found, expected, error, ignored):
     if error[worst] <= 1:
         return
     x, y, z = (float(tensor.flatten()[worst]) for tensor in (scores, found, expected))
-    place = torch.unravel_index(torch.tensor(worst), scores.shape)
+    place = torch.unravel_index(torch.tensor(worst, device="cpu"), scores.shape)
     sequence, head, q_pos, k_pos = map(int, place)
     raise ValueError(
         f"score_mod {what} {y:.6g} at score {x:.6g}, q_pos {q_pos}, k_pos {k_pos}, head {head}, sequence {sequence}, "

@@ -55,7 +55,7 @@ def packed_sdpa_attention(q, k, v, causal, window, scale, dropout, cu_seqlens):
         if end - cuts[-1] > most:
             cuts.append(start)
     sizes = [end - start for start, end in pairwise([*cuts, starts[-1], tokens])]
-    number = torch.searchsorted(cu_seqlens[1:].contiguous(), torch.arange(tokens), right=True).view(1, -1)
+    number = torch.searchsorted(cu_seqlens[1:].contiguous(), torch.arange(tokens, device=q.device), right=True)[None]
     *parts, rest = zip(*(x.split(sizes, 1) for x in (q, k, v, number)), strict=True)
     outs = [
         sdpa_attention(*qkv, causal, window, scale, dropout, None, None if numbers[0, 0] == numbers[0, -1] else numbers)

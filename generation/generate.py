@@ -119,7 +119,8 @@ class Generator:
         self.reseed(seed)
         self.filled = [0] * batch  # tokens of each row that are in the cache
         self.delay = DELAY if on_gpu else 0
-        self.host_tokens = [torch.zeros(batch, dtype=torch.int64, pin_memory=on_gpu) for _ in range(self.delay + 1)]
+        options = dict(dtype=torch.int64, device="cpu", pin_memory=on_gpu)
+        self.host_tokens = [torch.zeros(batch, **options) for _ in range(self.delay + 1)]
         self.copied = [torch.cuda.Event() for _ in self.host_tokens] if on_gpu else None
 
     def reseed(self, seed):
@@ -185,8 +186,8 @@ class Generator:
         self.texts = [list(text) for text in texts]
         rows = range(self.batch)
         self._fill(rows, block_size)
-        self.newest.copy_(torch.tensor([text[-1] for text in texts]))
-        self.positions.copy_(torch.tensor(list(map(len, texts))))
+        self.newest.copy_(torch.tensor([text[-1] for text in texts], device=self.device))
+        self.positions.copy_(torch.tensor(list(map(len, texts)), device=self.device))
         pending = deque()
         for step in range(max_tokens):
             if block_size in self.filled:

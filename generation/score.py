@@ -34,7 +34,7 @@ def score(model, texts, batch_size, stride=None):
             windows.append((number, ids[max(0, end - block_size - 1) : end], end - start))
             start = end
     windows.sort(key=lambda window: -len(window[1]))  # so that a batch has little padding
-    likelihoods, misses = torch.zeros(2, len(texts), dtype=torch.float64)
+    likelihoods, misses = torch.zeros(2, len(texts), dtype=torch.float64, device="cpu")
     bar = tqdm(total=len(windows), delay=0.1, disable=None, leave=False)  # after the line that attention prints
     for at in range(0, len(windows), batch_size):
         numbers, rows, counts = zip(*windows[at : at + batch_size], strict=True)
@@ -43,7 +43,7 @@ def score(model, texts, batch_size, stride=None):
         scored = torch.zeros_like(tokens, dtype=torch.bool)
         for row, (ids, count) in enumerate(zip(rows, counts, strict=True)):
             scored[row, len(ids) - count : len(ids)] = True
-        targets, owners = tokens[scored].to(device), torch.tensor(numbers).repeat_interleave(torch.tensor(counts))
+        targets, owners = tokens[scored].to(device), torch.from_numpy(np.repeat(numbers, counts))
         with autocast("auto", device.type):
             hidden = model.hidden(tokens[:, :-1].to(device))[scored[:, 1:].to(device)]  # [N, C]
             for part in zip(hidden.split(CHUNK), targets.split(CHUNK), owners.split(CHUNK), strict=True):

@@ -149,13 +149,13 @@ def their_weights(weights, config):
     has_weights = config.norm_weight or architecture not in ("nanochat", "kestrel")
     rows = [heads * config.head_dim for heads in (config.n_head, config.kv_heads, config.kv_heads)]
     for name, shape, keys in parameters_of(replace(config, bias=config.position == "learned", norm_weight=has_weights)):
-        absent = torch.full(shape, float(name.endswith("weight")))
+        absent = torch.full(shape, float(name.endswith("weight")), device="cpu")
         value = weights.get(name, absent)[: shape[0]]  # without the padding of the vocabulary
         parts = value.split(rows) if len(keys) == 3 else [value]
         for key, part in zip(keys, parts, strict=True):
             theirs[key] = switch_layout(key, part, config).clone(memory_format=torch.contiguous_format)
         if architecture == "qwen3" and len(keys) == 3:  # its norms of queries and keys have weights, ours do not
-            theirs |= {key.replace("_proj", "_norm"): torch.ones(config.head_dim) for key in keys[:2]}
+            theirs |= {key.replace("_proj", "_norm"): torch.ones(config.head_dim, device="cpu") for key in keys[:2]}
     return theirs
 
 

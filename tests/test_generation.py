@@ -5,9 +5,10 @@ import math
 from dataclasses import make_dataclass
 from functools import partial
 
+import numpy as np
 import pytest
 import torch
-from problems import ON_GPU
+from problems import ON_GPU, needs_gpu
 
 from attention import decode
 from attention.decode import HAS_TRITON
@@ -15,6 +16,7 @@ from data.tokenizer import LINE_PATTERN, _encoding, make_tokenizer
 from generation import Generator, Sampling, generate, generate_batch
 from generation.choose import choose, exponential, mix, sample_keys
 from generation.generate import to_bfloat16
+from generation.score import score
 from model import GPT, Block, GPTConfig
 
 SMALL = dict(vocab_size=256, block_size=16, n_layer=2, n_head=2, n_embd=32)
@@ -179,6 +181,21 @@ def test_documents(device, options, graph):
     for row, (prompt, found) in enumerate(zip(prompts, torch.stack(logits, 1), strict=True)):
         expected = given_text(model, prompt, [tokens[row] for tokens in given])
         torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("default", ["meta", pytest.param("cuda", marks=needs_gpu)])
+def test_any_default_device(default, device):
+    """Of torch.set_default_device(): the network, and text and log-likelihoods from it."""
+    with torch.device(device):
+        network = GPT(GPTConfig(**SMALL | MODELS["paths"])).eval()
+    assert {x.device.type for x in network.state_dict(keep_vars=True).values()} == {device}
+    calls = (
+        lambda: "".join(generate(network, BYTES, "a", max_tokens=20, temperature=0)),
+        lambda: score(network, [(np.arange(9), 1), (np.arange(20), 4)], 2),
+    )
+    expected = [call() for call in calls]
+    with torch.device(default):
+        assert [call() for call in calls] == expected
 
 
 def test_a_generator_serves_one_batch_after_another(device):

@@ -264,8 +264,7 @@ class SkipInitialisation(TorchFunctionMode):
 def empty_model(config, device="cpu"):
     """A GPT with arbitrary weights, or on the device "meta" with none."""
     with torch.device(device), SkipInitialisation():
-        model = GPT(config, seed=None)
-    return model if device == "meta" else model.to(device)  # rotary angles are made on the CPU
+        return GPT(config, seed=None)
 
 
 def load_weights(model, contents):

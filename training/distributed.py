@@ -166,7 +166,7 @@ class Signals:
         asked, self.asked = self.asked, 0
         if self.ranks.world == 1:
             return asked
-        ballot = torch.tensor(asked)
+        ballot = torch.tensor(asked, device="cpu")
         work = dist.all_reduce(ballot, dist.ReduceOp.MAX, group=self.ranks.control, async_op=True)
         before, self.vote = self.vote, (ballot, work)
         if before is None:
