@@ -153,7 +153,7 @@ def _attend(call, qkv=None):
     if qkv is not None:
         call = call._replace(q=qkv, k=None, v=None, kv_heads=k.shape[2])
     # else what the op does, since the way through PyTorch's dispatcher takes as long as a kernel
-    if torch.compiler.is_compiling() or ops.transformed():
+    if ops.recorded() or ops.transformed():
         out, *rows = ops.forward_op(*call.for_op)
     else:
         out, *rows = ops.forward_with_gradient(call)

@@ -13,7 +13,7 @@ from .checks import DTYPES, check_options, check_ragged, check_seed, check_tenso
 from .features import GRADIENTS, Call, feature_lacking, features_of
 from .gpu import hopper_problem
 from .reference import reference_attention
-from .sdpa import sdpa_problem
+from .sdpa import hides_values, sdpa_problem
 from .table import settings_dim
 
 MAX_HOPPER_LENGTH = 2**20  # products of lengths in its kernels are 32-bit
@@ -62,6 +62,8 @@ def key_of(call):
     if features_of(call) or has_score_args(call) or not PLAIN.issuperset(types) or torch.compiler.is_compiling():
         return None
     given = call.lengths is not None, type(call.cu_seqlens), call.max_seqlen is not None  # one tensor, or a pair
+    if call.cu_seqlens is not None and not call.q.is_cuda:
+        given = *given, hides_values(call)
     return (*((x.shape, x.stride(), x.dtype, x.device) for x in (call.q, call.k, call.v)), options, types, given)
 
 

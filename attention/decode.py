@@ -9,6 +9,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 from torch.autograd import forward_ad
+from torch.utils.flop_counter import register_flop_formula
 
 from . import ops
 from .api import AUTOCAST_DEVICES
@@ -74,9 +75,12 @@ def decode(
         alibi_slopes = alibi_slopes.expand(q.shape[0], -1)
     lengths = lengths.contiguous()
     options = DecodeOptions(decay_sum, alibi_slopes, sink, window or 0, softcap or 0.0, scale, ring, triton)
-    if torch.compiler.is_compiling() or ops.transformed():
-        return torch.ops.attention.decode.default(q, k, v, lengths, *options)
-    return serve(q, k, v, lengths, options)  # without PyTorch's dispatcher, which takes as long as a small kernel
+    if ops.may_launch(q, k, v, lengths, decay_sum, alibi_slopes, sink):
+        check_no_gradient(q, k, v, decay_sum, sink)
+        return serve(q, k, v, lengths, options)  # without PyTorch's dispatcher, which takes as long as a small kernel
+    if torch.compiler.is_compiling():  # else the op checks, at each level of torch.func
+        check_no_gradient(q, k, v, decay_sum, sink)
+    return torch.ops.attention.decode.default(q, k, v, lengths, *options)
 
 
 def check_decode(q, k, v, lengths, window, scale, softcap, decay_sum, alibi_slopes, sink, ring, impl):
@@ -103,12 +107,12 @@ def check_decode(q, k, v, lengths, window, scale, softcap, decay_sum, alibi_slop
     if decay_sum is not None:
         dtypes, shape = (torch.float32, torch.float64), (batch, slots, heads)
         check_tensor("decay_sum", decay_sum, q.device, dtypes, [shape], "[B, S, H] = ")
-    if torch.compiler.is_compiling() or not ops.transformed():  # else the op checks, level by level
-        check_no_gradient(q, k, v, decay_sum, sink)
 
 
 def check_no_gradient(*tensors):
     """Neither backward nor in forward mode."""
+    if not torch.is_grad_enabled() and forward_ad._current_level < 0:
+        return
     tensors = [x for x in tensors if x is not None]
     backward = torch.is_grad_enabled() and any(x.requires_grad for x in tensors)
     dual = forward_ad._current_level >= 0 and any(forward_ad.unpack_dual(x).tangent is not None for x in tensors)
@@ -198,6 +202,11 @@ def _decode_or_error(q, k, v, lengths, *options):
 @torch.library.register_fake("attention::decode", lib=LIBRARY)
 def _(q, k, v, lengths, *options):
     return q.new_empty(*q.shape[:3], v.shape[-1])
+
+
+@register_flop_formula(torch.ops.attention.decode, get_raw=True)
+def _(q, k, v, *rest, out_val):
+    return ops.count_flops(q, k, v, 1, 1)
 
 
 ops.one_by_one(torch.ops.attention.decode.default)

@@ -1,6 +1,6 @@
 """The kernels as torch.library custom ops, so that autograd, torch.compile and fake tensors know them.
 
-Triton is imported when an op first runs, never before: the package loads on machines that have none.
+The package loads on machines that have no Triton: what needs it is imported when an op first runs.
 """
 
 import math
@@ -14,6 +14,7 @@ from torch._functorch.utils import enable_single_level_autograd_function, unwrap
 from torch.autograd import forward_ad
 from torch.autograd.function import _SingleLevelFunction
 from torch.utils._pytree import tree_map
+from torch.utils.flop_counter import register_flop_formula
 
 from .features import GRADIENTS, OP_ARGUMENTS, TENSORS, Call
 
@@ -82,7 +83,26 @@ def _(out, lse2, dout, dlse, wanted, *call):
     return [torch.empty_like(x, memory_format=torch.contiguous_format) for x in inputs]
 
 
-def one_by_one(op):
+def count_flops(q, k, v, dim_products, value_dim_products):
+    """Of so many matmuls [Tq, D] by [D, Tk] and [Tq, Dv] by [Dv, Tk] for each query head.
+
+    As PyTorch counts its own attention: what a mask hides is counted too.
+    """
+    depth = dim_products * q.shape[3] + value_dim_products * v.shape[3]
+    return 2 * q.shape[:3].numel() * k.shape[1] * depth
+
+
+@register_flop_formula(torch.ops.attention.forward, get_raw=True)
+def _(*call, out_val):
+    return count_flops(*Call(*call).split(), 1, 1)
+
+
+@register_flop_formula(torch.ops.attention.backward, get_raw=True)
+def _(out, lse2, dout, dlse, wanted, *call, out_val):
+    return count_flops(*Call(*call).split(), 3, 2)  # scores, dQ and dK; dP and dV
+
+
+def one_by_one(op, library=LIBRARY):
     """Let torch.vmap call an op once per example."""
 
     def call_each(info, dims, *args):
@@ -99,7 +119,7 @@ def one_by_one(op):
         outputs = tree_map(lambda *x: torch.stack(x)[: info.batch_size], *calls)
         return outputs, tree_map(lambda x: 0, outputs)
 
-    torch.library.register_vmap(op, call_each, lib=LIBRARY)
+    torch.library.register_vmap(op, call_each, lib=library)
 
 
 one_by_one(forward_op)
@@ -108,20 +128,40 @@ one_by_one(backward_op)
 
 def transformed():
     """Whether torch.vmap or a transform of torch.func is at work, which then must see the ops."""
-    return torch._C._functorch.maybe_current_level() is not None
+    return torch._C._are_functorch_transforms_active()
 
 
-TYPES = frozenset({Tensor, torch.nn.Parameter, type(None)})
+PRE_DISPATCH = torch._C.DispatchKey.PreDispatch  # as make_fx(pre_dispatch=True) traces
+TYPES = frozenset({Tensor, torch.nn.Parameter, type(None), bool, int, float, str})
 
 
-def _can_skip_dispatcher(*tensors):
-    """Whether nothing but the device is to see the operators: no tensor subclass, tracing, counting mode or vmap."""
-    return TYPES.issuperset(map(type, tensors)) and torch._C._len_torch_dispatch_stack() == 0 and not transformed()
+def watched(*args):
+    """Whether a dispatch mode, or a subclass among the arguments of an op, such as a fake tensor, is to see the op."""
+    return not TYPES.issuperset(map(type, args)) or torch._C._len_torch_dispatch_stack() > 0
+
+
+def can_skip_dispatcher(*args):
+    """Whether nothing but the device is to see an op below autograd."""
+    return not (watched(*args) or transformed())
+
+
+def recorded():
+    """Whether calls go into a graph before autograd sees them: torch.compile's, or one of a tracer."""
+    return (
+        torch.compiler.is_compiling()
+        or torch._C._dispatch_tls_is_dispatch_key_included(PRE_DISPATCH)
+        or torch._C._get_tracing_state() is not None
+    )
+
+
+def may_launch(*args):
+    """Whether a function of tensors and numbers may start kernels that are no op, above autograd."""
+    return not (recorded() or watched(*args) or transformed())
 
 
 def forward_without_gradient(call):
     """The op below autograd; called directly where that is the same, since the dispatcher takes as long as a kernel."""
-    if _can_skip_dispatcher(*call.tensors):
+    if can_skip_dispatcher(*call.tensors):
         return backend(call.impl).forward(call)
     with torch._C._AutoDispatchBelowAutograd():
         return forward_op(*call.for_op)
@@ -129,7 +169,7 @@ def forward_without_gradient(call):
 
 def backward_without_gradient(call, out, lse2, dout, dlse, wanted):
     """As forward_without_gradient(); returns all gradients, None for those that are not wanted."""
-    if _can_skip_dispatcher(*call.tensors, dout):
+    if can_skip_dispatcher(*call.tensors, dout):
         return launch_backward(call, out, lse2, dout, dlse, wanted)
     with torch._C._AutoDispatchBelowAutograd():
         return call_backward_op(call, out, lse2, dout, dlse, wanted)
@@ -141,7 +181,13 @@ def call_backward_op(call, out, lse2, dout, dlse, wanted):
     return [next(found) if x else None for x in wanted]
 
 
-def _apply(function, *inputs):
+class Function(_SingleLevelFunction):
+    """torch.autograd.Function for an op, which torch.func enters level by level."""
+
+    _compiled_autograd_key = torch.autograd.Function._compiled_autograd_key
+
+
+def apply(function, *inputs):
     """function.apply(); in a transform of torch.func for its level alone, since the dispatcher goes level by level."""
     if not transformed():
         return function.apply(*inputs)
@@ -149,7 +195,7 @@ def _apply(function, *inputs):
         return function.apply(*inputs)
 
 
-def _keeping_outer_grad_mode(run, *inputs):
+def keeping_outer_grad_mode(run, *inputs):
     """run(*inputs) in forward() of a Function, which turns gradients off: in torch.func, other levels need them on."""
     if not transformed():
         return run(*inputs)
@@ -157,13 +203,13 @@ def _keeping_outer_grad_mode(run, *inputs):
         return run(*inputs)
 
 
-class Attention(_SingleLevelFunction):
+class Attention(Function):
     """The gradient of forward by backward. inputs: call.learned, for autograd to see them, and a Call."""
 
     @staticmethod
     def forward(ctx, *inputs):
         *_, call = inputs
-        out, lse2, *max_logit = _keeping_outer_grad_mode(forward_without_gradient, call)
+        out, lse2, *max_logit = keeping_outer_grad_mode(forward_without_gradient, call)
         ctx.save_for_backward(out, lse2, *call.tensors)
         ctx.numbers = call[TENSORS + 1 : OP_ARGUMENTS]
         ctx.set_materialize_grads(False)
@@ -173,25 +219,27 @@ class Attention(_SingleLevelFunction):
     @staticmethod
     def backward(ctx, dout, dlse2, *_):
         out, lse2, *tensors = unwrap_dead_wrappers(ctx.saved_tensors)  # of a transform that has ended
+        run = call_backward_op
+        if not torch.compiler.is_compiling():  # as it is in compiled autograd
+            if any(x is not None and torch._C._functorch.is_legacy_batchedtensor(x) for x in (dout, dlse2)):
+                raise RuntimeError(
+                    "attention() has no gradient with is_grads_batched=True or vectorize=True; use torch.vmap over "
+                    "torch.func.vjp, or impl='reference'"
+                )
+            run = run if transformed() else backward_with_error
         call = Call(*tensors[:TENSORS], tensors[TENSORS:], *ctx.numbers)
-        if any(x is not None and torch._C._functorch.is_legacy_batchedtensor(x) for x in (dout, dlse2)):
-            raise RuntimeError(
-                "attention() has no gradient with is_grads_batched=True or vectorize=True; use torch.vmap over "
-                "torch.func.vjp, or impl='reference'"
-            )
         if dout is None:
             dout = torch.zeros_like(out)
         dlse = None if dlse2 is None else dlse2 / math.log(2)  # lse2 = lse / ln 2
-        run = call_backward_op if transformed() else backward_with_error
         return *run(call, out, lse2, dout, dlse, ctx.needs_input_grad[: len(GRADIENTS)]), None
 
 
-class Backward(_SingleLevelFunction):
+class Backward(Function):
     """Has no gradient, and says so. inputs: tensors for autograd, which does not look into a Call, and the six."""
 
     @staticmethod
     def forward(ctx, *inputs):
-        return tuple(_keeping_outer_grad_mode(backward_without_gradient, *inputs[-6:]))
+        return tuple(keeping_outer_grad_mode(backward_without_gradient, *inputs[-6:]))
 
     @staticmethod
     def backward(ctx, *gradients):
@@ -211,7 +259,7 @@ def backward_with_error(call, *inputs):
     if forward_ad._current_level >= 0:
         _refuse_tangents(*call.tensors, *inputs[:-1])
     if torch.is_grad_enabled():
-        return _apply(Backward, *call.tensors, call, *inputs)
+        return apply(Backward, *call.tensors, call, *inputs)
     return backward_without_gradient(call, *inputs)
 
 
@@ -220,7 +268,7 @@ def forward_with_gradient(call):
     if forward_ad._current_level >= 0:  # asked here, since a tensor with a tangent need not require a gradient
         _refuse_tangents(*call.tensors)
     if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in call.learned):
-        return _apply(Attention, *call.learned, call)
+        return apply(Attention, *call.learned, call)
     return forward_without_gradient(call)
 
 

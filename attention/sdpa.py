@@ -5,6 +5,7 @@ from itertools import pairwise
 import torch
 import torch.nn.functional as F
 
+from . import ops
 from .features import feature_lacking, four_dims
 from .reference import hides, narrowed
 
@@ -22,8 +23,8 @@ def sdpa_problem(call):
         if getattr(call, name):
             return name
     if call.cu_seqlens is not None:
-        if call.q.device.type != "cpu" or torch.compiler.is_compiling():  # their values are read here, on the host
-            return "cu_seqlens on a GPU or in a compiled graph"
+        if call.q.device.type != "cpu" or hides_values(call):  # which are read here, on the host
+            return "cu_seqlens on a GPU, in a graph or of a fake tensor"
         if isinstance(call.cu_seqlens, tuple) or call.bias is not None:
             return "cu_seqlens of queries and keys apart, or with a bias"
     if call.dropout > 0 and call.seed is not None:
@@ -35,6 +36,11 @@ def sdpa_problem(call):
     if call.lengths is not None:
         return "lengths (queries past them see no key)"
     return None
+
+
+def hides_values(call):
+    """Whether the host must not read what is in the tensors of a Call."""
+    return ops.recorded() or ops.watched(*call[:3], call.cu_seqlens)
 
 
 def attention_by_sdpa(call):

@@ -9,6 +9,7 @@ import torch
 from problems import MISSES, ON_GPU, by_impl, floats, integers, make_problem, on_hopper, results
 from test_hopper import CASES as HOPPER_CASES
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.proxy_tensor import make_fx
 
 from attention import attention, choose, decode, explain, problem
 from attention.api import call_of
@@ -64,6 +65,22 @@ def test_a_cpu_prints_once_what_serves_and_that_the_reference_is_slow(undecided,
     assert sdpa.startswith("attention  sdpa on cpu, float32: ")
     assert reference.startswith("attention  reference on cpu, float32: ") and "sink" in reference
     assert "many times slower" in reference
+
+
+def test_packed_sequences_on_a_cpu_go_into_graphs(undecided):
+    """Where SDPA would read their bounds on the host: after a call with values, and with another default device."""
+    q, starts, others = torch.randn(1, 300, 2, 8), integers(0, 200, 300).cpu(), integers(0, 60, 300).cpu()
+
+    def packed(q, starts):
+        return attention(q, q, q, cu_seqlens=starts)
+
+    expected = packed(q, others)
+    with torch.device("meta"):
+        torch.testing.assert_close(packed(q, others), expected)
+    for options in ({}, dict(pre_dispatch=True)):
+        torch.testing.assert_close(make_fx(packed, **options)(q, starts)(q, others), expected)
+    with FakeTensorMode() as mode:
+        assert packed(mode.from_tensor(q), mode.from_tensor(starts)).shape == q.shape
 
 
 def test_each_setting_of_the_hopper_kernels_is_checked(undecided, monkeypatch):

@@ -7,10 +7,12 @@ import pytest
 import torch
 from problems import BACKEND, CASES, ON_GPU, by_impl, from_qkv, kernels, make_problem, named, needs_gpu, results, same
 from test_hopper import CASES as HOPPER_CASES
-from torch._dynamo import lookup_backend
+from torch._dynamo import compiled_autograd, lookup_backend
 from torch.autograd import forward_ad
+from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
+from torch.utils.flop_counter import FlopCounterMode, sdpa_backward_flop_count, sdpa_flop_count
 
 from attention import attention, attention_qkv, decode, ops
 from attention.features import GRADIENTS
@@ -144,6 +146,38 @@ def test_custom_ops(name, device):
             args = [x.requires_grad_() if isinstance(x, torch.Tensor) and x.is_floating_point() else x for x in args]
             tests.append("test_aot_dispatch_dynamic")
         torch.library.opcheck(op, tuple(args), test_utils=tests)
+
+
+@pytest.mark.parametrize("name", named(["none", "all", "qkv_packed", "hopper_packed_all"]))
+def test_compiled_autograd(name, device):
+    """Over a forward in eager mode, in one graph."""
+    call, dtype, problem = whole(name, device)
+    expected = results(call, problem, dtype)
+    with compiled_autograd._enable(torch.compile(backend="aot_eager", fullgraph=True)):
+        found = results(call, problem, dtype)
+    for which, value in found.items():
+        torch.testing.assert_close(value, expected[which], msg=which)
+
+
+@pytest.mark.parametrize("name", named(["triton", "triton_qkv", "hopper"]))
+def test_flops_are_those_that_pytorch_counts(name, device):
+    """For its own attention, forward and backward: without a discount for what the mask hides."""
+    impl, joint, _ = name.partition("_")
+    dtype = torch.bfloat16 if impl == "hopper" else torch.float32
+    q, k, v = (torch.randn(2, 20, n, 64, device=device, dtype=dtype, requires_grad=True) for n in (4, 2, 2))
+    with FlopCounterMode(display=False) as counter:
+        (from_qkv if joint else attention)(q, k, v, window=9, impl=impl).sum().backward()
+    shape = (2, 4, 20, 64)
+    expected = sdpa_flop_count(shape, shape, shape) + sdpa_backward_flop_count(shape, shape, shape, shape)
+    assert counter.get_total_flops() == expected
+
+
+@by_impl
+def test_a_graph_traced_before_autograd(impl, device):
+    """It has the op, not its result."""
+    q, k, v = (x.detach() for x in leaves(device, impl=impl))
+    graph = make_fx(partial(attention, impl=impl), pre_dispatch=True)(q, k, v)
+    torch.testing.assert_close(graph(k, v, q), attention(k, v, q, impl=impl))
 
 
 @by_impl

@@ -5,6 +5,9 @@ from functools import partial
 import pytest
 import torch
 from problems import ON_GPU, integers, needs_gpu, roundoff
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.utils.flop_counter import FlopCounterMode
 
 from attention import decode
 from attention.reference import reference_attention
@@ -183,6 +186,28 @@ def test_torch_compile_and_opcheck(device):
     options = (None, call["alibi_slopes"], None, 0, 0.0, 0.25, False, ON_GPU)
     tensors = tuple(call[name] for name in ("q", "k", "v", "lengths"))
     torch.library.opcheck(torch.ops.attention.decode.default, (*tensors, *options))
+
+
+@pytest.mark.parametrize("impl", ["triton", "eager"])
+@pytest.mark.parametrize("options", [{}, dict(pre_dispatch=True), dict(tracing_mode="symbolic")], ids=str)
+def test_a_traced_graph_serves_other_lengths(options, impl, device):
+    calls = [make_call(device, torch.float32, lengths, slots=20)[0] for lengths in ((5, 20), (17, 3))]
+    first, second = ([call[name].nan_to_num() for name in ("q", "k", "v", "lengths")] for call in calls)
+    graph = make_fx(lambda *x: decode(*x, impl=impl), **options)(*first)
+    torch.testing.assert_close(graph(*second), decode(*second, impl=impl))
+
+
+@pytest.mark.parametrize("impl", ["triton", "eager"])
+def test_fake_tensors_and_flops(impl, device):
+    """Fake tensors start no kernels; PyTorch's counter counts all slots, as it does with its own attention."""
+    call, _ = make_call(device, torch.float32, (5, 20), heads=4, kv_heads=2, slots=20, dim=24, value_dim=16)
+    with FlopCounterMode(display=False) as counter:
+        decode(**call, impl=impl)
+    assert counter.get_total_flops() == 2 * 2 * 4 * 20 * (24 + 16)
+    with FakeTensorMode() as mode:
+        call = {name: mode.from_tensor(x) if isinstance(x, torch.Tensor) else x for name, x in call.items()}
+        out = decode(**call, impl=impl)
+    assert isinstance(out, FakeTensor) and out.shape == (2, 1, 4, 16)
 
 
 @pytest.mark.parametrize("impl", ["triton", "eager"])
