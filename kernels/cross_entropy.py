@@ -13,8 +13,10 @@ import triton.language as tl
 from torch import Tensor
 
 from attention.gpu import hopper_problem
+from attention.ops import transformed
 from attention.score import tanh
 from kernels.fp8 import Float8Linear, multiply
+from kernels.op import Op
 
 # Of the GPU's memory, the most that a chunk of logits takes; with several chunks their dW must be added.
 LOGITS_MEMORY_FRACTION = 1 / 16
@@ -43,11 +45,10 @@ def linear_cross_entropy(x, weight, targets, softcap=None, layer=None):
     kind = x.device.type
     if torch.is_autocast_enabled(kind):
         x = x.to(torch.get_autocast_dtype(kind))
-    needs_gradients = torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad)
+    learned = x.requires_grad or weight.requires_grad or transformed()
     fp8 = isinstance(layer, Float8Linear) and layer.training
     operands = layer.operands(x, MULTIPLE) if fp8 else (None,) * 4
-    run = _chunked_cross_entropy if torch.compiler.is_compiling() else LossAndGradients.apply
-    total, _, _ = run(x, weight, targets, softcap, needs_gradients, *operands)
+    total, _, _ = loss_and_gradients(x, weight, targets, softcap, torch.is_grad_enabled() and learned, *operands)
     return total / (targets >= 0).sum().clamp(min=1)
 
 
@@ -137,6 +138,11 @@ def cross_entropy_kernel(
         tl.store(logits + target, gradient.to(logits.dtype.element_ty), target < vocabulary)
 
 
+def padded(weight):
+    """Columns of the logits, padded."""
+    return -(-weight.shape[0] // MULTIPLE) * MULTIPLE
+
+
 def chunk_rows(x, columns):
     """Rows of logits per chunk, a multiple of MULTIPLE. On an H200, GPT-2's batch of 32 x 1024 tokens is one chunk."""
     memory = torch.cuda.get_device_properties(x.device).total_memory if x.is_cuda else 2**33
@@ -144,15 +150,14 @@ def chunk_rows(x, columns):
 
 
 def chunked_cross_entropy(
-    x: Tensor, weight: Tensor, targets: Tensor, softcap: float | None, gradients: bool, x_fp8: Tensor | None = None,
-    head_fp8: Tensor | None = None, scale: Tensor | None = None, head_scale: Tensor | None = None,
+    x: Tensor, weight: Tensor, targets: Tensor, softcap: float | None, gradients: bool, x_fp8: Tensor | None,
+    head_fp8: Tensor | None, scale: Tensor | None, head_scale: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """Sum of the losses and, with gradients, dx in the dtype of x and dweight [V, C] float32 (else empty tensors).
 
     The last four, of Float8Linear.operands(), are None without FP8.
     """
-    (rows, width), vocabulary = x.shape, weight.shape[0]
-    columns = -(-vocabulary // MULTIPLE) * MULTIPLE
+    (rows, width), vocabulary, columns = x.shape, weight.shape[0], padded(weight)
     targets = targets.contiguous()
     head = x.new_empty(columns, width)
     head[:vocabulary], head[vocabulary:] = weight, 0
@@ -201,35 +206,26 @@ def _matmul_float32(a, b):
         return a.float() @ b.float()
 
 
-_chunked_cross_entropy = torch.library.custom_op("gpt::linear_cross_entropy", chunked_cross_entropy, mutates_args=())
-
-
-@_chunked_cross_entropy.register_fake
-def _(x, weight, targets, softcap, gradients, *operands):
+def _fake(x, weight, targets, softcap, gradients, *operands):
     shapes = (x.shape, weight.shape) if gradients else ((0,), (0,))
     return x.new_empty((), dtype=torch.float32), x.new_empty(shapes[0]), x.new_empty(shapes[1], dtype=torch.float32)
 
 
-def _save(ctx, inputs, output):
-    _, weight, *_ = inputs
-    _, dx, dweight = output
-    ctx.save_for_backward(dx, dweight)
-    ctx.set_materialize_grads(False)  # dx and dweight have no gradients of their own: do not fill zeros for them
-    ctx.weight_dtype = weight.dtype
+def _flops(x, weight, targets, softcap, gradients, *operands):
+    return 2 * x.numel() * padded(weight) * (3 if gradients else 1)
 
 
-def _backward(ctx, dtotal, *_):
-    if torch.is_grad_enabled():  # with create_graph=True; as constants the stored gradients would be silently wrong
+def _save(ctx, args, results):
+    _, *gradients = results
+    ctx.save_for_backward(*gradients)
+    ctx.weight_dtype = args[1].dtype
+
+
+def _backward(ctx, saved, dtotal, ddx, ddweight):
+    if ddx is not None or ddweight is not None:  # as constants the stored gradients would be silently wrong
         raise RuntimeError("linear_cross_entropy() has no second derivative; use F.cross_entropy(x @ weight.T)")
-    dx, dweight = ctx.saved_tensors
+    dx, dweight = saved
     return (dx.float() * dtotal).to(dx.dtype), (dweight * dtotal).to(ctx.weight_dtype), *(None,) * 7
 
 
-_chunked_cross_entropy.register_autograd(_backward, setup_context=_save)
-
-
-class LossAndGradients(torch.autograd.Function):
-    """The op for eager mode: the first call of a torch.library.custom_op imports torch._dynamo, which takes seconds."""
-
-    forward, setup_context = staticmethod(chunked_cross_entropy), staticmethod(_save)
-    backward = staticmethod(_backward)
+loss_and_gradients = Op("linear_cross_entropy", chunked_cross_entropy, _fake, _flops, _save, _backward)

@@ -7,8 +7,6 @@ computed as without FP8.
 Letters: M tokens, C width, N inner width.
 """
 
-from functools import partial
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -17,6 +15,7 @@ from torch.autograd.function import once_differentiable
 from attention.gpu import hopper_problem
 from kernels.activation import activate, activate_backward
 from kernels.fp8 import MULTIPLE, Float8Linear, find_largest, multiply, quantise
+from kernels.op import Op
 
 
 def mlp(x, expand, project, kind):
@@ -32,8 +31,7 @@ def mlp(x, expand, project, kind):
     weights = (expand.weight, expand.bias, project.weight, project.bias)
     if torch.is_grad_enabled() and fused(x, dtype, expand.weight):
         weights = [None if w is None else w.to(dtype) for w in weights]
-        run = _mlp if torch.compiler.is_compiling() else EagerMLP.apply
-        y, _, _ = run(x.to(dtype).flatten(0, -2), *weights, kind)
+        y, _, _ = fused_mlp(x.to(dtype).flatten(0, -2), *weights, kind)
         return y.unflatten(0, x.shape[:-1])
     return project(activate(expand(x), kind))
 
@@ -62,56 +60,52 @@ def forward(
     return F.linear(active, w2, b2), h, active
 
 
-_mlp = torch.library.custom_op("gpt::mlp", forward, mutates_args=())
-
-
-@_mlp.register_fake
-def _(x, w1, b1, w2, b2, kind):
-    return x.new_empty(x.shape), x.new_empty(x.shape[0], w1.shape[0]), x.new_empty(x.shape[0], w1.shape[0])
-
-
 def find_dh(dy: Tensor, w2t: Tensor, h: Tensor, kind: str) -> Tensor:
     """Gradient of h [M, N] from dy [M, C]; w2t: the transpose [N, C] of W2, in which the kernel reads whole rows."""
     if fused(dy, dy.dtype, w2t):
         from kernels.matmul import matmul
 
         return matmul(dy, w2t, "slope", kind=kind, other=h)
+    return formula_of_dh(dy, w2t, h, kind)
+
+
+def formula_of_dh(dy, w2t, h, kind):
     return activate_backward(F.linear(dy, w2t), h, kind)
 
 
-_dh = torch.library.custom_op("gpt::mlp_dh", find_dh, mutates_args=())
+def product_flops(x, weight, *rest):
+    """Of x weight^T."""
+    return 2 * x.numel() * len(weight)
 
 
-@_dh.register_fake
-def _(dy, w2t, h, kind):
-    return h.new_empty(h.shape)
+fused_dh = Op("mlp_dh", find_dh, lambda dy, w2t, h, kind: h.new_empty(h.shape), product_flops)
 
 
-def _save(ctx, inputs, output):
-    x, w1, b1, w2, b2, ctx.kind = inputs
-    _, h, active = output
+def _fake(x, w1, b1, w2, b2, kind):
+    return x.new_empty(x.shape), x.new_empty(x.shape[0], w1.shape[0]), x.new_empty(x.shape[0], w1.shape[0])
+
+
+def _save(ctx, args, results):
+    x, w1, b1, w2, b2, ctx.kind = args
+    _, h, active = results
     ctx.save_for_backward(x, w1, w2, h, active)
     ctx.has_bias = b1 is not None, b2 is not None
-    ctx.set_materialize_grads(False)  # h and active have no gradients of their own: do not fill zeros for them
 
 
-def backward(find_dh, ctx, dy, *_):
+def backward(ctx, saved, dy, *of_saved):
+    if any(x is not None for x in of_saved):
+        raise RuntimeError("mlp() has no second derivative; use project(activate(expand(x), kind))")
     if dy is None:
         return (None,) * 6
-    x, w1, w2, h, active = ctx.saved_tensors
-    dh = find_dh(dy, w2.T.contiguous(), h, ctx.kind)
+    x, w1, w2, h, active = saved
+    operands = dy, w2.T.contiguous(), h, ctx.kind
+    # in PyTorch's operators a second derivative reaches h, which is a result of the op: then the error above
+    dh = formula_of_dh(*operands) if torch.is_grad_enabled() else fused_dh(*operands)
     db1, db2 = (d.sum(0) if bias else None for d, bias in zip((dh, dy), ctx.has_bias, strict=True))
     return dh @ w1, dh.T @ x, db1, dy.T @ active, db2, None
 
 
-_mlp.register_autograd(partial(backward, _dh), setup_context=_save)
-
-
-class EagerMLP(torch.autograd.Function):
-    """The op for eager mode: the first call of a torch.library.custom_op imports torch._dynamo, which takes seconds."""
-
-    forward, setup_context = staticmethod(forward), staticmethod(_save)
-    backward = staticmethod(once_differentiable(partial(backward, find_dh)))
+fused_mlp = Op("mlp", forward, _fake, lambda *args: 2 * product_flops(*args), _save, backward)
 
 
 def multiply_and_activate(
@@ -123,13 +117,12 @@ def multiply_and_activate(
     return matmul(x, weight, "activate", kind=kind, bias=bias, scales=(scale, weight_scale, active_scale))
 
 
-_multiply_and_activate = torch.library.custom_op("gpt::mlp_fp8", multiply_and_activate, mutates_args=())
-
-
-@_multiply_and_activate.register_fake
-def _(x, weight, bias, scale, weight_scale, active_scale, kind):
+def _fake_fp8(x, weight, bias, scale, *rest):
     h = x.new_empty(len(x), len(weight), dtype=torch.bfloat16)
     return h, torch.empty_like(h), torch.empty_like(h, dtype=x.dtype), scale.new_empty(())
+
+
+fused_fp8 = Op("mlp_fp8", multiply_and_activate, _fake_fp8, product_flops)
 
 
 class TwoProducts(torch.autograd.Function):
@@ -139,8 +132,7 @@ class TwoProducts(torch.autograd.Function):
     def forward(ctx, x, w1, b1, w2, b2, w1_fp8, w2_fp8, scale, w1_scale, active_scale, w2_scale, kind):
         x_fp8 = quantise(x, scale)
         if fused(x_fp8, x_fp8.dtype, w1):
-            run = _multiply_and_activate if torch.compiler.is_compiling() else multiply_and_activate
-            h, active, active_fp8, largest = run(x_fp8, w1_fp8, b1, scale, w1_scale, active_scale, kind)
+            h, active, active_fp8, largest = fused_fp8(x_fp8, w1_fp8, b1, scale, w1_scale, active_scale, kind)
         else:
             h = multiply(x_fp8, w1_fp8, scale, w1_scale, x.dtype, b1)
             active = activate(h, kind)
@@ -154,8 +146,7 @@ class TwoProducts(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx, dy, *_):
-        run = _dh if torch.compiler.is_compiling() else find_dh
-        return *backward(run, ctx, dy), *[None] * 6
+        return *backward(ctx, ctx.saved_tensors, dy), *[None] * 6
 
 
 def mlp_fp8(x, expand, project, kind):

@@ -2,12 +2,17 @@
 
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
 import torch.nn.functional as F
 from problems import BACKEND, ON_GPU, needs_gpu
+from torch._dynamo import compiled_autograd
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.utils.flop_counter import FlopCounterMode
 
 from kernels import cross_entropy
 from kernels.cross_entropy import linear_cross_entropy
@@ -106,11 +111,80 @@ def test_targets_of_another_length(rows, device):
 
 
 def test_no_second_derivative(device):
-    """The gradient, which is stored, would count as a constant: asking for its graph is an error."""
+    """The gradient, which is stored, would count as a constant: a derivative of it is an error."""
     x, weight = (torch.randn(n, 8, device=device, requires_grad=True) for n in (20, 30))
-    loss = linear_cross_entropy(x, weight, torch.randint(30, (20,), device=device))
-    with pytest.raises(RuntimeError, match="no second derivative"):
-        torch.autograd.grad(loss, x, create_graph=True)
+    targets = torch.randint(30, (20,), device=device)
+    (dx,) = torch.autograd.grad(linear_cross_entropy(x, weight, targets), x, create_graph=True)
+    first = torch.func.grad(linear_cross_entropy)
+    for call in (
+        lambda: dx.square().sum().backward(),
+        lambda: torch.func.grad(lambda x: first(x, weight, targets).square().sum())(x.detach()),
+        lambda: torch.func.jvp(lambda x: linear_cross_entropy(x, weight, targets), (x.detach(),), (x.detach(),)),
+    ):
+        with pytest.raises(RuntimeError, match=r"no second derivative|forward mode"):
+            call()
+
+
+FUNCTION = {  # name -> what is made of a function of x, weight and targets, with x [2, N, C]
+    "grad": lambda f: lambda x, *rest: torch.func.grad(f, (0, 1))(x[0], *rest),
+    "vjp": lambda f: lambda x, *rest: torch.func.vjp(partial(f, weight=rest[0], targets=rest[1]), x[0])[1](x.sum()),
+    "vmap": lambda f: torch.vmap(f, (0, None, None)),
+    "grad_of_each": lambda f: torch.vmap(torch.func.grad(f, (0, 1)), (0, None, None)),
+    "grad_of_all": lambda f: torch.func.grad(lambda *x: torch.vmap(f, (0, None, None))(*x).sum(), (0, 1)),
+}
+
+
+@pytest.mark.parametrize("how", ["eager", "compiled", "make_fx"])
+@pytest.mark.parametrize("name", FUNCTION)
+def test_torch_func(name, how, device):
+    """Also where PyTorch records the transformed function."""
+    inputs = [torch.randn(2, 20, 8, device=device), torch.randn(30, 8, device=device)]
+    inputs.append(torch.randint(30, (20,), device=device))
+    transform = FUNCTION[name]
+    call = transform(linear_cross_entropy)
+    if how == "compiled":
+        call = torch.compile(call, fullgraph=True, backend=BACKEND)
+    elif how == "make_fx":
+        call = make_fx(lambda *x: transform(linear_cross_entropy)(*x))(*(x.flip(0) for x in inputs))
+    expected = transform(lambda x, weight, targets: F.cross_entropy(x @ weight.T, targets))
+    torch.testing.assert_close(call(*inputs), expected(*inputs), rtol=1e-3 if ON_GPU else 1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("options", [{}, dict(pre_dispatch=True), dict(tracing_mode="symbolic")], ids=str)
+def test_a_traced_graph_computes_with_other_inputs(options, device):
+    inputs = [
+        (torch.randn(20, 8, device=device), torch.randn(30, 8, device=device), torch.randint(30, (20,), device=device))
+        for _ in range(2)
+    ]
+    graph = make_fx(lambda *x: linear_cross_entropy(*x), **options)(*inputs[0])
+    torch.testing.assert_close(graph(*inputs[1]), linear_cross_entropy(*inputs[1]))
+
+
+def test_fake_tensors(device):
+    """Memory estimators use them: shapes and dtypes of loss and gradients, and nothing is computed."""
+    with FakeTensorMode():
+        x, weight = (torch.randn(n, 8, device=device, requires_grad=True) for n in (20, 30))
+        loss = linear_cross_entropy(x, weight, torch.zeros(20, dtype=torch.int64, device=device))
+        loss.backward()
+    assert loss.shape == () and isinstance(x.grad, FakeTensor) and weight.grad.shape == weight.shape
+
+
+def test_flops(device):
+    """PyTorch's counter counts the three matmuls, over the padded vocabulary."""
+    x, weight = (torch.randn(n, 8, device=device, requires_grad=True) for n in (20, 300))
+    targets = torch.randint(300, (20,), device=device)
+    with FlopCounterMode(display=False) as counter:
+        linear_cross_entropy(x, weight, targets).backward()
+    assert counter.get_total_flops() == 3 * 2 * 20 * 8 * 384
+
+
+def test_compiled_autograd(device):
+    x, weight = (torch.randn(n, 8, device=device, requires_grad=True) for n in (20, 30))
+    targets = torch.randint(30, (20,), device=device)
+    (expected,) = torch.autograd.grad(linear_cross_entropy(x, weight, targets), x)
+    with compiled_autograd._enable(torch.compile(backend="aot_eager", fullgraph=True)):
+        linear_cross_entropy(x, weight, targets).backward()
+    torch.testing.assert_close(x.grad, expected)
 
 
 def test_autocast(device):
@@ -122,11 +196,12 @@ def test_autocast(device):
 
 
 def test_custom_op(device):
-    x, weight = (torch.randn(n, 8, device=device, requires_grad=True) for n in (20, 30))
+    """Without a gradient: opcheck would also ask for that of the stored gradients."""
+    x, weight = (torch.randn(n, 8, device=device) for n in (20, 30))
     targets = torch.randint(30, (20,), device=device)
-    strided = torch.randn(8, 20, device=device).T.requires_grad_()
-    for hidden in (x, strided):
-        torch.library.opcheck(cross_entropy._chunked_cross_entropy, (hidden, weight, targets, 2.0, True))
+    for hidden in (x, torch.randn(8, 20, device=device).T):
+        operands = (hidden, weight, targets, 2.0, True, *[None] * 4)
+        torch.library.opcheck(cross_entropy.loss_and_gradients.op, operands)
 
 
 @needs_gpu

@@ -161,7 +161,7 @@ def test_cross_entropy(fraction, device, monkeypatch):
         assert (a - b).norm() <= 1e-2 * b.norm()
     arguments = (x.detach(), layer.weight, targets, 0.0, True, *layer.operands(x, 128))
     checks = ("test_faketensor", "test_autograd_registration")  # the others do arithmetic on FP8
-    torch.library.opcheck(cross_entropy._chunked_cross_entropy, arguments, test_utils=checks)
+    torch.library.opcheck(cross_entropy.loss_and_gradients.op, arguments, test_utils=checks)
     layer.eval()
     value = cross_entropy.linear_cross_entropy(x, layer.weight, targets, layer=layer)
     assert torch.equal(value, cross_entropy.linear_cross_entropy(x, layer.weight, targets))

@@ -9,6 +9,7 @@ import triton
 import triton.language as tl
 from problems import on_hopper
 from torch import nn
+from torch.utils.flop_counter import FlopCounterMode
 
 from kernels import mlp as module
 from kernels.activation import ACTIVATIONS, activate, activate_backward, activate_tile, slope_tile
@@ -56,16 +57,33 @@ def test_formula_and_its_gradient(kind, bias):
     layers = make(bias, torch.float64)
     x = torch.randn(5, 8, dtype=torch.float64, requires_grad=True)
     leaves = (x, *weights_of(*layers))
-    for run in (module._mlp, module.EagerMLP.apply):
+    for run in (module.fused_mlp.op, module.fused_mlp):
         torch.testing.assert_close(run(*leaves, kind)[0], mlp(x, *layers, kind))
         assert torch.autograd.gradcheck(lambda *leaves, run=run: run(*leaves, kind)[0], leaves)
 
 
 def test_custom_ops():
     layers = make(True, torch.float32)
-    x = torch.randn(5, 8, requires_grad=True)
-    torch.library.opcheck(module._mlp, (x, *weights_of(*layers), "gelu"))
-    torch.library.opcheck(module._dh, (torch.randn(5, 8), torch.randn(24, 8), torch.randn(5, 24), "gelu"))
+    weights = [w.detach() for w in weights_of(*layers)]  # h, a result of the op, has no gradient that could be traced
+    torch.library.opcheck(module.fused_mlp.op, (torch.randn(5, 8), *weights, "gelu"))
+    torch.library.opcheck(module.fused_dh.op, (torch.randn(5, 8), torch.randn(24, 8), torch.randn(5, 24), "gelu"))
+
+
+def test_transforms_and_flops():
+    """torch.func.grad works, a second derivative is an error, and PyTorch's counter counts the matmuls."""
+    layers = make(True, torch.float64)
+    x, weights = torch.randn(5, 8, dtype=torch.float64), weights_of(*layers)
+
+    def loss(x):
+        return module.fused_mlp(x, *weights, "gelu")[0].square().sum()
+
+    found, expected = (torch.func.grad(f)(x) for f in (loss, lambda x: mlp(x, *layers, "gelu").square().sum()))
+    torch.testing.assert_close(found, expected)
+    with pytest.raises(RuntimeError, match="no second derivative"):
+        torch.func.grad(lambda x: torch.func.grad(loss)(x).sum())(x)
+    with FlopCounterMode(display=False) as counter:
+        loss(x.requires_grad_()).backward()
+    assert counter.get_total_flops() == 3 * 2 * (2 * 5 * 8 * 24)
 
 
 def assert_twice_eager(found, eager, exact):
