@@ -159,6 +159,15 @@ def may_launch(*args):
     return not (recorded() or watched(*args) or transformed())
 
 
+def refuse_unseen(name, *args):
+    """RuntimeError unless a function of this name may_launch()."""
+    if not may_launch(*args):
+        raise RuntimeError(
+            f"{name}() starts kernels that fake tensors, tracers, dispatch modes and torch.func do not see; call it "
+            "without them"
+        )
+
+
 def forward_without_gradient(call):
     """The op below autograd; called directly where that is the same, since the dispatcher takes as long as a kernel."""
     if can_skip_dispatcher(*call.tensors):

@@ -114,8 +114,10 @@ def check_score_mod(score_mod, *score_args, heads, length=64, sequences=2):
     Raises:
         ValueError: names the worst score, what was returned and what was expected.
     """
+    from .ops import refuse_unseen
     from .score import evaluate_score_mod  # imports Triton
 
+    refuse_unseen("check_score_mod", *score_args)
     name = name_of(_remember(score_mod))
     default = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     device = next((x.device for x in score_args if isinstance(x, torch.Tensor)), default)

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import torch
 
 from attention.gpu import HAS_TRITON
+from attention.ops import may_launch
 from errors import require
 
 # Odd 64-bit constants of SplitMix64, as signed numbers: torch has no unsigned arithmetic.
@@ -68,7 +69,7 @@ def choose(logits, sampling, keys, positions):
 
 def has_kernels(logits):
     """Whether Triton, which not every machine has, can be imported and serves these logits."""
-    return logits.is_cuda and HAS_TRITON
+    return logits.is_cuda and HAS_TRITON and may_launch(logits)
 
 
 def limits(logits, sampling):

@@ -15,6 +15,7 @@ import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from attention.gpu import HAS_TRITON
+from attention.ops import may_launch
 from data.chat import TURNS, encode_prompt
 from data.tokenizer import end_of_text
 from errors import require
@@ -243,7 +244,7 @@ class Generator:
         """Add the newest tokens to the cache and choose the next ones; returns the logits."""
         with self._threads(self.batch):
             view = self.cache.step()
-            if self.fused:
+            if self.fused and may_launch(self.newest):
                 logits = self.fused(self.model, self.newest, view)
             else:
                 logits = self.model.logits(self.model.hidden(self.newest[:, None], view))[:, 0]

@@ -9,6 +9,7 @@ import triton.language as tl
 
 from attention.gpu import can_overlap
 from attention.launcher import wait_for_inputs
+from attention.ops import refuse_unseen
 
 BLOCK = 1024
 
@@ -23,6 +24,7 @@ def gumbel_scores(logits, best, least, keys, positions, temperature, log_min_p):
         logits: [B, V] float32 on a GPU, the last dimension contiguous. best, least: [B, 1] float32; least may be None.
         keys, positions: [B] int64. temperature, log_min_p: float, the second -inf for no limit.
     """
+    refuse_unseen("gumbel_scores", logits, best, least, keys, positions)
     rows, vocabulary = logits.shape
     scores = logits.new_empty(rows, vocabulary)
     overlap = can_overlap(logits.device)

@@ -10,6 +10,7 @@ import triton.language as tl
 
 from attention.gpu import can_overlap
 from attention.launcher import wait_for_inputs
+from attention.ops import refuse_unseen
 from attention.tiles import INTERPRETED
 
 
@@ -25,6 +26,7 @@ def store_heads(qkv, k, v, slots, rotary=None, qk_norm=False):
     Returns:
         q [B, 1, H, D].
     """
+    refuse_unseen("store_heads", qkv, k, v, slots)
     qkv, batch, dim = qkv.contiguous(), len(qkv), k.shape[-1]
     kv_heads = k.shape[2]
     heads = qkv.shape[1] // dim - 2 * kv_heads

@@ -18,6 +18,7 @@ from triton.language.extra.cuda import gdc_launch_dependents
 
 from attention.gpu import can_overlap, shared_memory
 from attention.launcher import wait_for_inputs
+from attention.ops import refuse_unseen
 from attention.score import tanh
 from attention.tiles import INTERPRETED
 from kernels.activation import activate_tile
@@ -65,6 +66,7 @@ def linear(x, layer, *, norm=None, activation=None, gate=None, residual=None, so
     Returns:
         [B, N], from sums in float32.
     """
+    refuse_unseen("linear", x, layer.weight, residual)
     parameters = [getattr(module, name, None) for module in (layer, gate, norm) for name in ("weight", "bias")]
     x, *others = [None if t is None else t.contiguous() for t in (x, *parameters, residual)]
     rows, inputs, outputs = len(x), x.shape[1], layer.weight.shape[0]

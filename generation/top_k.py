@@ -13,6 +13,7 @@ import triton.language as tl
 
 from attention.gpu import can_overlap
 from attention.launcher import wait_for_inputs
+from attention.ops import refuse_unseen
 from attention.tiles import INTERPRETED
 
 CHUNK = tl.constexpr(64)
@@ -25,6 +26,7 @@ def best_and_kth(logits, k):
 
     k: int, at most V and MOST. The last dimension is contiguous.
     """
+    refuse_unseen("best_and_kth", logits)
     rows, vocabulary = logits.shape
     chunks = triton.cdiv(vocabulary, CHUNK.value)
     maxima, best, kth = (logits.new_empty(rows, n) for n in (chunks, 1, 1))

@@ -25,6 +25,7 @@ import triton
 from attention.gpu import processors
 from attention.hopper.channel import Channel, acquire, barriers, release
 from attention.hopper.gluon import TensorDescriptor, gl, gluon, mbarrier, tma_load, warpgroup_mma, warpgroup_mma_wait
+from attention.ops import refuse_unseen
 from kernels import activation
 
 ROWS = gl.constexpr(128)  # of a tile: 64 for each of two warpgroups
@@ -325,6 +326,7 @@ def matmul(a, b, epilogue, *, kind, bias=None, other=None, scales=None):
         [M, N]; two of them with "activate". With FP8 also activation(h) / its scale in float8_e4m3fn [M, N], and the
         largest |activation(h)|, [] float32.
     """
+    refuse_unseen("matmul", a, b, bias, other)
     a, b, fp8 = a.contiguous(), b.contiguous(), a.dtype == torch.float8_e4m3fn
     (rows, depth), columns = a.shape, b.shape[0]
     assert supports(rows, depth, columns, a.dtype), f"no kernel for [{rows}, {depth}] by [{columns}, {depth}]^T"

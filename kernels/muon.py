@@ -7,6 +7,8 @@ import torch
 import triton
 import triton.language as tl
 
+from attention.ops import refuse_unseen
+
 BLOCK, WARPS = 4096, 8
 
 
@@ -50,6 +52,7 @@ def update_kernel(weight, direction, rate, skip, size, decay, count, BLOCK: tl.c
 
 def launch(kernel, target, *args):
     """Start a kernel that updates the elements of `target`, its first argument."""
+    refuse_unseen(f"kernels.muon.{kernel.__name__}", target, *args)
     assert target.is_contiguous()
     count = target.numel()
     with torch.cuda.device_of(target):

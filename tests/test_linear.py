@@ -5,11 +5,15 @@ import torch
 import torch.nn.functional as F
 from problems import ON_GPU
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from kernels.activation import activate
 
 store_heads = pytest.importorskip("generation.heads").store_heads
 linear = pytest.importorskip("generation.linear", reason="Triton exists for Linux only").linear
+best_and_kth = pytest.importorskip("generation.top_k").best_and_kth
+gumbel_scores = pytest.importorskip("generation.gumbel").gumbel_scores
+muon = pytest.importorskip("kernels.muon")
 
 
 def plain(x, layer, norm=None, activation=None, gate=None, residual=None, softcap=None):
@@ -60,6 +64,24 @@ def test_at_most_twice_the_error_of_pytorch(dtype, rows, inputs, outputs, norm, 
     ours, eager = squares.sqrt()
     assert ours.norm() <= 2 * eager.norm(), f"error {ours.norm():.2e}, PyTorch's {eager.norm():.2e}"
     assert ours.max() <= 2 * eager.max(), f"worst row {ours.max():.2e}, PyTorch's {eager.max():.2e}"
+
+
+def test_kernels_that_nothing_sees_refuse_fake_tensors(device):
+    """They would read addresses that do not exist; a mode would miss them."""
+    with FakeTensorMode():
+        x, layer = torch.randn(3, 24, device=device), nn.Linear(24, 24, device=device)
+        cache, slots = torch.zeros(3, 6, 1, 8, device=device), torch.zeros(3, dtype=torch.int64, device=device)
+        calls = {
+            "linear": lambda: linear(x, layer),
+            "store_heads": lambda: store_heads(x, cache, cache, slots),
+            "best_and_kth": lambda: best_and_kth(x, 2),
+            "gumbel_scores": lambda: gumbel_scores(x, x[:, :1], None, slots, slots, 1.0, 0.0),
+            "blend_kernel": lambda: muon.blend(x, x, x, 0.5, None, None),
+            "update_kernel": lambda: muon.update(x, x, x[0, 0], 0.5, 0.1, None),
+        }
+        for name, call in calls.items():
+            with pytest.raises(RuntimeError, match=rf"{name}\(\) starts kernels that fake tensors"):
+                call()
 
 
 def transposed(*shape, **options):
