@@ -71,6 +71,7 @@ def test_processes_that_do_not_fit(run, monkeypatch):
         monkeypatch.setenv(name, value)
     refused(run(device="cuda", batch_size=8), "GPU", "--nproc_per_node=2")
     refused(run(batch_size=6), "batch_size=6", "a multiple of the 4 processes")
+    refused(run(batch_size=8), "WORLD_SIZE=4", "MASTER_ADDR", "torchrun")
 
 
 def places(world):

@@ -1,7 +1,9 @@
 """Config: every option of a run, typed and documented. load_config() reads defaults < config file < flags."""
 
 import argparse
+import difflib
 import inspect
+import math
 import runpy
 import sys
 from dataclasses import asdict, dataclass, fields, replace
@@ -149,20 +151,27 @@ class Config(GPTConfig):
     def __post_init__(self):
         at_least_1 = (
             "batch_size", "steps", "eval_every", "log_every", "keep", "max_bad_steps", "window",
-            "block_size", "n_layer", "n_head", "n_embd",
+            "block_size", "n_layer", "n_head", "n_kv_head", "n_embd",
         )  # fmt: skip
         at_least_0 = (
             "micro_batch", "warmup_steps", "eval_batches", "save_every", "sample_every", "min_learning_rate", "seed",
+            "epochs", "tokens", "depth", "weight_decay", "grad_clip", "norm_eps", "vocab_size",
         )  # fmt: skip
-        for name in at_least_1 + at_least_0:
-            value, least = getattr(self, name), int(name in at_least_1)
-            require(value in ("auto", None) or value >= least, f"{name}={value} must be at least {least}")
+        above_0 = ("learning_rate", "muon_scale", "embed_scale", "rope_theta", "logit_softcap")
+        for name, value in vars(self).items():
+            require(not isinstance(value, float) or math.isfinite(value), f"{name}={value} must be a finite number")
+            if name in at_least_1 + at_least_0 and value not in ("auto", None):
+                least = int(name in at_least_1)
+                require(value >= least, f"{name}={value} must be at least {least}")
+            if name in above_0 and value is not None:
+                require(value > 0, f"{name}={value} must be above 0")
         super().__post_init__()
         rate, least = self.learning_rate, self.min_learning_rate
-        rule = f"learning_rate={rate} must be above 0 and at least min_learning_rate={least}"
-        require(0 < rate >= least, f"{rule}; give both, such as --min_learning_rate {rate / 10:g}")
+        rule = f"learning_rate={rate} must be at least min_learning_rate={least}"
+        require(rate >= least, f"{rule}; give both, such as --min_learning_rate {rate / 10:g}")
         require(0 <= self.cooldown <= 1, f"cooldown={self.cooldown} must be in [0, 1], a share of the steps")
-        for name in ("dropout", "ema"):
+        require(self.seed < 2**62, f"seed={self.seed} must be below 2^62")
+        for name in ("dropout", "ema", "beta2"):
             require(0 <= getattr(self, name) < 1, f"{name}={getattr(self, name)} must be at least 0 and below 1")
         with_input = self.data not in ("text", "chat", "tokens") or self.input
         require(with_input, f"data={self.data!r} needs --input PATH, a file or folder of yours")
@@ -300,4 +309,10 @@ def read_config_file(path):
         if name == "dial" or not (name.startswith("_") or callable(value) or isinstance(value, ModuleType))
     }
     require("resume" not in settings, f"{path} sets resume, which is only a flag")
+    names = {field.name for field in fields(Config)}
+    for name, value in settings.items():
+        refuse_nanogpt(name, value, names)
+        close = "".join(f" (perhaps --{found})" for found in difflib.get_close_matches(name, names, 1))
+        rule = f"{path} sets {name}, and there is no option --{name}={value}{close}"
+        require(name in names | {"cpu", "dial"}, f"{rule}; begin the name of a helper with _, as in _{name}")
     return {"name": path.stem} | settings

@@ -59,6 +59,9 @@ def start_distributed(config):
     require(not (fsdp and alone), "--parallel fsdp needs torchrun: torchrun --nproc_per_node=1 train.py ...")
     if world == 1 and not fsdp:
         return Ranks(0, 1, device)
+    lacks = [name for name in ("RANK", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT") if name not in os.environ]
+    rule = f"WORLD_SIZE={world} is set in the environment, but not {', '.join(lacks)}"
+    require(not lacks, f"{rule}; unset it, or start several processes with torchrun")
     if device.startswith("cuda"):  # DDP remembers this stream, and a CUDA graph cannot record the default one
         torch.cuda.set_stream(torch.cuda.Stream())
     dist.init_process_group("cpu:gloo,cuda:nccl" if device.startswith("cuda") else "gloo")
