@@ -219,6 +219,8 @@ def test_legend(call):
     runs.append(make_run("c", input="a text with a long name/" * 9))
     assert legend(call(*runs, "--out", "b.svg")[2]) == ["a", "b$", "c"] and Path("b.svg").exists()
     assert legend(call(runs[0], make_run("old/a", learning_rate=2))[2])[1].startswith("runs/old/a: ")
+    code, err, figure = call(make_run("_中文"), runs[0])
+    assert code == 0 and err == "" and legend(figure)[0].startswith("_中文")
 
 
 def test_runs_without_validation_or_with_other_tokenizers(call):

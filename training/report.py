@@ -7,6 +7,7 @@ import re
 import shlex
 import sys
 import time
+import warnings
 from contextlib import contextmanager
 from dataclasses import asdict
 from datetime import timedelta
@@ -305,7 +306,9 @@ def draw_losses(path, runs, x="step", y="loss"):
         x: step, tokens or seconds, a field of the records. y: loss or bpb.
     """
     from matplotlib.figure import Figure  # takes a second, which the start of a run need not wait for
+    from matplotlib.font_manager import fontManager
 
+    runs = [(f"\u200b{label}", records) for label, records in runs]  # a legend leaves out names that begin with _
     alone = len(runs) == 1
     figure = Figure(figsize=(8, 5), layout="constrained")
     axis = figure.subplots()
@@ -335,6 +338,10 @@ def draw_losses(path, runs, x="step", y="loss"):
         right.set_ylabel("bits per byte")
     columns = max(1, LEGEND_WIDTH // (max(len(label) for label, _ in runs) + 6))
     legend = figure.legend(loc="outside lower left", frameon=False, fontsize="small", ncols=columns)
+    fonts = ["DejaVu Sans", *sorted({font.name for font in fontManager.ttflist if "CJK" in font.name})]
     for text in [axis.set_title(title), *legend.get_texts()]:
         text.set_parse_math(False)  # a name may contain $
-    figure.savefig(path, dpi=130)
+        text.set_family(fonts)  # or be Chinese, Japanese or Korean
+        text.set_text(text.get_text().lstrip("\u200b"))
+    with warnings.catch_warnings(action="ignore"):  # about characters that no font has
+        figure.savefig(path, dpi=130)
