@@ -103,6 +103,8 @@ def command(out_of_memory="", fail=fail, needs_output=False):
         needs_output: whether the command ends when its standard output cannot be written.
     """
     out, err = Output(sys.stdout, needs_output), Output(sys.stderr)
+    if hasattr(sys.stdin, "reconfigure"):
+        sys.stdin.reconfigure(errors="replace")  # what is typed or piped in another encoding
     with redirect_stdout(out), redirect_stderr(err):
         try:
             yield

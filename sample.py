@@ -21,7 +21,6 @@ from errors import UserError, catch_ctrl_c, command, require
 if __name__ == "__main__":
     catch_ctrl_c()
 
-import io
 import itertools
 import signal
 import sys
@@ -88,7 +87,7 @@ def read_prompt(prompt):
     try:
         if prompt == "-":
             name = "standard input"
-            return io.TextIOWrapper(sys.stdin.buffer, encoding="utf-8-sig").read()
+            return sys.stdin.buffer.read().decode("utf-8-sig")
         if name == prompt:
             return prompt
         one = suffix_of(Path(name)) not in RECORDS
@@ -167,6 +166,8 @@ def interact(generator, config):
 
 def main(config):
     typed = config.interactive or config.chat
+    reads = typed or config.prompt == "-"
+    require(sys.stdin or not reads, "standard input is closed; open it, or give the text as --prompt TEXT")
     prompt = "" if typed else read_prompt(config.prompt)
     model, tokenizer, contents = load(config.run, config.device)
     print(f"{contents['path']} on {model.embed.weight.device}", file=sys.stderr)

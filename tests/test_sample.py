@@ -96,6 +96,18 @@ def test_prompts(call, run, folder, monkeypatch):
     save(run / "checkpoint.pt", make_tokenizer("char+eot", "abcdef\n"))
     assert call()[2].splitlines()[-1].startswith("prompt 1 tokens")
     assert not call("--ignore_eot")[1].startswith("\n")
+    monkeypatch.setattr(sys, "stdin", None)
+    for flags in (["--prompt", "-"], ["--interactive"]):
+        assert "standard input is closed" in call(*flags)[0]
+
+
+def test_a_typed_line_that_is_not_utf8(run):
+    """Its bytes are replaced, and the next line is answered too."""
+    options = dict(script=SCRIPT, stdin=subprocess.PIPE, variables={"PYTHONIOENCODING": "utf-8"})
+    process = start(run.parents[1], *FLAGS, "--interactive", **options)
+    process.stdin.buffer.write(b"ab\xe9\nabc\nexit\n")
+    _, err = finish(process)
+    assert "no token for" in err and "prompt 3 tokens" in err, err
 
 
 def test_interactive(call, run, monkeypatch):
