@@ -2,6 +2,7 @@
 
 import errno
 import os
+import shlex
 import shutil
 import signal
 import sys
@@ -20,6 +21,11 @@ def require(condition, message):
     """Raise UserError unless the condition holds."""
     if not condition:
         raise UserError(message)
+
+
+def quote(path):
+    """A path or name as a shell needs it in a command that is printed."""
+    return shlex.quote(str(path))
 
 
 def catch_ctrl_c():

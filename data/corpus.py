@@ -2,7 +2,6 @@
 
 import hashlib
 import os
-import shlex
 import shutil
 import sys
 from contextlib import suppress
@@ -20,7 +19,7 @@ from data.hub_tokenizer import HubTokenizer
 from data.shards import HEADER_BYTES, SPLITS, Tokens, file_sha256, map_shard
 from data.sources import find_source
 from data.tokenizer import from_state, is_untrained, make_tokenizer, to_state, tokenizer_name
-from errors import UserError, require
+from errors import UserError, quote, require
 
 
 @dataclass(frozen=True)
@@ -63,8 +62,8 @@ def open_corpus(name, tokenizer_spec, input=None, *, sha256=None, verify=False):
     elif manifest := read_manifest(_unfinished(folder)):
         reason = "its preparation was interrupted"
     if name in DATASETS or str(input).startswith(HUB):
-        words = name if name in DATASETS else f"{name} --input {input}"
-        remedy = f"python -m data.prepare {words} --tokenizer {tokenizer_spec} (--tokens 1B prepares a part)"
+        words = name if name in DATASETS else f"{name} --input {quote(input)}"
+        remedy = f"python -m data.prepare {words} --tokenizer {quote(tokenizer_spec)} (--tokens 1B prepares a part)"
         raise UserError(f"{name} cannot be used: {reason}; type {remedy}")
     require(not input or Path(input).exists(), f"{input} does not exist; check --input")
     print(f"tokenizing {name} with {tokenizer_spec}: {reason}", file=sys.stderr)
@@ -117,7 +116,7 @@ def _require_same(folder, request):
     """UserError if a folder has tokens that were prepared with other options or from other files."""
     if manifest := read_manifest(folder):
         tokens, old, new = sum(manifest[split]["tokens"] for split in SPLITS), manifest["request"], request["options"]
-        how = [f"with --{k} {shlex.quote(str(v))}" for k, v in old["options"].items() if v != new[k]]
+        how = [f"with --{k} {quote(v)}" for k, v in old["options"].items() if v != new[k]]
         how += ["from other files"] * (old["source_sha256"] != request["source_sha256"])
         remedy = "--force replaces them, and another GPT_DATA keeps both"
         require(not (tokens and how), f"{folder} has {tokens:,} tokens prepared {' and '.join(how)}; {remedy}")

@@ -18,9 +18,17 @@ GPT2_SIZES = ("gpt2", "gpt2-medium", "gpt2-large", "gpt2-xl")  # OpenAI's models
 
 def data_folder(name):
     """Path of the folder `name` in $GPT_DATA, or beside this module if that is not set; it is created if missing."""
-    folder = Path(os.environ.get("GPT_DATA") or Path(__file__).parent) / name
-    folder.mkdir(parents=True, exist_ok=True)
-    return folder
+    return make_folders(Path(os.environ.get("GPT_DATA") or Path(__file__).parent) / name)
+
+
+def make_folders(path):
+    """Make a folder, unless it exists, and those above it; returns its path."""
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+    except (FileExistsError, NotADirectoryError) as error:
+        rule = "must be a folder, but is a file or a link to a folder that is gone"
+        raise UserError(f"{error.filename} {rule}; remove it") from None
+    return path
 
 
 def find_run(name, *also):

@@ -6,7 +6,7 @@
 hf/architectures.py has the architectures and the options that a network must have.
 """
 
-from errors import UNFINISHED, catch_ctrl_c, command, require
+from errors import UNFINISHED, catch_ctrl_c, command, quote, require
 
 if __name__ == "__main__":
     catch_ctrl_c()
@@ -135,5 +135,5 @@ if __name__ == "__main__":
         trust = ", trust_remote_code=True" if (options.path / "modeling_kestrel.py").exists() else ""
         use = f"load it with AutoModelForCausalLM.from_pretrained({str(options.path)!r}{trust})"
         if options.path.suffix == ".gguf":
-            use = f"continue a text: llama-completion -m {options.path} -p TEXT -n 100"
+            use = f"continue a text: llama-completion -m {quote(options.path)} -p TEXT -n 100"
         print(f"wrote {options.path}; {use}")

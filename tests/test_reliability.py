@@ -99,6 +99,9 @@ def test_a_last_checkpoint_that_cannot_be_written_is_an_error(folder, run, monke
 def test_a_read_only_folder_is_one_sentence(folder, run):
     (folder / "runs").symlink_to("/sys/kernel")  # in which even root cannot make a folder
     refused(run(steps=2), "runs/run: ")
+    (folder / "runs").unlink()
+    (folder / "runs").symlink_to(folder / "gone")
+    refused(run(steps=2), "runs", "a link to a folder that is gone")
 
 
 def test_losses_that_are_not_finite_stop_the_run(folder, run):
@@ -150,6 +153,15 @@ def test_changed_tokens_are_refused(folder, run):
     refused(resume(), "tokens", "--allow_changes")
     assert resume("--allow_changes")[0] == 0
     assert contents(CHECKPOINT)["tokens_sha256"] != whole["tokens_sha256"]
+
+
+def test_a_finished_run_is_not_resumed(folder, run, monkeypatch):
+    """The sentence names the runs that can be."""
+    with monkeypatch.context() as patch:
+        at_step(patch, 3, lambda: signal.raise_signal(signal.SIGTERM))
+        assert run(name="stopped", steps=8)[0] == 0
+    assert run(name="done", steps=2, eval_every=2)[0] == 0
+    refused(run("--resume"), "runs/done is finished", "runs/stopped is not")
 
 
 def test_a_resumed_run_trains_on_the_text_that_is_named(folder, run):

@@ -3,6 +3,7 @@
 import itertools
 import json
 import re
+import shlex
 import signal
 import sys
 import time
@@ -52,6 +53,7 @@ def test_lines_fit_the_terminal(folder, monkeypatch, capsys, columns, has):
     lines = [text.split("\n")[0] for text in out.split("\r\x1b[K")]
     progress = [line for line in lines if re.match(r"step \d/4  loss", line)]
     assert len(progress) == 4 and all(has in line for line in progress)
+    assert columns < 80 or ("? left" in progress[0] and "0:00:0" in progress[1])
     assert max(map(len, progress)) < columns
 
 
@@ -70,6 +72,15 @@ def test_resuming_drops_later_records_and_a_cut_line(folder, run):
     records = [json.loads(line) for line in after]
     assert [record["step"] for record in records] == [0, 1, 2, 2, 3, 4, 4]
     assert all(a["seconds"] < b["seconds"] for a, b in itertools.pairwise(records))  # it goes on from step 2
+
+
+def test_printed_commands_are_quoted(folder, capsys, monkeypatch):
+    name = "my $run"
+    at_step(monkeypatch, 3, lambda: signal.raise_signal(signal.SIGTERM))
+    stopped, ended = in_process(capsys, **FAST | SHORT | dict(name=name)).stdout, in_process(capsys, "--resume").stdout
+    for out, words in ((stopped, "resume with: "), (ended, "sample from it: ")):
+        (command,) = (line.split(words)[1] for line in out.splitlines() if words in line)
+        assert shlex.split(command)[-1] == f"runs/{name}"
 
 
 @pytest.mark.slow

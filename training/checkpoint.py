@@ -25,9 +25,9 @@ import torch
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_map_only
 
-from data.files import RUNS, atomic_file, lock_file
+from data.files import RUNS, atomic_file, lock_file, make_folders
 from data.tokenizer import STORED, to_state
-from errors import UNFINISHED, UserError, require
+from errors import UNFINISHED, UserError, quote, require
 from model import GPT, GPTConfig
 from training.fsdp import gather, spread_like
 
@@ -69,7 +69,7 @@ class Run:
         config, corpus = self.config, self.corpus
         step, tokens_sha256 = saved["step"], saved["tokens_sha256"]
         finished = f"{self.folder} is finished at step {step}; to train on, give more --steps and --allow_changes"
-        require(step < config.steps, finished)
+        require(step < config.steps, f"{finished}{''.join(f'; {run} is not' for run in unfinished_runs())}")
         same_tokenizer = saved["tokenizer"] == to_state(corpus.tokenizer)
         require(same_tokenizer, f"{self.folder} was trained with another tokenizer; change --tokenizer back")
         require(
@@ -119,7 +119,7 @@ class Run:
         if problem := divergence(best, float(loss), val_loss, int(optimizer.bad_in_row), model.config.vocab_size):
             if self.ranks.rank == 0:
                 self._wait("checkpoint.pt")
-                command = f"--resume {self.folder} --learning_rate LOWER --allow_changes"
+                command = f"--resume {quote(self.folder)} --learning_rate LOWER --allow_changes"
                 self._warn(f"no checkpoint of step {step} is written: {problem}; go on from the one before: {command}")
             return
         threads = torch.get_num_threads() if self.ranks.world == 1 else None
@@ -194,10 +194,11 @@ def divergence(best, loss, val_loss, skipped, vocab_size):
 
 def make_folder(name):
     """Make and return runs/NAME, or runs/NAME-2, -3, ... if that exists: a new run overwrites nothing."""
+    make_folders(RUNS)
     for number in itertools.count(1):
         folder = RUNS / (name if number == 1 else f"{name}-{number}")
         with suppress(FileExistsError):
-            folder.mkdir(parents=True)
+            folder.mkdir()
             UNFINISHED.add(folder)  # until its first step
             return folder
 
@@ -209,6 +210,15 @@ def checkpoints(folder):
     older = sorted((int(step) for step in steps if step.isdecimal()), reverse=True)
     names = ["checkpoint.pt", *(f"checkpoint-{step}.pt" for step in older)]
     return [path for name in names if (path := folder / name).exists()]
+
+
+def unfinished_runs():
+    """Folders of runs whose newest checkpoint is not of their last step."""
+    for path in RUNS.glob("*/checkpoint.pt"):
+        with suppress(OSError, UserError):  # another run that is damaged
+            saved = load_checkpoint(path, weights=False)
+            if saved["step"] < saved["config"].get("steps", 0):
+                yield path.parent
 
 
 def load_first(paths, weights=True):

@@ -12,7 +12,7 @@ from torch.nn.utils import get_total_norm
 
 from attention.gpu import HAS_TRITON
 from attention.ops import may_launch
-from errors import require
+from errors import quote, require
 from kernels.fp8 import Scales
 from training.device import resolve_dtype
 from training.fsdp import gather, is_spread, local, on_whole_matrices, spread_like
@@ -134,7 +134,7 @@ class Optimizer:
             bad < self.config.max_bad_steps,
             f"loss or gradient norm were not finite in {bad} steps in a row, from step {step - bad + 1} on: "
             f"{batches.describe(step - bad)}; look at that batch, or resume with a lower rate: "
-            f"--resume {folder} --learning_rate {rate:g}{least} --allow_changes",
+            f"--resume {quote(folder)} --learning_rate {rate:g}{least} --allow_changes",
         )
 
     def state(self):
@@ -219,9 +219,9 @@ def note_new_rate(saved, config):
     saved: contents of the checkpoint. config: Config of the resumed run.
     """
     step = saved["step"]
-    old, new = learning_rate(step, SimpleNamespace(**saved["config"])), learning_rate(step, config)
-    if not math.isclose(old, new, rel_tol=0.01):
-        print(f"note: the learning rate of step {step} changes from {old:.2g} to {new:.2g}", file=sys.stderr)
+    old, new = (f"{learning_rate(step, each):.2g}" for each in (SimpleNamespace(**saved["config"]), config))
+    if old != new:
+        print(f"note: the learning rate of step {step} changes from {old} to {new}", file=sys.stderr)
 
 
 class AdamW(torch.optim.AdamW):

@@ -4,7 +4,6 @@ import json
 import math
 import os
 import re
-import shlex
 import sys
 import time
 import warnings
@@ -17,6 +16,7 @@ import torch
 
 from data.files import atomic_file
 from data.loader import windowed
+from errors import quote
 from training.device import resolve_dtype
 
 # Dense bf16/fp16 tensor-core TFLOP/s from the vendors' data sheets, by the first of these parts in the device's name.
@@ -123,7 +123,6 @@ class Report:
         now, steps = time.perf_counter(), self.config.steps
         seconds = (now - self.lap_began) / (step - self.lap_step)
         self.lap_began, self.lap_step = now, step
-        left = (steps - step) * (now - self.first_began) / max(step - self.first_step, 1)  # with evaluations
         record = dict(
             step=step, seconds=now - self.began, loss=loss, learning_rate=learning_rate,
             grad_norm=grad_norm, skipped_steps=int(skipped),
@@ -137,7 +136,11 @@ class Report:
         fields = [f"step {step}/{steps}", f"loss {loss:.4f}"]
         fields += [f"val {self.val_loss:.4f}"] if self.val_loss is not None else []
         fields += [f"{skipped:.0f} skipped"] if skipped else []
-        fields += [f"{record['tokens_per_second']:,.0f} tokens/s", f"{timedelta(seconds=round(left))} left"]
+        left = "?"  # after the first step, which may compile
+        if step > self.first_step:
+            seconds = (steps - step) * (now - self.first_began) / (step - self.first_step)  # with evaluations
+            left = timedelta(seconds=round(seconds))
+        fields += [f"{record['tokens_per_second']:,.0f} tokens/s", f"{left} left"]
         fields += [f"norm {grad_norm:.2f}", f"lr {learning_rate:.2e}"]
         fields += [f"MFU {record['mfu']:.1%}"] if self.peak else []
         show_progress(fields)
@@ -170,7 +173,7 @@ class Report:
             return
         if step < self.config.steps:
             command = "torchrun ... train.py" if "WORLD_SIZE" in os.environ else "python train.py"
-            show(f"stopped at step {step}; resume with: {command} --resume {self.folder}")
+            show(f"stopped at step {step}; resume with: {command} --resume {quote(self.folder)}")
         else:
             with only_warn("reading metrics.jsonl"):
                 if found := best_of(read_metrics(self.folder)):
@@ -178,12 +181,12 @@ class Report:
             trained = timedelta(seconds=round(time.perf_counter() - self.began))
             show(f"trained for {trained}; losses are drawn in {self.folder / 'loss.png'}")
             flag = " --chat" if self.config.data == "chat" else ""
-            show(f"sample from it: python sample.py {self.folder}{flag}")
+            show(f"sample from it: python sample.py {quote(self.folder)}{flag}")
             if write:
                 self.sample(step, write)
         plot_losses(self.folder)
         if self.wandb:
-            command = f"wandb sync {shlex.quote(str(self.folder / 'wandb' / 'latest-run'))}"
+            command = f"wandb sync {quote(self.folder / 'wandb' / 'latest-run')}"
             with only_warn("closing wandb", f"to send the rest later, type {command}"):
                 self.wandb.finish()
 
