@@ -75,7 +75,7 @@ def prepare(name, tokenizer_spec, input=None, options=None, threads=None, replac
     """Prepare a corpus and open it. An older one from another source or options is replaced at the end.
 
     An interrupted preparation goes on after the last finished input file. A complete one is only verified.
-    replace: if False, an older one, even if it is unfinished, is a UserError.
+    replace: if False, one with other options, even if it is unfinished, is a UserError.
 
     Args:
         name, input: as for data.sources.find_source. tokenizer_spec: as for data.tokenizer.make_tokenizer.
@@ -92,8 +92,10 @@ def prepare(name, tokenizer_spec, input=None, options=None, threads=None, replac
         if manifest and manifest["request"] == request:
             with suppress(UserError):  # a shard is damaged
                 return load_corpus(folder, manifest, verify=True)
-        for old in () if replace or name == "tokens" else (folder, new):
-            _require_same(old, request)
+        if not replace and name != "tokens":
+            _require_options(folder, request["options"])
+            # a bad line may have ended it, after which the same command with --skip_bad begins anew
+            _require_options(new, {k: v for k, v in request["options"].items() if k != "skip_bad"})
         if name == "tokens":
             new.mkdir(exist_ok=True)
             write_manifest(new, {"request": request} | index_tokens(source, tokenizer_spec))
@@ -112,14 +114,13 @@ def _unfinished(folder):
     return folder.with_name(f"{folder.name}.building")
 
 
-def _require_same(folder, request):
-    """UserError if a folder has tokens that were prepared with other options or from other files."""
+def _require_options(folder, options):
+    """UserError if a folder has tokens that were prepared with other options."""
     if manifest := read_manifest(folder):
-        tokens, old, new = sum(manifest[split]["tokens"] for split in SPLITS), manifest["request"], request["options"]
-        how = [f"with --{k} {quote(v)}" for k, v in old["options"].items() if v != new[k]]
-        how += ["from other files"] * (old["source_sha256"] != request["source_sha256"])
-        remedy = "--force replaces them, and another GPT_DATA keeps both"
-        require(not (tokens and how), f"{folder} has {tokens:,} tokens prepared {' and '.join(how)}; {remedy}")
+        tokens, old = sum(manifest[split]["tokens"] for split in SPLITS), manifest["request"]["options"]
+        others = ", ".join(f"{name}={value}" for name, value in old.items() if value != options.get(name, value))
+        remedy = "replace them with --force, or keep both by setting GPT_DATA to another folder"
+        require(not (tokens and others), f"{folder} has {tokens:,} tokens, prepared with {others}; {remedy}")
 
 
 def _find_tokens(sha256, tokenizer_spec, verify):
