@@ -5,7 +5,7 @@
     torchrun --nproc_per_node=4 train.py configs/gpt2.py                  several GPUs of a host
 
 A run writes runs/NAME/: config.json, kestrel.json (the tokenizer), metrics.jsonl, checkpoints, best.pt and loss.png.
-Ctrl-C, SIGTERM and a closed terminal save and stop; SIGUSR1 saves and goes on. A report that fails ends no run.
+Ctrl-C, SIGTERM and a closed terminal save and stop; SIGUSR1 saves and goes on. If a report fails, training goes on.
 """
 
 from errors import UNFINISHED, catch_ctrl_c, command
@@ -76,12 +76,12 @@ def evaluate(model, batches, config, ranks):
 
 
 def train(config, argv=()):
-    """One run; returns the best validation loss in nats per token. argv: the command line that --depth needs again."""
+    """One run; returns the best validation loss in nats per token. argv: the command line that config is from."""
     ranks = start_distributed(config)
     config = ranks.broadcast(config)  # with --resume alone, ranks may have found different runs
     set_precision(config.deterministic, ranks.on_gpu)
     saved = load_first(checkpoints(config.resume)) if config.resume else {}
-    corpus = open_on_all_ranks(config, ranks, saved)
+    corpus = open_on_all_ranks(config, ranks, saved, argv)
     if config.depth and not config.resume:  # batch, rates and steps depend on the corpus
         config = load_config(argv, corpus)
     batches = Batches(corpus.train, config.block_size, config.batch_size, config.seed)

@@ -165,20 +165,25 @@ def test_a_finished_run_is_not_resumed(folder, run, monkeypatch):
 
 
 def test_a_resumed_run_trains_on_the_text_that_is_named(folder, run):
-    """Or is refused; its own text may have another place."""
+    """Or is refused. Its own text may have another place, and be named although it was edited."""
     assert run(steps=4, eval_every=4)[0] == 0
-    before = contents(CHECKPOINT)
-    (folder / "other.txt").write_text((folder / "corpus.txt").read_text().replace("sea", "lake"))
-    more = ["--resume", "--steps", "6", "--allow_changes"]
+    before, text = contents(CHECKPOINT), (folder / "corpus.txt").read_text()
+    (folder / "other.txt").write_text(text.replace("sea", "lake"))
+    other = prepare("text", "bytes", "other.txt").sha256
     for named in (["--tokenizer", "bytes+eot"], ["--depth", "3"], ["--tokens", "10"], ["--name", "new"]):
-        refused(run(*more, *named), named[0].strip("-"))
+        refused(run("--resume", "--steps", "6", "--allow_changes", *named), named[0].strip("-"))
         assert same(contents(CHECKPOINT), before)
-    (folder / "corpus.txt").rename(folder / "moved.txt")
-    assert run(*more, "--input", "moved.txt")[0] == 0
-    assert contents(CHECKPOINT)["tokens_sha256"] == before["tokens_sha256"]
-    assert run("--resume", "--steps", "7", "--input", "other.txt", "--allow_changes")[0] == 0
-    assert contents(CHECKPOINT)["tokens_sha256"] == prepare("text", "bytes", "other.txt").sha256
-    assert contents(CHECKPOINT)["config"]["input"] == "other.txt"
+    moved = (folder / "corpus.txt").rename(folder / "moved.txt")
+    for steps, name, edited, expected in (
+        (5, "moved.txt", text, before["tokens_sha256"]),
+        (6, "moved.txt", text.replace("sea", "lake"), other),
+        (7, "moved.txt", text, before["tokens_sha256"]),
+        (8, "other.txt", text, other),
+    ):
+        moved.write_text(edited)
+        assert run("--resume", "--steps", str(steps), "--input", name, "--allow_changes")[0] == 0
+        saved = contents(CHECKPOINT)
+        assert (saved["tokens_sha256"], saved["config"]["input"]) == (expected, name)
 
 
 @pytest.mark.parametrize("checkpoint", [True, False])

@@ -290,8 +290,7 @@ def resumed_config(folder, flags):
     before, config = Config(**record), parse_flags(Config, flags, record)
     for name in FIXED_ON_RESUME:
         value, old = getattr(config, name), getattr(before, name)
-        rule = "which cannot change in a run that has begun"
-        require(value == old, f"{folder} has {name}={old}, {rule}; leave out --{name} {value} (--steps trains longer)")
+        require(value == old, f"{folder} has {name}={old}, which cannot change any more; leave out --{name} {value}")
     for name, value in asdict(config).items():
         require(
             value == getattr(before, name) or name in FREE_ON_RESUME or config.allow_changes,

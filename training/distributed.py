@@ -82,16 +82,19 @@ def end_distributed():
         dist.destroy_process_group()
 
 
-def open_on_all_ranks(config, ranks, saved):
+def open_on_all_ranks(config, ranks, saved, argv):
     """The Corpus. The first rank of each host prepares it if need be, and then the other ranks open it.
 
-    saved: contents of the checkpoint to resume from, or {}. The tokens that it was trained on are found by their
-    sha256, wherever their text is now, unless the options name another text or tokenizer.
+    Args:
+        saved: contents of the checkpoint to resume from, or {}. The tokens that it was trained on are found by their
+            sha256, wherever their text is now, unless a text or tokenizer is named: by argv, or in config after a crash
+            before the first checkpoint with it.
     """
     before, sha256 = saved.get("config"), None
-    if before and (config.data, config.input) == (before["data"], before["input"]):
+    if before and not {flag.partition("=")[0] for flag in argv} & {"--data", "--input", "--tokenizer"}:
         same_tokenizer = config.tokenizer in (before["tokenizer"], f"run:{config.resume}")
-        sha256 = saved["tokens_sha256"] if same_tokenizer else None
+        if same_tokenizer and (config.data, config.input) == (before["data"], before["input"]):
+            sha256 = saved["tokens_sha256"]
     open_here = partial(open_corpus, config.data, config.tokenizer, config.input or None, sha256=sha256)
     is_first = os.environ.get("LOCAL_RANK", "0") == "0"
     corpus = open_here(verify=config.verify) if is_first else None
