@@ -63,7 +63,7 @@ def fail(sentence):
 class Output:
     """A standard stream whose reader, terminal or disk may go away: what cannot be written is dropped.
 
-    needed: whether that ends the command instead, without a word if nobody is there to read.
+    needed: end the command instead; silently if the reader has gone.
     """
 
     def __init__(self, stream, needed=False):
@@ -89,7 +89,7 @@ class Output:
         except OSError as error:
             if self.needed:
                 nobody_reads = error.errno in (errno.EPIPE, errno.EIO)
-                sys.exit(1 if nobody_reads else f"error: cannot write the output ({error.strerror}); make room for it")
+                sys.exit(1 if nobody_reads else f"error: cannot write to standard output ({error.strerror})")
 
     def end(self):
         """Drop what is still buffered if it cannot be written, because Python writes it once more when it ends."""
@@ -108,6 +108,9 @@ def command(out_of_memory="", fail=fail, needs_output=False):
         fail: prints the sentence and exits.
         needs_output: whether the command ends when its standard output cannot be written.
     """
+    while (spare := os.open(os.devnull, os.O_RDWR)) < 3:  # else a file of the run gets the number of a closed stream
+        pass
+    os.close(spare)
     out, err = Output(sys.stdout, needs_output), Output(sys.stderr)
     if hasattr(sys.stdin, "reconfigure"):
         sys.stdin.reconfigure(errors="replace")  # what is typed or piped in another encoding
@@ -124,5 +127,6 @@ def command(out_of_memory="", fail=fail, needs_output=False):
                 raise
             fail(sentence)
         finally:
-            out.end(), err.end()
+            out.end()
+            err.end()
             remove_unfinished()

@@ -133,7 +133,7 @@ def test_a_run_ends_although_wandb_has_gone_away(folder):
 
 @pytest.mark.parametrize("server", ["fails", "is out of reach"])
 def test_an_error_of_wandb_ends_only_its_logging(folder, monkeypatch, capsys, server):
-    """Not every error has a message. A sample is printed without control characters."""
+    """Not every error has a message, or is an Exception. A sample is printed without control characters."""
 
     def log(values):
         if values["step"] == 3:
@@ -141,7 +141,7 @@ def test_an_error_of_wandb_ends_only_its_logging(folder, monkeypatch, capsys, se
 
     def init(**options):
         if server == "is out of reach":
-            raise TimeoutError
+            raise SystemExit("TimeoutError")
         return SimpleNamespace(id="7", log=log, finish=log, define_metric=lambda *_, **options: None)
 
     monkeypatch.setitem(sys.modules, "wandb", SimpleNamespace(init=init))

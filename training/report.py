@@ -50,8 +50,12 @@ class Report:
         self.began = self.plotted = self.first_began = self.lap_began = time.perf_counter()
         self.first_step = self.lap_step = start
         self.val_loss, self.wandb = None, None
+        self.sync_later = f"to send the rest later, type: wandb sync {quote(folder / 'wandb' / 'latest-run')}"
         # Steps after `start` are repeated, and so is the evaluation of step 0 if that is the start.
-        found = read_metrics(folder) if self.enabled else []
+        found = []
+        if self.enabled:
+            with only_warn("reading metrics.jsonl"):
+                found = read_metrics(folder)
         self.kept = [record for record in found if 0 < start >= record["step"]]
         self.waiting = []  # records before the end of the first step; until then a resumed run stays as it was
         self.began -= self.kept[-1].get("seconds", 0) if self.kept else 0  # the time between processes does not count
@@ -184,10 +188,10 @@ class Report:
             show(f"sample from it: python sample.py {quote(self.folder)}{flag}")
             if write:
                 self.sample(step, write)
-        plot_losses(self.folder)
+        if self.waiting is None:
+            plot_losses(self.folder)
         if self.wandb:
-            command = f"wandb sync {quote(self.folder / 'wandb' / 'latest-run')}"
-            with only_warn("closing wandb", f"to send the rest later, type {command}"):
+            with only_warn("closing wandb", self.sync_later):
                 self.wandb.finish()
 
     def _write(self, record):
@@ -200,7 +204,7 @@ class Report:
             file.write(json.dumps(record) + "\n")
         if self.wandb:
             run, self.wandb = self.wandb, None  # not used again after an error
-            with only_warn("logging to wandb"):
+            with only_warn("logging to wandb", self.sync_later):
                 run.log(record)
                 self.wandb = run
 
@@ -224,13 +228,13 @@ def start_wandb(folder, config):
 
 
 @contextmanager
-def only_warn(action, remedy="which does not touch the training"):
+def only_warn(action, remedy="training goes on"):
     """Print a warning if this block fails, so that a report cannot end the run."""
     try:
         yield
-    except Exception as error:  # a full disk, or wandb, whose errors have no common base class
+    except (Exception, SystemExit) as error:  # a full disk, or wandb, whose errors have no common base class
         reason = (str(error) or type(error).__name__).splitlines()[0]
-        show(f"warning: {action} failed ({reason}), {remedy}", file=sys.stderr)
+        show(f"warning: {action} failed ({reason}); {remedy}", file=sys.stderr)
 
 
 def show(text, end="\n", file=None):
