@@ -38,16 +38,17 @@ class Sampling:
 
 
 def choose(logits, sampling, keys, positions):
-    """One token for each row of logits [B, V] float32: [B] int64.
+    """One token for each row of logits [B, V] float32: [B] int64. A row with NaN, or with -inf alone, gives V.
 
     The random numbers are a function of key, position and token, so they do not depend on the rest of the batch.
 
     Args:
         sampling: Sampling. keys: [B] int64, of sample_keys(). positions: [B] int64, of the new tokens in their texts.
     """
-    if sampling.temperature == 0:
-        return logits.argmax(-1)
     vocabulary = logits.shape[-1]
+    if sampling.temperature == 0:
+        best, chosen = logits.max(-1)
+        return chosen.masked_fill_(~(best > float("-inf")), vocabulary)
     best, least = limits(logits, sampling)
     log_min_p = math.log(sampling.min_p) if sampling.min_p else float("-inf")
     # Gumbel-max: take the token with the smallest exponential variable divided by its probability
@@ -57,14 +58,20 @@ def choose(logits, sampling, keys, positions):
         return gumbel_scores(logits, best, least, keys, positions, sampling.temperature, log_min_p).argmax(-1)
     tokens = torch.arange(vocabulary, device=logits.device)
     if least is not None and logits.device.type == "cpu":  # elsewhere the host would have to wait
-        tokens = (logits >= least).any(0).nonzero().squeeze(1)
+        tokens = (logits < least).all(0).logical_not().nonzero().squeeze(1)  # with NaN, all
         logits = logits[:, tokens]
     scores = (logits - best) / sampling.temperature  # at most 0, so a tiny temperature cannot overflow
     scores = scores.masked_fill(scores < log_min_p, float("-inf"))
     if least is not None:
         scores = scores.masked_fill(logits < least, float("-inf"))
     chosen = (scores - exponential(mix(keys + positions)[:, None], tokens).log()).argmax(-1)
-    return chosen if len(tokens) == vocabulary else tokens[chosen]
+    return tokens[chosen].masked_fill_(~(best[:, 0] > float("-inf")), vocabulary)
+
+
+def refuse_nan(model, where):
+    """Raise the UserError of a GPT that computes NaN. where: for which text."""
+    name, rule = getattr(model, "source", "the model"), "its weights are damaged or its training diverged"
+    require(False, f"{name} computes probabilities of NaN for {where}: {rule}; take an earlier checkpoint")
 
 
 def has_kernels(logits):
@@ -75,6 +82,7 @@ def has_kernels(logits):
 def limits(logits, sampling):
     """The largest logit, and the smallest that top_k and top_p keep: [B, 1] each, the second None if they keep all.
 
+    The largest of a row with NaN is NaN.
     Tokens with equal logits are kept or dropped together: which of them topk() takes may depend on the batch.
     """
     top_k = sampling.top_k if sampling.top_k < logits.shape[-1] else 0
@@ -88,8 +96,8 @@ def limits(logits, sampling):
         values = logits.topk(top_k).values if top_k else logits.sort(stable=True, descending=True).values
         weights = (((values - best) / sampling.temperature).exp() * 2**32).long()  # integers: their sums are exact
         before, total = weights.cumsum(-1) - weights, weights.sum(-1, keepdim=True)
-        count = (before.float() < sampling.top_p * total.float()).sum(-1, keepdim=True)  # at least 1
-        return best, values.gather(-1, count - 1)
+        last = (before[:, 1:].float() < sampling.top_p * total.float()).sum(-1, keepdim=True)  # the first is kept
+        return best, values.gather(-1, last)
     if top_k:
         return best, logits.topk(top_k, sorted=False).values.amin(-1, keepdim=True)
     return best, None

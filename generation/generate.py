@@ -20,7 +20,7 @@ from data.chat import TURNS, encode_prompt
 from data.tokenizer import end_of_text
 from errors import require
 from generation.cache import Cache
-from generation.choose import Sampling, choose, sample_keys
+from generation.choose import Sampling, choose, refuse_nan, sample_keys
 from generation.text import TextStream, encode
 from model import RMSNorm
 from training.device import WARM_UPS, CUDAGraph
@@ -46,8 +46,8 @@ def generate(model, tokenizer, prompt, *, seed=1337, max_tokens=500, stop=(), ig
         sampling: temperature, top_k, top_p and min_p, as in Sampling.
 
     Raises:
-        UserError: an option is wrong, the tokenizer lacks a character, or the prompt is empty and the tokenizer has no
-            end-of-text token.
+        UserError: an option is wrong, the tokenizer lacks a character, the prompt is empty and the tokenizer has no
+            end-of-text token, or the model computes NaN.
     """
     generator = Generator(model, tokenizer, 1, Sampling(**sampling), seed)
     for _, piece in generator.stream([prompt], max_tokens, stop, ignore_eot):
@@ -241,7 +241,7 @@ class Generator:
 
     @torch.inference_mode()
     def _step(self):
-        """Add the newest tokens to the cache and choose the next ones; returns the logits."""
+        """Add the newest tokens to the cache and choose the next ones; returns the logits and what choose() does."""
         with self._threads(self.batch):
             view = self.cache.step()
             if self.fused and may_launch(self.newest):
@@ -266,14 +266,14 @@ class Generator:
         if self.config.mask_documents:  # the next token begins another document, at position 0
             self.cache.lengths.mul_(self.newest != self.config.end_of_text)
         self.positions += 1
-        self.newest.copy_(tokens)
-        return logits
+        torch.clamp(tokens, max=logits.shape[-1] - 1, out=self.newest)  # of NaN; the host reads the tokens later
+        return logits, tokens
 
     def _take_step(self, slot):
         """Choose the next tokens and start to copy them to the host, into host_tokens[slot]."""
         with torch.cuda.device_of(self.newest):  # events are recorded on the stream of the current device
-            self.logits = self.graph() if self.graph else self._step()
-            self.host_tokens[slot].copy_(self.newest, non_blocking=self.copied is not None)
+            self.logits, tokens = self.graph() if self.graph else self._step()
+            self.host_tokens[slot].copy_(tokens, non_blocking=self.copied is not None)
             if self.copied:
                 self.copied[slot].record()
 
@@ -281,7 +281,9 @@ class Generator:
         if self.copied:
             self.copied[slot].synchronize()
         tokens = self.host_tokens[slot].tolist()
-        for text, token in zip(self.texts, tokens, strict=True):
+        for row, (text, token) in enumerate(zip(self.texts, tokens, strict=True)):
+            if token >= self.tokenizer.n_vocab:
+                refuse_nan(self.model, f"token {len(text) + 1} of sample {row + 1}")
             text.append(token)
         return tokens
 

@@ -16,9 +16,10 @@ BLOCK = 1024
 
 def gumbel_scores(logits, best, least, keys, positions, temperature, log_min_p):
     """(logits - best) / temperature - log(E) with exponential variables E, as choose() of generation/choose.py defines
-    them: [B, V] float32.
+    them: [B, V + 1] float32.
 
-    Tokens below `least`, or with a first term below log_min_p, score -inf.
+    Tokens below `least`, or with a first term below log_min_p, score -inf. The last column is -inf, but where `best` is
+    NaN or -inf, it is the largest of its row.
 
     Args:
         logits: [B, V] float32 on a GPU, the last dimension contiguous. best, least: [B, 1] float32; least may be None.
@@ -26,10 +27,10 @@ def gumbel_scores(logits, best, least, keys, positions, temperature, log_min_p):
     """
     refuse_unseen("gumbel_scores", logits, best, least, keys, positions)
     rows, vocabulary = logits.shape
-    scores = logits.new_empty(rows, vocabulary)
+    scores = logits.new_empty(rows, vocabulary + 1)
     overlap = can_overlap(logits.device)
     with torch.cuda.device_of(logits):
-        gumbel_kernel[rows, triton.cdiv(vocabulary, BLOCK)](
+        gumbel_kernel[rows, triton.cdiv(vocabulary + 1, BLOCK)](
             logits, best.contiguous(), None if least is None else least.contiguous(), keys, positions, scores,
             logits.stride(0), vocabulary, 1 / temperature, log_min_p, BLOCK, overlap, num_warps=4,
             launch_pdl=overlap, enable_fp_fusion=True,
@@ -54,7 +55,8 @@ def gumbel_kernel(
     token = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = token < vocabulary
     logit = tl.load(logits + row * stride + token, inside, float("-inf"))
-    score = (logit - tl.load(best + row)) * inverse_temperature
+    top = tl.load(best + row)
+    score = (logit - top) * inverse_temperature
     score = tl.where(score < log_min_p, float("-inf"), score)
     if least is not None:
         score = tl.where(logit < tl.load(least + row), float("-inf"), score)
@@ -65,4 +67,7 @@ def gumbel_kernel(
     u = tl.minimum(u, 1 - 5.9604644775390625e-08)  # never 1
     w = 1 - u
     exponential = tl.where(w == 1, u, -tl.log(w) * (u / (1 - w)))  # -log(1 - u), exact for small u too (Kahan)
-    tl.store(scores + row * vocabulary + token, score - tl.log(exponential), inside)
+    known = top > float("-inf")
+    score = tl.where(token < tl.where(known, vocabulary, 0), score - tl.log(exponential), float("-inf"))
+    score = tl.where(inside, score, tl.where(known, float("-inf"), 0.0))
+    tl.store(scores + row * (vocabulary + 1) + token, score, token <= vocabulary)

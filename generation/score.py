@@ -12,6 +12,7 @@ from torch.nn.utils.rnn import pad_sequence
 from tqdm import tqdm
 
 from data.chat import Windows
+from generation.choose import refuse_nan
 from training.device import autocast
 
 CHUNK = 1024  # tokens whose logits are computed at once: 200 MB for GPT-2's vocabulary
@@ -26,6 +27,9 @@ def score(model, texts, batch_size, stride=None):
         texts: list of (ids [count], start): ids[start:] are scored once, each given the ids before it in its window.
         stride: tokens from one window of a text to the next; None takes block_size. The last window reaches back as
             far as the others, as in lm-evaluation-harness.
+
+    Raises:
+        UserError: the model computes NaN.
     """
     device, block_size, windows = model.embed.weight.device, model.config.block_size, []
     for number, (ids, start) in enumerate(texts):
@@ -53,6 +57,8 @@ def score(model, texts, batch_size, stride=None):
                 misses.index_add_(0, owner, (logits.argmax(-1) != expected).cpu().double())
         bar.update(len(rows))
     bar.close()
+    if likelihoods.isnan().any():
+        refuse_nan(model, f"text {int(likelihoods.isnan().nonzero()[0]) + 1}")
     return likelihoods.tolist(), (misses == 0).tolist()
 
 

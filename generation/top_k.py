@@ -22,7 +22,7 @@ LOWEST = tl.constexpr(-(2**31))
 
 
 def best_and_kth(logits, k):
-    """The largest and the k-th largest of each row of logits [B, V] float32 on a GPU: [B, 1] each.
+    """The largest and the k-th largest of each row of logits [B, V] float32 on a GPU: [B, 1] each; NaN is the largest.
 
     k: int, at most V and MOST. The last dimension is contiguous.
     """
@@ -52,12 +52,14 @@ def maxima_kernel(logits, maxima, stride, vocabulary, chunks, BLOCK: tl.constexp
     chunk = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     token = chunk[:, None] * CHUNK + tl.arange(0, CHUNK)[None, :]
     values = tl.load(logits + row * stride + token, token < vocabulary, float("-inf"))
-    tl.store(maxima + row * chunks + chunk, tl.max(values, 1), chunk < chunks)
+    keys = ordered(tl.where(values != values, float("nan"), values).to(tl.int32, bitcast=True))  # NaN without a sign
+    tops = ordered(tl.max(keys, 1)).to(tl.float32, bitcast=True)
+    tl.store(maxima + row * chunks + chunk, tops, chunk < chunks)
 
 
 @triton.jit
 def ordered(bits):
-    """The bits of float32 numbers as int32 numbers of the same order; also the way back."""
+    """The bits of float32 numbers as int32 numbers of the same order, NaN last; also the way back."""
     return bits ^ ((bits >> 31) & 0x7FFFFFFF)
 
 
@@ -81,8 +83,8 @@ def kth_kernel(
     row = tl.program_id(0).to(tl.int64)
     chunk = tl.arange(0, CHUNKS)
     tops = tl.load(maxima + row * chunks + chunk, chunk < chunks, float("-inf"))
-    tl.store(best + row, tl.max(tops))
     keys = ordered(tops.to(tl.int32, bitcast=True))
+    tl.store(best + row, ordered(tl.max(keys)).to(tl.float32, bitcast=True))
     t = kth_largest(keys, k)
     above = keys > t
     place = tl.cumsum(above.to(tl.int32), 0) - 1

@@ -75,6 +75,8 @@ def _restore(path, network, tokenizer):
 def load(run="", device="auto", dtype="auto"):
     """(GPT for generation, tokenizer, contents of the checkpoint or, for a Hugging Face model, {"path"}).
 
+    The GPT's attribute `source` is the path and, of a checkpoint, the step.
+
     Args:
         run: as the name in read(). device: auto, cpu, cuda, cuda:N or mps.
         dtype: of the weights, float32 or bfloat16; auto takes bfloat16 on a GPU that has it.
@@ -87,6 +89,7 @@ def load(run="", device="auto", dtype="auto"):
     require_tokenizer(found)
     model = empty_model(replace(found.config, attention="auto"))  # this machine may have other kernels
     model.load_state_dict(found.weights)
+    model.source = str(found.path) + (f", step {step}," if (step := found.contents.get("step")) is not None else "")
     if resolve_dtype(dtype, device) == torch.bfloat16:
         to_bfloat16(model)
     return model.to(device).eval(), found.tokenizer, found.contents

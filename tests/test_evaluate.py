@@ -14,8 +14,9 @@ from test_sample import save
 
 from data.corpus import open_corpus
 from data.tokenizer import make_tokenizer
+from errors import UserError
 from evaluate import evaluate_tasks, load_tasks, read_file
-from generation.score import evaluate_text
+from generation.score import evaluate_text, score
 from model import GPT, GPTConfig
 
 BLOCK = 16
@@ -94,6 +95,15 @@ def test_loss_with_stride_is_that_of_a_loop_over_tokens(tmp_path, monkeypatch, s
     result = evaluate_text(model, tokens, stride=stride, batch_size=3)
     assert result["loss"] == pytest.approx(-likelihood(model, text[:1], text[1:], stride) / (length - 1), rel=1e-5)
     assert result["bits_per_byte"] == pytest.approx(result["loss"] / math.log(2))  # a token is a byte
+
+
+def test_weights_with_nan():
+    model, _ = make_model()
+    model.embed_position.weight.data[2] = torch.nan
+    texts = [(np.array(ids), 1) for ids in ([5, 6, 7], [5, 6, 9, 7])]  # the second has a token at position 2
+    score(model, texts[:1], 1)
+    with pytest.raises(UserError, match="NaN for text 2"):
+        score(model, texts, 1)
 
 
 @pytest.mark.parametrize("spec, between", [("bytes", b"\n\n"), ("bytes+eot", None)])

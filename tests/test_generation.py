@@ -13,7 +13,9 @@ from problems import ON_GPU, needs_gpu
 from attention import decode
 from attention.decode import HAS_TRITON
 from data.tokenizer import LINE_PATTERN, _encoding, make_tokenizer
+from errors import UserError
 from generation import Generator, Sampling, generate, generate_batch
+from generation import choose as choose_module
 from generation.choose import choose, exponential, mix, sample_keys
 from generation.generate import to_bfloat16
 from generation.score import score
@@ -296,7 +298,7 @@ def test_the_kernel_has_the_same_scores(device, options):
     best, least = logits.amax(1, keepdim=True), logits.topk(sampling.top_k).values[:, -1:] if sampling.top_k else None
     log_min_p = math.log(sampling.min_p) if sampling.min_p else -math.inf
     arguments = (x if x is None else x.to(device) for x in (logits, best, least, keys, positions))
-    scores = gumbel_scores(*arguments, sampling.temperature, log_min_p).cpu()
+    scores = gumbel_scores(*arguments, sampling.temperature, log_min_p).cpu()[:, :-1]
     expected = (logits - best) / sampling.temperature
     hidden = (expected < log_min_p) | (logits < (-math.inf if least is None else least))
     expected -= exponential(mix(keys + positions)[:, None], torch.arange(5_003)).log()
@@ -317,6 +319,45 @@ def test_kth_largest(vocabulary, k, device):
     best, kth = best_and_kth(logits, k)
     assert torch.equal(best, logits.amax(1, keepdim=True))
     assert torch.equal(kth, logits.topk(k).values[:, -1:])
+
+
+@pytest.mark.parametrize(
+    "kernels", [False, pytest.param(True, marks=pytest.mark.skipif(not HAS_TRITON, reason="Linux"))]
+)
+@pytest.mark.parametrize(
+    "options",
+    [{}, dict(top_k=5), dict(top_k=0), dict(top_p=0.9), dict(top_k=1, top_p=0.9), dict(min_p=0.1), dict(temperature=0)],
+)
+def test_rows_without_probabilities_have_no_token(options, kernels, device, monkeypatch):
+    """NaN of either sign, or -inf alone; the other rows of the batch have the same tokens as without these."""
+    monkeypatch.setattr(choose_module, "has_kernels", lambda logits: kernels)
+    logits, sampling = torch.randn(6, 300, device=device), Sampling(**options)
+    keys, positions = (torch.arange(6, device=device) + i for i in (0, 9))
+    tokens = choose(logits, sampling, keys, positions)
+    logits[0, 77], logits[2, 299], logits[3], logits[5] = math.nan, -math.nan, math.nan, -math.inf
+    logits[4, :299] = -math.inf
+    tokens[[0, 2, 3, 5]], tokens[4] = 300, 299
+    assert torch.equal(choose(logits, sampling, keys, positions), tokens)
+    bad = logits[[0, 0]]  # no row has a probability
+    assert choose(bad, sampling, keys[:2], positions[:2]).tolist() == [300, 300]
+
+
+@pytest.mark.parametrize("graph", GRAPH)
+@pytest.mark.parametrize("options", [{}, dict(top_k=0), dict(temperature=0)])
+def test_nan_is_one_sentence(options, graph, device):
+    """From the token on that the context of one sample makes NaN."""
+    model = make_model(device, tie_head=False)
+    model.embed.weight.data[126] = math.nan
+    for name in ("the model", "run.pt, step 3,"):
+        with pytest.raises(UserError, match=f"^{name} computes .*NaN for token 3 of sample 2"):
+            generate_batch(model, BYTES, ["ab", "a~"], max_tokens=9, **options)
+        model.source = "run.pt, step 3,"
+    with pytest.raises(UserError, match="token 2 of sample 1"):
+        list(generate(model, BYTES, "~", **options))
+    generator = Generator(model, BYTES, sampling=Sampling(**options), graph=graph)
+    with pytest.raises(UserError, match="token 2 of sample 1"):
+        list(generator.stream(["~"]))
+    assert len(list(generator.tokens([[5]], 3))) == 3  # the next text is computed as ever
 
 
 def test_choices_follow_the_probabilities(device):

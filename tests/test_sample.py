@@ -171,6 +171,15 @@ def test_mistakes(call, flags, words):
     assert out == "" and all(word in message for word in words), message
 
 
+def test_weights_with_nan(run, call):
+    saved = torch.load(run / "checkpoint.pt")
+    saved["model"]["norm.weight"][0] = torch.nan
+    torch.save(saved, run / "checkpoint.pt")
+    code, _, _ = call("--num_samples", "2", "--prompt", "abc")
+    assert code.startswith("error: runs/tiny/checkpoint.pt, step 1, computes ") and "token 4 of sample 1" in code
+    assert load(str(run), "cpu")[0].source == f"{run}/checkpoint.pt, step 1,"
+
+
 def test_damaged_and_foreign_checkpoints(run, call):
     (run / "best.pt").write_bytes(b"damaged")
     code, _, err = call()
