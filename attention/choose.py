@@ -11,7 +11,7 @@ import torch
 from . import ops
 from .checks import DTYPES, check_options, check_ragged, check_seed, check_tensors
 from .features import GRADIENTS, Call, feature_lacking, features_of
-from .gpu import hopper_problem
+from .gpu import hopper_problem, runs_kernels
 from .reference import reference_attention
 from .sdpa import hides_values, sdpa_problem
 from .table import settings_dim
@@ -100,7 +100,7 @@ def _choose(call):
             reason = f"the Hopper kernels do not serve {lack}"
     elif asked == "auto":
         impl, reason = "sdpa", f"the kernels do not compute in {q.dtype}"
-    if impl == "triton" and not (q.is_cuda or os.environ.get("TRITON_INTERPRET") == "1"):
+    if impl == "triton" and not runs_kernels(q.device):
         raise ValueError(f"impl='triton' needs tensors on a CUDA GPU, got {q.device}; use impl='auto' or 'sdpa'")
     if impl == "sdpa" and (lack := sdpa_problem(call)):
         if asked == "sdpa":

@@ -3,7 +3,6 @@
 Letters: B batch, Tq new tokens, S slots of the cache, H query heads, Hkv key/value heads, D and Dv head dims.
 """
 
-import os
 from typing import NamedTuple
 
 import torch
@@ -15,7 +14,7 @@ from . import ops
 from .api import AUTOCAST_DEVICES
 from .checks import DTYPES, check_impl, check_is, check_is_tensor, check_options, check_tensor, check_tensors
 from .features import Call, features_of
-from .gpu import HAS_TRITON
+from .gpu import HAS_TRITON, runs_kernels
 from .ops import LIBRARY, TAGS, outside_graphs
 from .reference import reference_attention
 from .sdpa import sdpa_attention
@@ -89,7 +88,7 @@ def check_decode(q, k, v, lengths, window, scale, softcap, decay_sum, alibi_slop
         check_is_tensor(name, x)
     check_tensors(q, k, v)
     check_impl(impl, IMPLEMENTATIONS)
-    if impl == "triton" and not (q.is_cuda or os.environ.get("TRITON_INTERPRET") == "1"):
+    if impl == "triton" and not runs_kernels(q.device):
         raise ValueError(f"impl='triton' needs tensors on a CUDA GPU, got {q.device}; use impl='auto'")
     check_is("ring", ring, bool)
     options = dict(window=window, scale=scale, softcap=softcap, impl="auto" if impl == "eager" else impl)

@@ -12,6 +12,11 @@ HOPPER = (9, 0)
 SHARED_MEMORY = {(8, 0): 163, HOPPER: 227, (10, 0): 227}  # KiB that one program may use; other chips have 99
 
 
+def runs_kernels(device):
+    """Whether Triton's kernels take tensors of a torch.device."""
+    return device.type == "cuda" or INTERPRETED
+
+
 def chip(device):
     """Compute capability of a CUDA device, such as (9, 0); (0, 0) in the interpreter."""
     return (0, 0) if INTERPRETED else torch.cuda.get_device_capability(device)

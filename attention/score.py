@@ -12,6 +12,7 @@ from typing import NamedTuple
 import torch
 import triton
 import triton.language as tl
+from triton.errors import TritonError
 
 from .reference import drop_probability
 from .score_mod import join_args
@@ -243,7 +244,16 @@ def evaluate_score_mod(score_mod, scores, score_args):
     new, slope = torch.empty_like(scores), torch.empty_like(scores)
     grid = (triton.cdiv(length * length, 256), heads, sequences)
     with torch.cuda.device_of(scores):
-        score_mod_kernel[grid](scores, new, slope, tuple(score_args), length, score_mod)
+        try:
+            score_mod_kernel[grid](scores, new, slope, tuple(score_args), length, score_mod)
+        except TritonError as error:
+            cause = error
+            while cause.__cause__ is not None:
+                cause = cause.__cause__
+            raise ValueError(
+                f"score_mod {score_mod.fn.__qualname__} does not run ({str(cause).splitlines()[-1].strip()}): it takes "
+                "(score, q_pos, k_pos, head, sequence, *score_args), and must return the new score and its derivative"
+            ) from error
     return new, slope
 
 

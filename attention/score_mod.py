@@ -6,6 +6,8 @@ module needs no Triton.
 
 import torch
 
+from .gpu import runs_kernels
+
 FUNCTIONS = {}  # key -> the Triton function
 TWINS = {}  # key -> its attribute `eager`: the same new score in PyTorch, for the reference
 _SEEN = []  # the key of the function that Dynamo traces
@@ -109,10 +111,11 @@ def check_score_mod(score_mod, *score_args, heads, length=64, sequences=2):
     """Compare the derivative that a score_mod returns with differences of its own new score; and with f.eager, if set.
 
     Scores are random, up to about 12; positions run from 0 to length - 1. heads, sequences: how many the rule is asked
-    for; it must not read past its tensors. Runs where score_args are, else on a GPU.
+    for; it must not read past its tensors. Runs where score_args are, else on a GPU; on a CPU in Triton's interpreter,
+    if TRITON_INTERPRET=1 was set at the start.
 
     Raises:
-        ValueError: names the worst score, what was returned and what was expected.
+        ValueError: names the worst score, what was returned and what was expected; or the rule does not run.
     """
     from .ops import refuse_unseen
     from .score import evaluate_score_mod  # imports Triton
@@ -121,6 +124,8 @@ def check_score_mod(score_mod, *score_args, heads, length=64, sequences=2):
     name = name_of(_remember(score_mod))
     default = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     device = next((x.device for x in score_args if isinstance(x, torch.Tensor)), default)
+    if not runs_kernels(device):
+        raise ValueError(f"check_score_mod() cannot run {name} on {device}; use a CUDA GPU, or start with TRITON_INTERPRET=1")
     for i, x in enumerate(score_args):
         if isinstance(x, torch.Tensor):
             check_score_tensor(f"score_args[{i}]", x, device)

@@ -7,11 +7,12 @@ from functools import partial
 import pytest
 import torch
 from problems import MISSES, ON_GPU, by_impl, floats, integers, make_problem, on_hopper, results
+from score_mods import soft_cap
 from test_hopper import CASES as HOPPER_CASES
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from attention import attention, choose, decode, explain, problem
+from attention import attention, check_score_mod, choose, decode, explain, problem
 from attention.api import call_of
 from attention.launcher import Launcher
 
@@ -169,13 +170,18 @@ def test_self_check_notices_a_kernel_that_fails_from_its_second_start_on(impl, r
         assert not check() < 2e-2, damaged
 
 
-def test_kernels_need_a_gpu(undecided, monkeypatch):
-    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+@pytest.mark.parametrize("later", ["0", "1"])
+def test_kernels_need_a_gpu(undecided, later, monkeypatch):
+    """Or the interpreter from the start on: what TRITON_INTERPRET becomes later changes nothing."""
+    monkeypatch.setattr("attention.gpu.INTERPRETED", False)
+    monkeypatch.setenv("TRITON_INTERPRET", later)
     q = torch.randn(1, 10, 2, 16)
     with pytest.raises(ValueError, match=r"impl='triton'.*GPU.*cpu"):
         attention(q, q, q, impl="triton")
     with pytest.raises(ValueError, match="impl='auto'"):
         decode(q[:, :1], q, q, torch.ones(1, dtype=torch.int32), impl="triton")
+    with pytest.raises(ValueError, match=r"soft_cap on cpu.*CUDA GPU.*TRITON_INTERPRET"):
+        check_score_mod(soft_cap, q[0, 0, 0], heads=2)
 
 
 def test_explain_names_the_implementation(device):

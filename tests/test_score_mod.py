@@ -143,6 +143,23 @@ def endless(score, q_pos, k_pos, head, sequence):
     return score + float("inf"), 1.0
 
 
+@triton.jit
+def score_alone(score, q_pos, k_pos, head, sequence):
+    return score * 2
+
+
+@triton.jit
+def few_arguments(score, q_pos):
+    return score * 2, 2.0
+
+
+@pytest.mark.parametrize("function", [score_alone, few_arguments])
+def test_a_rule_that_does_not_run(function, device):
+    name = function.fn.__name__
+    with pytest.raises(ValueError, match=rf"{name} does not run .*must return the new score and its derivative"):
+        check_score_mod(function, heads=2)
+
+
 def test_check_score_mod(device):
     for name in SCORE_MODS:
         arguments = example(name, 4, device)
