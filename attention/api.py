@@ -61,7 +61,9 @@ def attention(
             reference computes f.eager, a PyTorch function of the same arguments that returns the new score. See
             check_score_mod(), and section 9 of docs/attention.md for examples.
         score_args: tuple of contiguous tensors, which f gets as pointers, and of ints and floats. They get no
-            gradient. Another number does not compile f again, unless it is an int that is 1 or a multiple of 16.
+            gradient. Another number does not compile f again, unless it is an int that is 1 or a multiple of 16. But in
+            torch.compile, another float here, or another scale or dropout, makes another graph: give f a tensor of one
+            element.
         lengths: [B] int32, how many tokens of each row are valid: keys past it are invisible, queries standing past it
             give 0, lse -inf also with a sink.
         cu_seqlens: [N + 1] int32, where packed sequences start in the one row (B = 1), and where the last one ends; a

@@ -8,6 +8,7 @@ import triton
 import triton.language as tl
 from problems import BACKEND, CASES, check, floats, make_problem
 from score_mods import SCORE_MODS, alibi, dilated, example, gaussian
+from torch._dynamo.testing import CompileCounterWithBackend
 
 from attention import attention, attention_qkv, check_score_mod
 from attention.score import Rule
@@ -94,6 +95,21 @@ def test_compiles(impl, device):
         outs = [call(function, number) for call in (compiled, forward)]
         torch.testing.assert_close(*outs)
         torch.testing.assert_close(*(torch.autograd.grad(out.square().sum(), qkv)[0] for out in outs))
+
+
+@pytest.mark.parametrize("impl", ["triton", "reference"])
+def test_graphs_of_a_number_that_changes(impl, device):
+    """One if it is a tensor of one element, as docs/attention.md says; ints are two."""
+    q = torch.randn(1, 12, 1, 16, device=device)
+    slopes = [torch.tensor([number / 9], device=device) for number in range(12)]
+    for rule, numbers, most in ((alibi, slopes, 1), (dilated, range(2, 14), 2)):
+        torch._dynamo.reset()
+        counter = CompileCounterWithBackend("aot_eager")
+        attend = partial(attention, q, q, q, score_mod=rule, impl=impl)
+        compiled = torch.compile(lambda x, attend=attend: attend(score_args=(x,)), fullgraph=True, backend=counter)
+        for number in numbers:
+            torch.testing.assert_close(compiled(number), attend(score_args=(number,)))
+        assert counter.frame_count <= most
 
 
 def test_kernels_depend_on_the_source(device):
