@@ -8,8 +8,10 @@ import torch
 
 from .gpu import runs_kernels
 
-FUNCTIONS = {}  # key -> the Triton function
+MOST = 256  # functions that are remembered besides those in graphs of torch.compile
+FUNCTIONS = {}  # key -> the Triton function, the newest last
 TWINS = {}  # key -> its attribute `eager`: the same new score in PyTorch, for the reference
+_TRACED = set()  # keys in graphs
 _SEEN = []  # the key of the function that Dynamo traces
 
 
@@ -29,8 +31,12 @@ def _remember(score_mod):
         raise ValueError(f"score_mod={score_mod!r} is no Triton function; decorate it with @triton.jit")
     source = getattr(score_mod, "cache_key", None) or id(score_mod)  # the interpreter has no cache_key
     key = f"{function.__module__}.{function.__qualname__} {source}"
+    FUNCTIONS.pop(key, None)
     FUNCTIONS[key] = score_mod
     TWINS[key] = getattr(score_mod, "eager", None)
+    while len(FUNCTIONS) > MOST + len(_TRACED):
+        oldest = next(x for x in FUNCTIONS if x not in _TRACED)
+        del FUNCTIONS[oldest], TWINS[oldest]
     return key
 
 
@@ -42,6 +48,7 @@ def _remember_traced(context):
     install_guard(traced.source.make_guard(GuardBuilder.ID_MATCH))  # another function is traced anew
     found = next((getattr(traced, name) for name in ("kernel", "value") if hasattr(traced, name)), traced)
     _SEEN[:] = [_remember(found)]
+    _TRACED.update(_SEEN)
 
 
 def _seen_key():
@@ -125,7 +132,7 @@ def check_score_mod(score_mod, *score_args, heads, length=64, sequences=2):
     default = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     device = next((x.device for x in score_args if isinstance(x, torch.Tensor)), default)
     if not runs_kernels(device):
-        raise ValueError(f"check_score_mod() cannot run {name} on {device}; use a CUDA GPU, or start with TRITON_INTERPRET=1")
+        raise ValueError(f"{name} does not run on {device}; use a CUDA GPU, or start with TRITON_INTERPRET=1")
     for i, x in enumerate(score_args):
         if isinstance(x, torch.Tensor):
             check_score_tensor(f"score_args[{i}]", x, device)

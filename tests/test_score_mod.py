@@ -10,7 +10,7 @@ from problems import BACKEND, CASES, check, floats, make_problem
 from score_mods import SCORE_MODS, alibi, dilated, example, gaussian
 from torch._dynamo.testing import CompileCounterWithBackend
 
-from attention import attention, attention_qkv, check_score_mod
+from attention import attention, attention_qkv, check_score_mod, score_mod
 from attention.score import Rule
 from attention.score_mod import key_of_function
 
@@ -110,6 +110,23 @@ def test_graphs_of_a_number_that_changes(impl, device):
         for number in numbers:
             torch.testing.assert_close(compiled(number), attend(score_args=(number,)))
         assert counter.frame_count <= most
+
+
+def test_functions_are_forgotten(device, monkeypatch):
+    """But those of compiled graphs."""
+    monkeypatch.setattr(score_mod, "MOST", 3)
+    q = torch.randn(1, 12, 1, 16, device=device, requires_grad=True)
+    attend = partial(attention, score_mod=twice(), impl="triton")
+    compiled = torch.compile(lambda q: attend(q, q, q), fullgraph=True, backend=BACKEND, dynamic=True)
+    compiled(q)
+    made = [twice() for _ in range(9)]
+    for function in made:
+        out = attention(q, q, q, score_mod=function, impl="triton")
+    torch.autograd.grad(out.sum(), q)  # of the newest
+    assert not {id(x) for x in made[:-3]} & set(map(id, score_mod.FUNCTIONS.values()))
+    longer = torch.randn(1, 17, 1, 16, device=device, requires_grad=True)
+    grads = [torch.autograd.grad(f(longer).sum(), longer)[0] for f in (compiled, lambda x: attend(x, x, x))]
+    torch.testing.assert_close(*grads)
 
 
 def test_kernels_depend_on_the_source(device):
