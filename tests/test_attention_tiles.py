@@ -1,14 +1,16 @@
 """Kernels read no tile that is fully hidden, mask those that are partly hidden, and stay inside of their row."""
 
 import itertools
+from functools import partial
 
 import pytest
 import torch
 import triton
 import triton.language as tl
-from problems import ON_GPU, integers, kernels, make_problem, reference, results
+from problems import ON_GPU, check, integers, kernels, make_problem, reference, results
 
 from attention import attention, table
+from attention.portable import distance
 from attention.score import Rule
 from attention.tiles import Tile, query_tile
 
@@ -138,6 +140,24 @@ def test_every_query_tile_is_visited(q_len, k_len, dim, heads, group, device):
     block = 2**10 if ON_GPU else 2**20
     tiles_kernel[(-(-count // block),)](out, count, n_tiles, k_len, rule, tile, block)
     assert torch.equal(out.sort().values, torch.arange(count, dtype=torch.int32, device=device))
+
+
+@pytest.mark.parametrize("causal", [True, False])
+def test_diagonals_visit_the_sequences_that_reach_them(causal, device, monkeypatch):
+    """In all as many as there are tokens and sequences, not as their product; both of a pair count."""
+    starts = [0, 100, *range(101, 131), 300, *[300] * 60]
+    others = [0, 40, *range(45, 75), *[75] * 60, 300]
+    options = dict(relative=(2, 40), q_len=300, causal=causal, batch=1)
+    draws = [partial(make_problem, device, torch.float32, packed=x, **options) for x in (starts, (starts, others))]
+    for draw in draws:
+        visited, sequence = [], distance.sequence
+        if not ON_GPU:  # in the interpreter
+            monkeypatch.setattr(distance, "sequence", lambda *args: visited.append(args[0]) or sequence(*args))  # noqa: B023
+        results(kernels, draw(), torch.float32)
+        monkeypatch.undo()
+        heads, tokens, sequences = 2, 600, len(starts) - 1
+        assert len(visited) <= heads * (2 * tokens // table.INTERPRETER.block_k + 4 * sequences)
+        check(draw, torch.float32)
 
 
 @pytest.mark.parametrize("more", [0, 1, 1000, 2**31 - 71])

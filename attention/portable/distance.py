@@ -3,6 +3,7 @@
 Formulas and shared parts are in backward.py.
 """
 
+import torch
 import torch.nn.functional as F
 import triton
 import triton.language as tl
@@ -13,7 +14,7 @@ from .backward import load_queries, meet_keys, query_lanes
 
 @triton.jit(do_not_specialize=["q_len", "k_len", "sequences"])
 def distance_kernel(
-    q, k, v, dout, lse2, delta, sums, q_len, k_len, sequences, ragged, terms,
+    q, k, v, dout, lse2, delta, sums, reaches, order, q_len, k_len, sequences, ragged, terms,
     RULE: tl.constexpr, TILE: tl.constexpr, FIRST: tl.constexpr, DIAGONALS: tl.constexpr, PARTS: tl.constexpr,
 ):  # fmt: skip
     """sums [PARTS, H, DIAGONALS, 3, block]: dS added up for each distance q_pos - k_pos, over one of PARTS of the rows.
@@ -22,6 +23,9 @@ def distance_kernel(
     positions, that are equally far apart. Query i and key c of such a pair have the distance
     block (FIRST + diagonal) + rest + i - c; rest, from 0 to block - 1, depends on the lengths of the sequence. So the
     distances of a diagonal lie in three blocks, of which sums[..., 0, :] is the lowest.
+
+    reaches, order: of by_reach(), else None. A program visits only the sequences that reach its diagonal, so that all
+    programs of a head visit O(T / block + N) of them.
     """
     BLOCK: tl.constexpr = TILE.block_q
     program = tl.program_id(0)
@@ -33,7 +37,14 @@ def distance_kernel(
     lowest = tl.full([BLOCK], 0.0, tl.float32)
     middle = lowest
     highest = lowest
-    for index in range(part, sequences, PARTS):
+    first = 0
+    if reaches is not None:
+        # block (diagonal + 2) is more than each distance of the diagonal, and block (diagonal - 1) less
+        first = count_up_to(tl.maximum(tl.maximum(diagonal - 1, -diagonal - 2), 0) * BLOCK, reaches, sequences)
+    for number in range(first + part, sequences, PARTS):
+        index = number
+        if order is not None:
+            index = tl.load(order + number).to(tl.int32)
         seq = sequence(index, q_len, k_len, ragged)
         shift = seq.k_len - seq.q_len
         rest = (shift % BLOCK + BLOCK) % BLOCK
@@ -59,6 +70,25 @@ def distance_kernel(
     tl.store(out + tl.arange(0, BLOCK), lowest)
     tl.store(out + BLOCK + tl.arange(0, BLOCK), middle)
     tl.store(out + 2 * BLOCK + tl.arange(0, BLOCK), highest)
+
+
+@triton.jit
+def count_up_to(value, numbers, count):
+    """How many of `count` sorted numbers are at most a value."""
+    low = 0
+    high = count
+    while low < high:
+        middle = (low + high) // 2
+        fits = tl.load(numbers + middle) <= value
+        low = tl.where(fits, middle + 1, low)
+        high = tl.where(fits, high, middle)
+    return low
+
+
+def by_reach(ragged):
+    """(largest distances between positions of packed sequences, plus 1, in ascending order; the sequences' numbers)."""
+    reaches, order = torch.maximum(ragged.q_starts.diff(), ragged.k_starts.diff()).sort(stable=True)
+    return reaches, order
 
 
 def distances_of(problem, block):

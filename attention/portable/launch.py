@@ -15,7 +15,7 @@ from ..score import LOG2E
 from ..table import STREAMING, loops_over_group
 from ..tiles import aligned, pair_view, view
 from .dbias import Spread, dbias_kernel
-from .distance import distance_kernel, distances_of, of_diagonals
+from .distance import by_reach, distance_kernel, distances_of, of_diagonals
 from .dkdv import dkdv_kernel, group_sum_kernel
 from .dq import dq_kernel
 from .forward import forward_kernel
@@ -210,7 +210,10 @@ def launch_distances(problem, inputs, call, wanted):
     tile, first, diagonals, parts = launcher.constants[1:]
     shape = parts, problem.tile.heads, diagonals, 3, tile.block_q
     sums = torch.empty(shape, dtype=torch.float32, device=problem.device)
-    launcher.start(*inputs, sums, problem.q_len, problem.k_len, problem.sequences, problem.ragged, problem.terms)
+    order = (None, None) if problem.ragged.q_starts is None else by_reach(problem.ragged)
+    launcher.start(
+        *inputs, sums, *order, problem.q_len, problem.k_len, problem.sequences, problem.ragged, problem.terms
+    )
     sides = of_diagonals(sums.sum(0), first)
     return {x.name: x.distance_gradient(sides, getattr(call, x.name)) for x in features}
 
