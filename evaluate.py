@@ -30,7 +30,7 @@ from data.chat import has_turns, turns_of
 from data.corpus import open_corpus
 from data.documents import RECORDS, Block, read_blocks, read_text, suffix_of
 from data.shards import Tokens
-from data.tokenizer import encode, end_of_text
+from data.tokenizer import encode, end_of_text, never_merges
 from generation import generate_batch
 from generation.score import evaluate_text, score
 from hf.weights import load
@@ -68,8 +68,9 @@ def read_file(path, tokenizer):
     """The Tokens of a file, whose documents are read and separated as in training."""
     records = suffix_of(path) in RECORDS
     chat = records and has_turns(tokenizer)
-    blocks = list(read_blocks(path, chat=chat)) if records else [Block(["".join(read_text(path))], 0)]
-    documents = sum(len(block.texts) for block in blocks)
+    pieces = () if records else read_text(path, never_merges(tokenizer.name))
+    blocks = list(read_blocks(path, chat=chat)) if records else [Block([piece], 0) for piece in pieces]
+    documents = sum(len(block.texts) for block in blocks) if records else 1
     cut = None if chat or documents > 1 else sys.maxsize  # nothing follows a single document
     try:
         how = dict(cut=cut, threshold=0, dtype="<u4", chat=chat)

@@ -26,7 +26,7 @@ from data.documents import read_blocks
 from data.files import atomic_file, read_json
 from data.loader import map_ahead
 from data.shards import SPLITS, ShardWriter
-from data.tokenizer import encode, end_of_text, from_state, make_tokenizer, to_state
+from data.tokenizer import encode, end_of_text, from_state, make_tokenizer, never_merges, to_state
 from errors import UserError, require
 
 VERSION = 3  # of the prepared files
@@ -81,9 +81,10 @@ def build(folder, source, request, tokenizer_spec, options, threads):
     """
     if source.others:
         print(f"files of {source.title} that are left out: {source.others:,}", file=sys.stderr)
+    read = partial(_blocks, source, options, never_merges(request["tokenizer"]))
     manifest = read_manifest(folder)
     if not manifest or manifest["request"] != request:
-        manifest = {"request": request} | _new_manifest(source, tokenizer_spec, options)
+        manifest = {"request": request} | _new_manifest(source, tokenizer_spec, options.val_share, read)
         shutil.rmtree(folder, ignore_errors=True)
         folder.mkdir()
     for path in folder.glob(".*.tmp"):  # of a process that was killed
@@ -100,8 +101,7 @@ def build(folder, source, request, tokenizer_spec, options, threads):
             if first == len(source.names):
                 break
             last = max(first + 1, bisect(offsets, offsets[first] + GROUP_BYTES) - 1)
-            blocks = _blocks(source, options, range(first, last))
-            for block, (ids, documents, text_bytes) in map_ahead(pool, encoder, blocks, 2 * threads):
+            for block, (ids, documents, text_bytes) in map_ahead(pool, encoder, read(range(first, last)), 2 * threads):
                 if sum(manifest[split]["tokens"] for split in SPLITS) >= limit:
                     last = len(source.names)
                     break
@@ -157,36 +157,36 @@ def hash_of(block, text):
     return int.from_bytes(digest[:8], "big")
 
 
-def _blocks(source, options, indices):
+def _blocks(source, options, anywhere, indices):
     """Yield the Blocks of some files; Block.read counts all files."""
     for index in indices:
-        how = options.text_field, options.separator, options.skip_bad, source.chat
+        how = options.text_field, options.separator, options.skip_bad, source.chat, anywhere
         for block in read_blocks(source.path(index), *how):
             yield block._replace(read=source.offsets[index] + block.read)
 
 
-def _new_manifest(source, tokenizer_spec, options):
+def _new_manifest(source, tokenizer_spec, val_share, read):
     """Decide from the first documents how the corpus is split, and make its tokenizer.
 
     `threshold`: documents whose hash is below it are for validation. `cut`: of a single document, the characters for
     training; None if there are several documents.
     """
     hashes, characters, every_file = [], 0, range(len(source.names))
-    for block in () if source.fetch else _blocks(source, options, every_file):
+    for block in () if source.fetch else read(every_file):
         characters += sum(map(len, block.texts))
         hashes += [hash_of(block, text) for text in block.texts if block.last]
         if len(hashes) >= FEW:
             break
     few = len(hashes) < FEW and not source.fetch
     require(hashes or not few, f"{source.title} has no text; --input must be a text file, or a folder with some")
-    share = options.val_share or (FEW_SHARE if few else SHARE)
+    share = val_share or (FEW_SHARE if few else SHARE)
     threshold, cut = int(share * 2**64), None
     if len(hashes) == 1 and not source.chat:
         cut = int((1 - share) * characters)
     elif few:  # at least one document for each split
         threshold = min(max(threshold, min(hashes) + 1), max(hashes))
     from_all = tokenizer_spec.startswith("char") and not source.chat
-    texts = _learned_texts(_blocks(source, options, every_file), cut, threshold, from_all)
+    texts = _learned_texts(read(every_file), cut, threshold, from_all)
     texts = ("\n".join(said for _, said in json.loads(text)) for text in texts) if source.chat else texts
     tokenizer = make_tokenizer(tokenizer_spec, texts, many_documents=cut is None)
     tokenizer = with_turns(tokenizer) if source.chat else tokenizer

@@ -69,7 +69,7 @@ def suffix_of(path):
     return Path(name.stem).suffix if name.suffix in PACKED else name.suffix
 
 
-def read_blocks(path, text_field="text", separator="", skip_bad=False, chat=False):
+def read_blocks(path, text_field="text", separator="", skip_bad=False, chat=False, anywhere=False):
     """Yield the Blocks of a file, without blank documents. They depend only on its contents.
 
     Args:
@@ -78,6 +78,7 @@ def read_blocks(path, text_field="text", separator="", skip_bad=False, chat=Fals
         separator: a line that separates the documents of a text file; "" makes the file one document.
         skip_bad: leave out lines and rows without a text in UTF-8.
         chat: whether the field holds messages; "text" then stands for MESSAGES.
+        anywhere: whether a long text may be cut after any character.
     """
     suffix = suffix_of(path)
     fields = MESSAGES if chat and text_field == "text" else (text_field,)
@@ -89,13 +90,13 @@ def read_blocks(path, text_field="text", separator="", skip_bad=False, chat=Fals
         yield from _parsed(path, "line", fields[0], _lines(path), text_of, skip_bad)
     else:
         require(not chat, f"{path} is no file of conversations; its name must end in .jsonl or .parquet")
-        yield from _separated(path, separator) if separator else _whole(path)
+        yield from _separated(path, separator) if separator else _whole(path, anywhere)
 
 
-def read_text(path):
+def read_text(path, anywhere=False):
     """Yield a UTF-8 file in pieces of about half a megabyte, with \\n as line ends and without a byte order mark."""
     with _opened(path) as (file, _):
-        yield from chunks(iter(partial(file.read, CHUNK), ""))
+        yield from chunks(iter(partial(file.read, CHUNK), ""), anywhere=anywhere)
 
 
 @contextmanager
@@ -127,14 +128,14 @@ def _refuse(path, head, *allowed):
         require(not found, f"{path} is {kind}; unpack it, convert it (text with iconv) or correct its suffix")
 
 
-def _whole(path):
+def _whole(path, anywhere):
     """Blocks of a text file that is one document, which is read twice: first for its digest and length."""
     sha256, length, blank, offset = hashlib.sha256(), 0, True, 0
-    for piece in read_text(path):
+    for piece in read_text(path, anywhere):
         sha256.update(piece.encode())
         length += len(piece)
         blank &= not piece.strip()
-    for piece in () if blank else read_text(path):
+    for piece in () if blank else read_text(path, anywhere):
         end = offset + len(piece)
         yield Block([piece], path.stat().st_size * end // length, 0, sha256.digest(), offset, end == length)
         offset = end

@@ -37,9 +37,13 @@ PROBE = "It's 1,234 o'clock:  naïve\r\n\n 東京"  # shows whether another pre-
 STORED = "kestrel.json"  # file of a run or exported folder whose field "tokenizer" is to_state()
 UNTRAINED = ("gpt2", "bytes", "bytes+eot")  # the same for any text
 CHUNK = 1 << 19  # characters that are encoded at once
-# Places that no pattern above matches across: "word| word", "word|\n" and, between lines, "\n|word". A run of blanks is
-# cut too, because tiktoken and rustbpe fail at a million of them.
-CUT = re.compile(r"(?<=[^\W\d_])(?= [^\W\d_])|(?<=[^\W_])(?=\n)|(?<=\S\n)(?=[^\W_])|(?<=\s{1000})(?=\s)")
+# Places that no pattern above matches across: "word| word", "word|," or "word|\n", between lines "\n|word", and before
+# the last of several blanks. A run of blanks is cut too, because tiktoken and rustbpe fail at a million of them.
+CUT = re.compile(
+    r"(?<=[^\W\d_])(?= [^\W\d_])|(?<=[^\W_])(?=[\n\",.:;、。\uff0c\uff1a\uff1b\uff01\uff1f])|(?<=\S\n)(?=[^\W_])"
+    r"|(?<=\s)(?=[ \t\xa0\u3000]\S)|(?<=\s{1000})(?=\s)"
+)
+ANYWHERE = re.compile(r"(?=[\s\S])")
 
 
 def end_of_text(tokenizer):
@@ -50,6 +54,11 @@ def end_of_text(tokenizer):
 def is_char(tokenizer):
     """Whether it is `char`: a token for each character, by their codes as in nanoGPT, then end-of-text if wanted."""
     return tokenizer.name in ("char", "char+eot")
+
+
+def never_merges(name):
+    """Whether a tokenizer with this name gives each character tokens of its own, so that a text can be cut anywhere."""
+    return name.partition("+")[0] in ("bytes", "char")
 
 
 def is_untrained(tokenizer):
@@ -150,22 +159,24 @@ def encode(tokenizer, text):
         for character in dict.fromkeys(text):
             known = character.encode() in tokenizer._mergeable_ranks
             require(known, f"the char tokenizer has no token for {character!r}; leave this character out")
-    ids = [tokenizer.encode_to_numpy(chunk, disallowed_special=()) for chunk in chunks([text])]
+    pieces = chunks([text], anywhere=never_merges(tokenizer.name))
+    ids = [tokenizer.encode_to_numpy(piece, disallowed_special=()) for piece in pieces]
     return np.concatenate(ids) if ids else np.empty(0, np.uint32)
 
 
-def chunks(pieces, size=CHUNK):
+def chunks(pieces, size=CHUNK, anywhere=False):
     """Cut a text, an iterable of str, into chunks of `size` characters or a little more.
 
     The tokens of all chunks are those of the whole text: it is cut only where no pattern matches across, or in a run of
-    more than a thousand blanks.
+    more than a thousand blanks. anywhere: cut after any character, for a tokenizer that never_merges().
     """
-    held = ""
-    for piece in pieces:
-        held += piece
-        while found := CUT.search(held, size):
+    held, searched, cut = "", 0, ANYWHERE if anywhere else CUT
+    for part in (piece[i : i + size] for piece in pieces for i in range(0, len(piece), size)):
+        held += part
+        while found := cut.search(held, max(size, searched)):
             yield held[: found.start()]
-            held = held[found.start() :]
+            held, searched = held[found.start() :], 0
+        searched = len(held) - 1  # the last character may be one before which the next allows a cut
     if held:
         yield held
 

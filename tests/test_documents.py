@@ -31,7 +31,7 @@ def small(monkeypatch):
     monkeypatch.setattr(documents, "BLOCK_BYTES", 100)
     monkeypatch.setattr(documents, "CHUNK", 100)
     monkeypatch.setattr(documents, "ROWS", 2)
-    monkeypatch.setattr(documents, "chunks", lambda pieces: chunks(pieces, 100))
+    monkeypatch.setattr(documents, "chunks", lambda pieces, **how: chunks(pieces, 100, **how))
 
 
 PACK = {

@@ -3,6 +3,7 @@
 import base64
 import hashlib
 import json
+import time
 from itertools import chain
 
 import pytest
@@ -48,6 +49,7 @@ def test_tokenizer_round_trip(spec, text):
 
 
 PIECES = ["word", "7", "\n", "\n\n", " ", "  ", "'s", "'", "!", "…", "é", "東", "½", "_", "\r\n", "\t", " a", "\u0301"]
+PIECES += ["\u3000", "\xa0", "\x1c", "。", ",", "“"]
 
 
 @given(st.lists(st.sampled_from(PIECES)), st.integers(1, 9))
@@ -58,6 +60,16 @@ def test_chunks_do_not_change_the_tokens(parts, size):
     assert "".join(chunks) == text
     for made in (BYTES, BPE, GPT2_CUT):
         assert list(chain(*map(made.encode_ordinary, chunks))) == made.encode_ordinary(text)
+
+
+@pytest.mark.parametrize("text", ["ACGTTGCA" * 10**6, "\u3000\u3000飛“飛”。\n" * 10**6, "the sea " * 10**7], ids=len)
+@pytest.mark.parametrize("anywhere", [False, True])
+@pytest.mark.parametrize("piece", [1 << 19, 1 << 30])
+def test_chunks_take_linear_time(text, anywhere, piece):
+    began, pieces = time.process_time(), [text[i : i + piece] for i in range(0, len(text), piece)]
+    found = list(tokenizer.chunks(pieces, anywhere=anywhere))
+    assert time.process_time() - began < 2 and "".join(found) == text  # seconds; 0.8 here, and 3 or more if quadratic
+    assert max(map(len, found)) < tokenizer.CHUNK + 10 or (text[0] == "A" and not anywhere)
 
 
 def test_a_million_blanks():
