@@ -141,14 +141,14 @@ class Windows:
 
     @cached_property
     def text_bytes(self):
-        lost = (self.tokens.windows([first], end - first - 1)[0].tolist() for _, _, first, end in self.lost.tolist())
+        lost = (self.tokens[first : end - 1].tolist() for _, _, first, end in self.lost.tolist())
         return self.tokens.text_bytes - sum(len(self.turns.tokenizer.decode_bytes(ids)) for ids in lost)
 
     def part(self, index):
         """The ids of a part, without the end-of-text token."""
         start, body, question, end = self.parts[index].tolist()
         spans = [(start, end)] if question == body else [(start, body), (question, end)]
-        return np.concatenate([self.tokens.windows([first], last - first)[0] for first, last in spans])
+        return np.concatenate([self.tokens[first:last] for first, last in spans])
 
     def answers(self):
         """Yield (ids, start) of each answer: ids[start:] are its tokens, those before them its context in a window."""

@@ -67,6 +67,10 @@ class Tokens:
         """Number of tokens that the loss counts: all, or those of the answers."""
         return int(np.diff(self.answers[:, 2:]).sum()) if self.turns else len(self)
 
+    def __getitem__(self, span):
+        """The ids from span.start to span.stop, as an array."""
+        return self.windows([span.start], span.stop - span.start)[0]
+
     def windows(self, starts, length):
         """[len(starts), length] array of the ids from each of these positions on; a window may span several shards."""
         windows = np.empty((len(starts), length), self.shards[0].dtype)

@@ -4,6 +4,7 @@ Letters: B rows of a batch, T tokens, N scored tokens, C embedding.
 """
 
 import math
+from itertools import islice
 
 import numpy as np
 import torch
@@ -24,24 +25,20 @@ def score(model, texts, batch_size, stride=None):
 
     Args:
         model: GPT in evaluation mode. batch_size: windows per forward pass.
-        texts: list of (ids [count], start): ids[start:] are scored once, each given the ids before it in its window.
+        texts: list of (ids [count] or data.shards.Tokens, start): ids[start:] are scored once, each given the ids
+            before it in its window.
         stride: tokens from one window of a text to the next; None takes block_size. The last window reaches back as
             far as the others, as in lm-evaluation-harness.
 
     Raises:
         UserError: the model computes NaN.
     """
-    device, block_size, windows = model.embed.weight.device, model.config.block_size, []
-    for number, (ids, start) in enumerate(texts):
-        while start < len(ids):
-            end = min(max(start + (stride or block_size), block_size + 1), len(ids))
-            windows.append((number, ids[max(0, end - block_size - 1) : end], end - start))
-            start = end
-    windows.sort(key=lambda window: -len(window[1]))  # so that a batch has little padding
+    device, windows = model.embed.weight.device, _windows(texts, model.config.block_size, stride)
     likelihoods, misses = torch.zeros(2, len(texts), dtype=torch.float64, device="cpu")
-    bar = tqdm(total=len(windows), delay=0.1, disable=None, leave=False)  # after the line that attention prints
-    for at in range(0, len(windows), batch_size):
-        numbers, rows, counts = zip(*windows[at : at + batch_size], strict=True)
+    total = sum(len(ids) - start for ids, start in texts)
+    bar = tqdm(total=total, unit_scale=True, delay=0.1, disable=None, leave=False)  # after attention's line
+    while batch := list(islice(windows, batch_size)):
+        numbers, rows, counts = zip(*batch, strict=True)
         rows = [torch.from_numpy(ids.astype(np.int64)) for ids in rows]
         tokens = pad_sequence(rows, batch_first=True)  # [B, T + 1]; zeros after the end: attention is causal
         scored = torch.zeros_like(tokens, dtype=torch.bool)
@@ -55,11 +52,24 @@ def score(model, texts, batch_size, stride=None):
                 logits = model.logits(states)
                 likelihoods.index_add_(0, owner, -F.cross_entropy(logits, expected, reduction="none").cpu().double())
                 misses.index_add_(0, owner, (logits.argmax(-1) != expected).cpu().double())
-        bar.update(len(rows))
+        bar.update(len(targets))
     bar.close()
     if likelihoods.isnan().any():
         refuse_nan(model, f"text {int(likelihoods.isnan().nonzero()[0]) + 1}")
     return likelihoods.tolist(), (misses == 0).tolist()
+
+
+def _windows(texts, block_size, stride):
+    """Yield (number of the text, ids of a window, how many of its last are scored).
+
+    All windows of a text have the same length. The longest are first, so that a batch has little padding.
+    """
+    for number in sorted(range(len(texts)), key=lambda number: -min(len(texts[number][0]), block_size + 1)):
+        ids, start = texts[number]
+        while start < len(ids):
+            end = min(max(start + (stride or block_size), block_size + 1), len(ids))
+            yield number, ids[max(0, end - block_size - 1) : end], end - start
+            start = end
 
 
 def evaluate_text(model, tokens, *, stride, batch_size):
@@ -68,7 +78,7 @@ def evaluate_text(model, tokens, *, stride, batch_size):
         tokens = Windows(tokens, model.config.block_size)
         texts = list(tokens.answers())
     else:
-        texts = [(np.concatenate(tokens.shards), 1)]
+        texts = [(tokens, 1)]
     loss = -sum(score(model, texts, batch_size, stride)[0]) / sum(len(ids) - start for ids, start in texts)
     bits = loss / math.log(2) * tokens.counted / tokens.text_bytes  # as training.report counts
     counts = dict(tokens=tokens.counted, bytes=tokens.text_bytes)

@@ -3,6 +3,7 @@
 import json
 import math
 import sys
+import tracemalloc
 from pathlib import Path
 
 import numpy as np
@@ -13,6 +14,7 @@ from test_documents import write as write_documents
 from test_sample import save
 
 from data.corpus import open_corpus
+from data.shards import Tokens
 from data.tokenizer import make_tokenizer
 from errors import UserError
 from evaluate import evaluate_tasks, load_tasks, read_file
@@ -104,6 +106,20 @@ def test_weights_with_nan():
     score(model, texts[:1], 1)
     with pytest.raises(UserError, match="NaN for text 2"):
         score(model, texts, 1)
+
+
+def test_shards_are_scored_without_joining_them():
+    """The loss is that of one shard, bit for bit, and memory does not grow with the text."""
+    model, _ = make_model()
+    ids = np.random.default_rng(0).integers(0, 256, 200_000, np.uint16)
+    results = []
+    for cuts in ([], [7, 5000, 5001, 90_000]):
+        tokens = Tokens(tuple(np.split(ids, cuts)), 1, len(ids))
+        tracemalloc.start()
+        results.append(evaluate_text(model, tokens, stride=None, batch_size=500))
+        assert tracemalloc.get_traced_memory()[1] < 4 * ids.nbytes  # 8 with a list of all windows
+        tracemalloc.stop()
+    assert results[0] == results[1]
 
 
 @pytest.mark.parametrize("spec, between", [("bytes", b"\n\n"), ("bytes+eot", None)])
