@@ -15,15 +15,19 @@ DATASETS = {  # {} stands for --sample
 
 
 def list_dataset(repository, folder):
-    """(commit, {path of a parquet file: (bytes, sha256)} in the order of the paths) of a folder of a data set."""
+    """(commit, {path of a parquet file: (bytes, sha256)} in the order of the paths) of a folder of a data set.
+
+    The sha256 is None for a file that is in git itself, not in LFS.
+    """
     tree, where = [], f"{folder} of {repository}" if folder else repository
     with _one_sentence(f"list {where}") as hub:
         api = hub.HfApi()
         commit = api.dataset_info(repository, timeout=30).sha
         with suppress(hub.errors.EntryNotFoundError):  # no such folder
             tree += api.list_repo_tree(repository, folder or None, repo_type="dataset", revision=commit, recursive=True)
-    files = {entry.path: (entry.size, entry.lfs.sha256) for entry in tree if entry.path.endswith(".parquet")}
-    remedy = "name another --sample, such as 10BT, or a folder that has some, hub:OWNER/NAME/FOLDER"
+    found = (entry for entry in tree if hasattr(entry, "lfs") and entry.path.lower().endswith(".parquet"))  # no folder
+    files = {entry.path: (entry.size, entry.lfs and entry.lfs.sha256) for entry in found}
+    remedy = "name a folder that has some, hub:OWNER/NAME/FOLDER, or of fineweb-edu another --sample, such as 10BT"
     require(files, f"{where} has no parquet files; {remedy}")
     return commit, dict(sorted(files.items()))
 
@@ -32,7 +36,7 @@ def download_file(repository, commit, files, folder, name):
     """Download a file of list_dataset() to a folder, and compare its sha256."""
     with _one_sentence(f"download {name} of {repository}") as hub:
         path = Path(hub.hf_hub_download(repository, name, repo_type="dataset", revision=commit, local_dir=folder))
-        if file_sha256(path) != files[name][1]:
+        if files[name][1] not in (None, file_sha256(path)):
             path.unlink()
             raise UserError("its sha256 is not the hub's")
 

@@ -44,11 +44,11 @@ class Handler(BaseHTTPRequestHandler):
         self.send(404, b"", **{"X-Error-Code": "RepoNotFound"})
 
     def tree(self, files, folder):
-        entries = [{"type": "directory", "path": f"{folder}old", "oid": "0" * 40}]
+        entries = [{"type": "directory", "path": f"{folder}old.parquet", "oid": "0" * 40}]
         for name, contents in files.items():
             if name.startswith(folder):
                 entry = {"type": "file", "path": name, "size": len(contents), "oid": "0" * 40}
-                if name.endswith(".parquet"):  # other files are small and in git
+                if name.endswith(".parquet"):  # other files are in git itself
                     entry["lfs"] = {"oid": hashlib.sha256(contents).hexdigest(), "size": 1, "pointerSize": 130}
                 entries.append(entry)
         if len(entries) == 1:

@@ -129,7 +129,7 @@ def test_any_data_set(server):
     words = [[{"role": "user", "content": f"q{n}"}, {"role": "assistant", "content": "a"}] for n in range(20)]
     file = io.BytesIO()
     parquet.write_table(pyarrow.table({"source": ["x"] * 20, "messages": words}), file)
-    server.repositories |= {"a/b": {"data/x.parquet": FILES[0], "more/x.parquet": FILES[1]}, "a/chat": {}}
+    server.repositories |= {"a/b": {"data/x.parquet": FILES[0], "more/small.PARQUET": FILES[1]}, "a/chat": {}}
     server.repositories["a/chat"] = {"data/x.parquet": file.getvalue()}
     for place, numbers in (("hub:a/b", (0, 1)), ("hub:a/b/more", (1,)), ("hub:a/b/more/", (1,))):
         train, _ = expected([text for number in numbers for text in texts_of_file(number)])
@@ -140,7 +140,7 @@ def test_any_data_set(server):
     assert found.train.turns and found.train.documents + found.val.documents == 20
     with pytest.raises(UserError, match=r"data\.prepare text --input hub:a/c --tokenizer bytes \(--tokens 1B"):
         open_corpus("text", "bytes", "hub:a/c")
-    with pytest.raises(UserError, match=r"a/b has no parquet files; name another --sample, .* or a folder"):
+    with pytest.raises(UserError, match=r"a/b has no parquet files; name a folder .* --sample"):
         prepare("text", "bytes", "hub:a/b/none")
     with pytest.raises(UserError, match="must be hub:OWNER/NAME or"):
         prepare("text", "bytes", "hub:b")
