@@ -133,7 +133,7 @@ class Windows:
         self.packed = best_fit(bodies - starts + ends - questions + 1, block_size + 1)
         self.count = len(self.packed)
         self.counted = tokens.counted - int(np.diff(self.lost[:, 2:]).sum())
-        rule = f"no answer of a split ends within block_size={block_size} tokens"
+        rule = f"no answer of {tokens.about} ends within block_size={block_size} tokens"
         require(self.count, f"{rule}; give a larger one, or shorter conversations")
 
     def __len__(self):

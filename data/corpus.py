@@ -155,13 +155,13 @@ def load_corpus(folder, manifest, verify=False):
     """The Corpus that a manifest describes; UserError if a shard is missing or has another size or, verify, sha256."""
     splits, tokenizer = [], from_state(manifest["tokenizer"])
     turns = turns_of(tokenizer) if manifest.get("chat") else None
-    for entry in (manifest[split] for split in SPLITS):
-        arrays = []
+    for split, use in zip(SPLITS, ("training", "validation"), strict=True):
+        entry, arrays, about = manifest[split], [], f"the {use} split ({sizes})"
         for shard in entry["shards"]:
             path = folder / shard["file"]
             arrays.append(map_shard(path, manifest["dtype"], shard["tokens"], shard.get("offset", HEADER_BYTES)))
             require(not verify or file_sha256(path) == shard["sha256"], f"{path} is damaged: its sha256 is another")
-        splits.append(Tokens(tuple(arrays), entry["documents"], entry["text_bytes"], turns))
+        splits.append(Tokens(tuple(arrays), entry["documents"], entry["text_bytes"], turns, about))
     source, bad_lines = manifest["request"]["source"], manifest.get("bad", 0)
     return Corpus(*splits, tokenizer, folder, _tokens_sha256(manifest), source, bad_lines)
 
@@ -171,3 +171,4 @@ def _tokens_sha256(manifest):
     shards = ["".join(shard["sha256"] for shard in manifest[split]["shards"]) for split in SPLITS]
     splits = [hashlib.sha256(bytes.fromhex(digests)).digest() for digests in shards]
     return hashlib.sha256(b"".join(splits)).hexdigest()
+    sizes = "{:,} for training and {:,} for validation".format(*(manifest[split]["tokens"] for split in SPLITS))

@@ -115,6 +115,7 @@ def windowed(tokens, block_size):
     """Tokens that can be cut into windows of block_size + 1."""
     if tokens.turns:
         return Windows(tokens, block_size)
-    rule = f"block_size={block_size} must be below {len(tokens)}, the tokens of a split"
-    require(block_size < len(tokens), f"{rule}; give more text, or a smaller --block_size")
+    rule = f"block_size={block_size} must be below {len(tokens)}, the tokens of {tokens.about}"
+    remedy = "give more text, a smaller --block_size, or another --val_share to python -m data.prepare --force"
+    require(block_size < len(tokens), f"{rule}; {remedy}")
     return tokens

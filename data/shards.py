@@ -38,6 +38,7 @@ class Tokens:
     documents: int
     text_bytes: int  # of the documents, in UTF-8; of conversations, only of the answers
     turns: Turns | None = None  # of conversations
+    about: str = "a text"  # which split of which sizes it is, for errors
 
     @cached_property
     def borders(self):
