@@ -17,7 +17,7 @@ from data.files import data_folder, lock_file
 from data.hub import DATASETS, HUB
 from data.hub_tokenizer import HubTokenizer
 from data.shards import HEADER_BYTES, SPLITS, Tokens, file_sha256, map_shard
-from data.sources import find_source
+from data.sources import PLAY, find_source
 from data.tokenizer import from_state, is_untrained, make_tokenizer, to_state, tokenizer_name
 from errors import UserError, quote, require
 
@@ -56,6 +56,9 @@ def open_corpus(name, tokenizer_spec, input=None, *, sha256=None, verify=False):
             exists = input and Path(input).exists()  # a prepared text may be deleted
             if not exists or find_source(name, input).sha256 == manifest["request"]["source_sha256"]:
                 return corpus
+                if corpus.source == PLAY:
+                    remedy = f"python -m data.prepare shakespeare --force --tokenizer {shlex.quote(tokenizer_spec)}"
+                    print(f"NOTICE: this is {PLAY}; {remedy} downloads tiny Shakespeare", file=sys.stderr)
             reason = "its files have changed"
         except UserError as error:
             reason = str(error)

@@ -24,6 +24,7 @@ PLAY_FILE = Path(__file__).parent / "play.txt"
 
 CARDS = "readme|licen[cs]e|copying|notice|citation|changelog|contributing|requirements|data(set)?[-_ ]?(card|sheet)"
 CARD = re.compile(rf"({CARDS})([^a-z].*)?\.(md|txt)(\.\w+)?", re.IGNORECASE)  # files about a data set
+PLAY = "the embedded play"  # title of PLAY_FILE
 SMALL = 1 << 25  # bytes up to which a corpus is compared by contents when it is opened; above, by names and sizes
 
 
@@ -135,7 +136,7 @@ def _find_shakespeare(input):
     require(not input, f"{input} is not tiny Shakespeare (its sha256 differs); for another text give --data text")
     notice = "tiny Shakespeare could not be downloaded; this is the embedded play, data/play.txt"
     print(f"NOTICE: {notice}. --input FILE reads a copy of the former.", file=sys.stderr)
-    return _of_files(PLAY_FILE.parent, [PLAY_FILE], "the embedded play")
+    return _of_files(PLAY_FILE.parent, [PLAY_FILE], PLAY)
 
 
 def _is_shakespeare(path):

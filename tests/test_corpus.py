@@ -269,3 +269,4 @@ def test_command(verse, data_root, monkeypatch, capsys):
     assert len(open_corpus("text", "char+eot", verse).val) == round(0.2 * len(VERSE))
     code, _, _ = run_script(*command, "bpe:12")  # sys.exit() prints the sentence
     one_sentence(f"{code}\n", "bpe:12")
+    assert "data.prepare shakespeare --force --tokenizer char" in capsys.readouterr().err  # at each start
