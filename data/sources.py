@@ -73,6 +73,8 @@ def find_source(name, input=None, sample="10BT"):
     if name == "tokens":
         require(path.is_dir(), f"--data tokens needs --input FOLDER, and {path} is no folder")
         return _of_files(path, [file for split in SPLITS for file in token_files(path, split)])
+    rule = f"{path} is no file, but a pipe or device, which cannot be read twice; write it to a file"
+    require(path.is_file() or path.is_dir() or not path.exists(), rule)
     if not path.is_dir():
         return _of_files(path.parent, [path], path.resolve().name, chat=chat)
     files, suffixes = _files_below(path), [suffix for suffix in SUFFIXES if suffix in RECORDS or not chat]

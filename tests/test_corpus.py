@@ -251,6 +251,7 @@ def test_play_replaces_a_failed_download(server, verse, remedy, capsys):
     assert found.source == "the embedded play" and text_of(found) == sources.PLAY_FILE.read_text()
     notice = capsys.readouterr().err.splitlines()[-1]
     assert notice.startswith("NOTICE") and "--input FILE" in notice
+        ("text", "/dev/null"): "no file, but a pipe or device",
     server.requests.clear()
     assert open_corpus("shakespeare", "char").source == "the embedded play" and not server.requests
     if remedy == "network":
