@@ -47,6 +47,10 @@ class EvaluateConfig:
     text: str = ""
     """A file to compute the loss on, read as for training: JSON lines and Parquet have a field text or, for a model of
     configs/chat.py, messages; any other file is one text. It may be compressed (.gz, .bz2, .xz or .zst)."""
+    text_field: str = "text"
+    """Field of JSON lines, or column of Parquet, with the text or messages of --text."""
+    skip_bad: bool = False
+    """Leave out lines and rows of --text that cannot be read."""
     split: str = ""
     """The part of the run's corpus to compute the loss on, val or train; without --text and --tasks it is val."""
     stride: int | None = None
@@ -64,12 +68,14 @@ class EvaluateConfig:
     """auto (CUDA, else MPS, else CPU), cpu, cuda, cuda:1, mps."""
 
 
-def read_file(path, tokenizer):
+def read_file(path, tokenizer, text_field="text", skip_bad=False):
     """The Tokens of a file, whose documents are read and separated as in training."""
     records = suffix_of(path) in RECORDS
     chat = records and has_turns(tokenizer)
-    pieces = () if records else read_text(path, never_merges(tokenizer.name))
-    blocks = list(read_blocks(path, chat=chat)) if records else [Block([piece], 0) for piece in pieces]
+    if records:
+        blocks = list(read_blocks(path, text_field, skip_bad=skip_bad, chat=chat))
+    else:
+        blocks = [Block([piece], 0) for piece in read_text(path, never_merges(tokenizer.name))]
     documents = sum(len(block.texts) for block in blocks) if records else 1
     cut = None if chat or documents > 1 else sys.maxsize  # nothing follows a single document
     try:
@@ -224,7 +230,8 @@ def main(config):
     require(stride is None or 1 <= stride <= block_size, f"stride={stride} must be from 1 to block_size, {block_size}")
     how = dict(stride=stride, batch_size=config.batch_size)
     if config.text:
-        results[config.text] = evaluate_text(model, read_file(Path(config.text), tokenizer), **how)
+        tokens = read_file(Path(config.text), tokenizer, config.text_field, config.skip_bad)
+        results[config.text] = evaluate_text(model, tokens, **how)
     elif config.split or not config.tasks:
         split = config.split or "val"
         results[split] = evaluate_text(model, read_split(contents, split), **how)

@@ -171,14 +171,16 @@ def _new_manifest(source, tokenizer_spec, val_share, read):
     `threshold`: documents whose hash is below it are for validation. `cut`: of a single document, the characters for
     training; None if there are several documents.
     """
-    hashes, characters, every_file = [], 0, range(len(source.names))
+    hashes, characters, bad, every_file = [], 0, 0, range(len(source.names))
     for block in () if source.fetch else read(every_file):
         characters += sum(map(len, block.texts))
+        bad += block.bad
         hashes += [hash_of(block, text) for text in block.texts if block.last]
         if len(hashes) >= FEW:
             break
     few = len(hashes) < FEW and not source.fetch
-    require(hashes or not few, f"{source.title} has no text; --input must be a text file, or a folder with some")
+    rule = f"{source.title} has no text, and {bad:,} bad lines or rows"
+    require(hashes or not few, f"{rule}; --input must be a text file, or a folder with some")
     share = val_share or (FEW_SHARE if few else SHARE)
     threshold, cut = int(share * 2**64), None
     if len(hashes) == 1 and not source.chat:

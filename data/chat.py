@@ -22,6 +22,8 @@ from errors import UserError, require
 
 SYSTEM, USER, ASSISTANT, END = TURNS
 ROLES = {"system": SYSTEM, "user": USER, "human": USER, "assistant": ASSISTANT, "gpt": ASSISTANT}
+KEYS = {"role", "from", "content", "value"}  # of a message
+FORM = '{"messages": [{"role": "user", "content": "..."}, {"role": "assistant", "content": "..."}]}'
 TEMPLATE = (  # of Jinja; TEXT is the content of a message
     "{% for message in messages %}{% if message['role'] not in ['system', 'user', 'assistant'] %}"
     "{{ raise_exception('a role must be system, user or assistant') }}{% endif %}"
@@ -74,16 +76,23 @@ def read_messages(messages):
         require(isinstance(message, dict), f"message {number} is no object with role and content")
         role, text = message.get("role", message.get("from")), message.get("content", message.get("value"))
         require(role in [*ROLES], f"message {number} has the role {role!r}, which must be system, user or assistant")
-        require(isinstance(text, str), f"message {number} has no text")
+        parts = "a list of parts; join their texts" if isinstance(text, list) else "no text"
+        require(isinstance(text, str), f"message {number} has {parts}")
         require(text.strip() or ROLES[role] != ASSISTANT, f"message {number} is an empty answer of the assistant")
         turns.append((ROLES[role], text))
     return turns
 
 
-def conversation_of(line, fields):
-    """A line of JSON as a document: its turns, [[token of the role, text], ...], in JSON."""
-    row = json.loads(line)
-    turns = read_messages(next((row[field] for field in fields if field in row), None))
+def is_messages(value):
+    return isinstance(value, list) and bool(value) and isinstance(value[0], dict) and not KEYS.isdisjoint(value[0])
+
+
+def conversation_of(row, fields):
+    """A row as a document: its turns, [[token of the role, text], ...], in JSON."""
+    require(isinstance(row, dict), f"it is no JSON object; write {FORM}")
+    messages = next((row[field] for field in fields if row.get(field) is not None), None)
+    require(messages is not None, f"there are no messages, but {', '.join(row)}; write {FORM}")
+    turns = read_messages(messages)
     require(any(role == ASSISTANT for role, _ in turns), "no message is of the assistant")
     return json.dumps(turns, ensure_ascii=False)
 
@@ -108,7 +117,8 @@ def encode_prompt(tokenizer, messages, room):
             ids = [*chain(*pieces[:count], *pieces[first:]), tokenizer._special_tokens[ASSISTANT]]
             if len(ids) <= room:
                 return ids
-    raise UserError(f"the newest turn does not fit into {room} tokens of the context; shorten it")
+    rule = "the newest turn and the first system messages do not fit"
+    raise UserError(f"{rule} into {room} tokens of the context; shorten them")
 
 
 def is_answer(windows, assistant, end):

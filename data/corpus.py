@@ -5,13 +5,14 @@ import os
 import shutil
 import sys
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 import tiktoken
 
 from data.build import VERSION, Options, build, read_manifest, write_manifest
 from data.chat import turns_of, with_turns
+from data.documents import BadRecord, flags
 from data.external import index_tokens
 from data.files import data_folder, lock_file
 from data.hub import DATASETS, HUB
@@ -55,23 +56,31 @@ def open_corpus(name, tokenizer_spec, input=None, *, sha256=None, verify=False):
             corpus = load_corpus(folder, manifest, verify)
             exists = input and Path(input).exists()  # a prepared text may be deleted
             if not exists or find_source(name, input).sha256 == manifest["request"]["source_sha256"]:
-                return corpus
                 if corpus.source == PLAY:
-                    remedy = f"python -m data.prepare shakespeare --force --tokenizer {shlex.quote(tokenizer_spec)}"
+                    remedy = f"python -m data.prepare shakespeare --tokenizer {quote(tokenizer_spec)}"
                     print(f"NOTICE: this is {PLAY}; {remedy} downloads tiny Shakespeare", file=sys.stderr)
+                return corpus
             reason = "its files have changed"
         except UserError as error:
             reason = str(error)
     elif manifest := read_manifest(_unfinished(folder)):
         reason = "its preparation was interrupted"
+    elif input:  # with another tokenizer it may be prepared by data.prepare, which has more options than train.py
+        others = folder.parent.glob(f"{name}-*-{_digest(input)}*/manifest.json")
+        manifest = next(filter(None, (read_manifest(path.parent) for path in sorted(others))), None)
     if name in DATASETS or str(input).startswith(HUB):
         words = name if name in DATASETS else f"{name} --input {quote(input)}"
         remedy = f"python -m data.prepare {words} --tokenizer {quote(tokenizer_spec)} (--tokens 1B prepares a part)"
         raise UserError(f"{name} cannot be used: {reason}; type {remedy}")
     require(not input or Path(input).exists(), f"{input} does not exist; check --input")
-    print(f"tokenizing {name} with {tokenizer_spec}: {reason}", file=sys.stderr)
     options = Options(**manifest["request"]["options"]) if manifest else Options()
-    return prepare(name, tokenizer_spec, input, options)
+    print(f"tokenizing {name} with {tokenizer_spec}{_typed(options)}: {reason}", file=sys.stderr)
+    try:
+        return prepare(name, tokenizer_spec, input, options)
+    except BadRecord as error:
+        words = f"python -m data.prepare {name} --input {quote(input)} --tokenizer {quote(tokenizer_spec)}"
+        force = " --force" if manifest else ""
+        raise UserError(f"{error.sentence} by {words}{_typed(replace(options, **error.options))}{force}") from None
 
 
 def prepare(name, tokenizer_spec, input=None, options=None, threads=None, replace=True):
@@ -112,6 +121,12 @@ def prepare(name, tokenizer_spec, input=None, options=None, threads=None, replac
         lock.release()
 
 
+def _typed(options):
+    """The options that are not the defaults, as they are typed, after a blank."""
+    found = flags({k: v for k, v in asdict(options).items() if v != getattr(Options, k)})
+    return found and f" {found}"
+
+
 def _unfinished(folder):
     """The folder of a corpus while it is prepared."""
     return folder.with_name(f"{folder.name}.building")
@@ -143,8 +158,7 @@ def corpus_folder(name, tokenizer_spec, input):
     made = tokenizer_name(tokenizer_spec)
     words = [name, made.replace(":", "-")]
     if input and name != "shakespeare":  # so that two files with the same name have two folders
-        place = str(input) if str(input).startswith(HUB) else Path(input).resolve()
-        words.append(hashlib.sha256(os.fsencode(place)).hexdigest()[:8])
+        words.append(_digest(input))
     folder = data_folder("prepared") / "-".join(words)
     run = make_tokenizer(tokenizer_spec) if tokenizer_spec.startswith("run:") else None
     if run and not is_untrained(run):  # it may have been trained on another text
@@ -154,9 +168,15 @@ def corpus_folder(name, tokenizer_spec, input):
     return folder
 
 
+def _digest(input):
+    place = str(input) if str(input).startswith(HUB) else Path(input).resolve()
+    return hashlib.sha256(os.fsencode(place)).hexdigest()[:8]
+
+
 def load_corpus(folder, manifest, verify=False):
     """The Corpus that a manifest describes; UserError if a shard is missing or has another size or, verify, sha256."""
     splits, tokenizer = [], from_state(manifest["tokenizer"])
+    sizes = "{:,} for training and {:,} for validation".format(*(manifest[split]["tokens"] for split in SPLITS))
     turns = turns_of(tokenizer) if manifest.get("chat") else None
     for split, use in zip(SPLITS, ("training", "validation"), strict=True):
         entry, arrays, about = manifest[split], [], f"the {use} split ({sizes})"
@@ -174,4 +194,3 @@ def _tokens_sha256(manifest):
     shards = ["".join(shard["sha256"] for shard in manifest[split]["shards"]) for split in SPLITS]
     splits = [hashlib.sha256(bytes.fromhex(digests)).digest() for digests in shards]
     return hashlib.sha256(b"".join(splits)).hexdigest()
-    sizes = "{:,} for training and {:,} for validation".format(*(manifest[split]["tokens"] for split in SPLITS))

@@ -15,17 +15,17 @@ import io
 import json
 import re
 import zlib
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import partial
 from importlib import import_module
 from itertools import groupby
 from pathlib import Path
 from typing import NamedTuple
 
-from data.chat import conversation_of
+from data.chat import KEYS, conversation_of, is_messages
 from data.files import optional
 from data.tokenizer import CHUNK, chunks
-from errors import UserError, require
+from errors import UserError, quote, require
 
 BLOCK_BYTES = 1 << 20
 ROWS = 64  # of a parquet file that are a block: a row may be a whole book
@@ -82,12 +82,10 @@ def read_blocks(path, text_field="text", separator="", skip_bad=False, chat=Fals
     """
     suffix = suffix_of(path)
     fields = MESSAGES if chat and text_field == "text" else (text_field,)
-    text_of = partial(conversation_of, fields=fields) if chat else lambda line: json.loads(line)[text_field]
     if suffix == ".parquet":
-        text_of = text_of if chat else bytes.decode
-        yield from _parsed(path, "row", fields[0], _rows(path, fields, chat), text_of, skip_bad)
+        yield from _parsed(path, "row", _rows(path, fields, chat), fields, chat, skip_bad)
     elif suffix in RECORDS:
-        yield from _parsed(path, "line", fields[0], _lines(path), text_of, skip_bad)
+        yield from _parsed(path, "line", _lines(path), fields, chat, skip_bad)
     else:
         require(not chat, f"{path} is no file of conversations; its name must end in .jsonl or .parquet")
         yield from _separated(path, separator) if separator else _whole(path, anywhere)
@@ -118,7 +116,10 @@ def _opened(path, is_text=True):
         except UnicodeDecodeError as error:
             raise UserError(f"{path} is not UTF-8 text ({error}); convert it with iconv") from None
         except tuple(damaged) as error:
-            raise UserError(f"{path} cannot be read ({error}); get the file again") from None
+            remedy = "get the file again"
+            if "too much memory" in str(error):  # pyarrow has no setting for the window of zstd --long
+                remedy = f"type zstd -d --long=31 {quote(path)}, and take the file without .zst"
+            raise UserError(f"{path} cannot be read ({error}); {remedy}") from None
 
 
 def _refuse(path, head, *allowed):
@@ -156,27 +157,70 @@ def _separated(path, separator):
         yield Block(texts, raw.tell())
 
 
-def _parsed(path, kind, field, items, text_of, skip_bad):
-    """Blocks of lines or rows. kind: line or row. items: ([bytes or None], bytes read) of each block."""
-    number = 0
+class BadRecord(UserError):
+    """A line or row without a text. options: of data.build.Options; with these values, the file can be read."""
+
+    def __init__(self, sentence, **options):
+        super().__init__(f"{sentence} by {flags(options)}")
+        self.sentence, self.options = sentence, options
+
+
+def flags(options):
+    """Options as they are typed."""
+    return " ".join(f"--{k}" if v is True else f"--{k} {quote(v)}" for k, v in options.items())
+
+
+def _parsed(path, kind, items, fields, chat, skip_bad):
+    """Blocks of lines or rows. kind: line or row. items: ([bytes, or {column: value}], bytes read) of each block."""
+    number, text_of = 0, conversation_of if chat else _text_of
     for block, read in items:
         texts, bad = [], 0
         for item in block:
-            number += 1
+            number, row = number + 1, None
+            if kind == "line" and not item.strip():
+                continue
             try:
-                text = (text_of(item) if item and item.strip() else None) or ""
-                rule = "messages are conversations, for which type python -m data.prepare chat"
-                require(not isinstance(text, list), rule)
-                text.encode()  # AttributeError if it is no str; UnicodeEncodeError for half a surrogate pair
-                if text.strip():
+                row = json.loads(item) if kind == "line" else {name: value.as_py() for name, value in item.items()}
+                if (text := text_of(row, fields)).strip():
                     texts.append(text)
-            except (ValueError, LookupError, TypeError, AttributeError) as error:
-                reason = f" has no UTF-8 text in {field!r} ({type(error).__name__}: {error}); name another --text_field"
-                reason = f": {error}; mend it" if isinstance(error, UserError) else reason
-                remedy = f"leave such {kind}s out by python -m data.prepare ... --skip_bad"
-                require(skip_bad, f"{path}, {kind} {number}{reason}, or {remedy}")
+            except (ValueError, RecursionError) as error:
+                if number == 1 and kind == "line":
+                    _require_lines(path, item, row, error)
+                if not skip_bad:
+                    raise _bad(f"{path}, {kind} {number}", row, fields, chat, error, number == 1) from None
                 bad += 1
         yield Block(texts, read, bad)
+
+
+def _text_of(row, fields):
+    """The text of a row, "" for null."""
+    require(isinstance(row, dict), "it is no JSON object")
+    require(fields[0] in row, f"its fields are {', '.join(row)}")
+    text = row[fields[0]] or ""
+    text = text.decode() if isinstance(text, bytes) else text
+    require(isinstance(text, str), f"it is of the type {type(text).__name__}; for conversations take data.prepare chat")
+    text.encode()  # UnicodeEncodeError for half a surrogate pair
+    return text
+
+
+def _bad(where, row, fields, chat, error, first):
+    """The error for a line or row. first: of the file, so that the text of all may be in another field."""
+    wanted, readable = ("conversation", is_messages) if chat else ("UTF-8 text", lambda value: isinstance(value, str))
+    row, wanted = row if isinstance(row, dict) else {}, f"{where} has no {wanted} in {fields[0]!r}"
+    others = {name: len(value) for name, value in row.items() if readable(value)}
+    if first and others and not any(row.get(field) for field in fields):
+        return BadRecord(f"{wanted}, but in {', '.join(others)}; read it", text_field=max(others, key=others.get))
+    return BadRecord(f"{wanted} ({error or type(error).__name__}); mend it, or leave out what is bad", skip_bad=True)
+
+
+def _require_lines(path, line, row, error):
+    """UserError if the first line shows that a file is one JSON value, or has objects of several lines."""
+    is_array = line.lstrip(b"\xef\xbb\xbf \t").startswith(b"[") and not is_messages(row)
+    goes_on = isinstance(error, json.JSONDecodeError) and error.pos >= len(error.doc.rstrip())
+    lines = quote(f"{path.name.split('.')[0]}-lines.jsonl")
+    command = f"zcat -f {quote(path)} | jq -c '{'.[]' if is_array else '.'}' > {lines}"
+    rule = f"{path} has not one JSON object per line"
+    require(not is_array and not goes_on, f"{rule}; type {command}, and take that file")
 
 
 def _lines(path):
@@ -186,22 +230,33 @@ def _lines(path):
 
 
 def _rows(path, names, chat):
-    """([bytes or None], bytes read) of blocks of rows, of the first of these columns that a file has."""
+    """([{column: value}], bytes read) of blocks of rows, of those of these columns that a file has."""
     pyarrow, parquet = optional("pyarrow", path), optional("pyarrow.parquet", path)
     options = dict(pre_buffer=False, buffer_size=BLOCK_BYTES, page_checksum_verification=True)
     with open(path, "rb") as file:
         _refuse(path, file.read(HEAD), PARQUET, BINARY)
     try:
         with parquet.ParquetFile(path, **options) as file:
-            columns, size, done = file.schema_arrow.names, path.stat().st_size, 0
-            column = next((name for name in names if name in columns), None)
-            require(column, f"{path} has no column {names[0]!r}; name a --text_field: {', '.join(columns)}")
-            for batch in file.iter_batches(ROWS, columns=[column]):
-                rows, done = batch.column(0), done + len(batch)
-                if chat:
-                    rows = [json.dumps({column: messages}).encode() for messages in rows.to_pylist()]
-                else:  # text may be another than UTF-8
-                    rows = rows.cast(pyarrow.large_binary()).to_pylist()
+            size, done, schema = path.stat().st_size, 0, file.schema_arrow
+            if chat:  # of a message only what is read: the rest may have types that Python lacks
+                leaves = [file.schema.column(index).path.split(".") for index in range(len(file.schema))]
+                columns = [".".join(leaf) for leaf in leaves if leaf[0] in names and KEYS & {*leaf[1:]}]
+            else:
+                columns = [x.name for x in schema if x.name in names and _is_text(pyarrow, x.type)]
+            if not columns:
+                types = ", ".join(f"{column.name} ({column.type})" for column in schema)
+                sentence = f"{path} has no {'conversations' if chat else 'text'} in a column {names[0]!r}, only {types}"
+                raise BadRecord(f"{sentence}; name a column", text_field="COLUMN")
+            for batch in file.iter_batches(ROWS, columns=columns):
+                done += len(batch)
+                values = batch.columns if chat else [batch.column(0).cast(pyarrow.large_binary())]
+                rows = [dict(zip(batch.schema.names, row, strict=True)) for row in zip(*values, strict=True)]
                 yield rows, size * done // file.metadata.num_rows
     except (pyarrow.ArrowException, OSError) as error:
         raise UserError(f"{path} cannot be read ({str(error).splitlines()[0]}); get the file again") from None
+
+
+def _is_text(pyarrow, type):
+    """Whether the values are bytes; a text may be another than UTF-8."""
+    with suppress(pyarrow.ArrowException):
+        return pyarrow.nulls(0, type).cast(pyarrow.large_binary()) is not None

@@ -6,18 +6,25 @@ import gzip
 import hashlib
 import json
 import os
+import shlex
 from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
+import pyarrow
 import pytest
+import tyro
 from helpers import ROOT, one_sentence, run_script
 from hub_server import running
+from pyarrow import parquet
 from test_build import ids_of, make_documents, shards_of, write_lines
 from test_tokenizer import SPECS, VERSE, to_list
 
 from data import sources
 from data.build import Options
 from data.corpus import open_corpus, prepare
+from data.loader import validation_batches
+from data.prepare import Command
+from data.prepare import main as prepare_main
 from data.tokenizer import make_tokenizer, to_state
 from errors import UserError, sentence_of
 
@@ -203,6 +210,39 @@ def test_the_card_of_a_data_set_is_left_out(tmp_path, capsys, name):
     assert found.train.documents + found.val.documents == 9 + len(texts) * (name == "text")
 
 
+@pytest.mark.parametrize("name, suffix", [("text", ".jsonl"), ("text", ".parquet"), ("chat", ".jsonl")])
+def test_a_text_in_another_field(tmp_path, capsys, name, suffix):
+    """The error of training is a command that prepares the text, also for another tokenizer and when it has changed."""
+    path, field = tmp_path / f"my texts{suffix}", "the 'body'"
+    texts = make_documents(200)
+    if name == "chat":
+        texts = [[dict(role="user", content="q"), dict(role="assistant", content=text)] for text in texts]
+    if suffix == ".parquet":
+        parquet.write_table(pyarrow.table({"id": ["b"] * 200, field: texts}), path)
+    else:
+        path.write_text("".join(json.dumps({"id": "b", field: text}) + "\n" for text in texts))
+    with pytest.raises(UserError) as error:
+        open_corpus(name, "bytes+eot", path)
+    words = shlex.split(str(error.value)[str(error.value).index("python -m data.prepare") :])[3:]
+    prepare_main(
+        tyro.cli(
+            Command, args=[*(field if x == "COLUMN" else x for x in words), "--val_share", "0.4"], use_underscores=True
+        )
+    )
+    for spec in ("bytes+eot", "bpe:300"):
+        assert open_corpus(name, spec, path).val.documents > 50
+    assert f"--val_share 0.4 --text_field {shlex.quote(field)}" in capsys.readouterr().err
+
+
+def test_a_short_split_is_named(tmp_path):
+    found = prepare("text", "bytes", write_lines(tmp_path / "x.jsonl", ["one", "two, longer " * 20]))
+    assert {len(found.train), len(found.val)} == {5, 242}
+    short, use = (found.train, "training") if len(found.train) == 5 else (found.val, "validation")
+    rule = f"the {use} split .{len(found.train)} for training and {len(found.val)} for validation.; .*--val_share"
+    with pytest.raises(UserError, match=rule):
+        validation_batches(short, 16, 1)
+
+
 def test_wrong_inputs(tmp_path, verse, capsys):
     with pytest.raises(UserError, match=r"nowhere\.txt does not exist; check --input"):
         open_corpus("text", "bytes", tmp_path / "nowhere.txt")
@@ -211,6 +251,7 @@ def test_wrong_inputs(tmp_path, verse, capsys):
     wrong = {
         ("text", tmp_path / "blank.txt"): "no text",
         ("text", None): "--input",
+        ("text", "/dev/null"): "no file, but a pipe or device",
         ("shakespere", None): "must be shakespeare",
         ("shakespeare", verse): r"not tiny Shakespeare.*--data text",
     }
@@ -251,9 +292,9 @@ def test_play_replaces_a_failed_download(server, verse, remedy, capsys):
     assert found.source == "the embedded play" and text_of(found) == sources.PLAY_FILE.read_text()
     notice = capsys.readouterr().err.splitlines()[-1]
     assert notice.startswith("NOTICE") and "--input FILE" in notice
-        ("text", "/dev/null"): "no file, but a pipe or device",
     server.requests.clear()
     assert open_corpus("shakespeare", "char").source == "the embedded play" and not server.requests
+    assert "data.prepare shakespeare --force --tokenizer char" in capsys.readouterr().err  # at each start
     if remedy == "network":
         server.mode = "good"
         prepare("shakespeare", "char")  # downloads again, and replaces the play
@@ -270,4 +311,3 @@ def test_command(verse, data_root, monkeypatch, capsys):
     assert len(open_corpus("text", "char+eot", verse).val) == round(0.2 * len(VERSE))
     code, _, _ = run_script(*command, "bpe:12")  # sys.exit() prints the sentence
     one_sentence(f"{code}\n", "bpe:12")
-    assert "data.prepare shakespeare --force --tokenizer char" in capsys.readouterr().err  # at each start

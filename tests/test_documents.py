@@ -7,6 +7,9 @@ import io
 import json
 import lzma
 import os
+import shlex
+import shutil
+import subprocess
 import tarfile
 import zipfile
 
@@ -97,8 +100,9 @@ def test_parquet_columns(tmp_path, kind, small):
     texts = pyarrow.array([None, *TEXTS, None, "", *TEXTS], types.get(kind) or getattr(pyarrow, kind)())
     parquet.write_table(pyarrow.table({"id": range(len(texts)), "body": texts}), tmp_path / "a", row_group_size=3)
     assert read((tmp_path / "a").rename(tmp_path / "a.parquet"), "body") == TEXTS * 2
-    assert error_of(tmp_path / "a.parquet").endswith("no column 'text'; name a --text_field: id, body")
-    assert "cannot be read" in error_of(tmp_path / "a.parquet", "id")
+    for column in ("text", "id"):  # which is missing, and of numbers
+        message = error_of(tmp_path / "a.parquet", column)
+        assert f"{column!r}, only id (int64), body (" in message and message.endswith("--text_field COLUMN")
 
 
 @pytest.mark.parametrize("line_end, mark", [("\n", ""), ("\r\n", "\ufeff")])
@@ -202,6 +206,7 @@ BAD_LINES = {
     "field is an object": b'{"text": {"encode": "a"}}',
     "half a surrogate pair": b'{"text": "\\ud83d"}',
     "not UTF-8": b'{"text": "Stra\xdfe"}',
+    "nested too deep": b'{"text": "a", "b": ' + b"[" * 10**5 + b"]" * 10**5 + b"}",
 }
 
 
@@ -210,10 +215,39 @@ def test_bad_line(tmp_path, bad, small):
     lines = [b'{"text": "%s"}' % (b"one" * 50), b"", bad, b'{"text": "two"}', bad, b'{"text": ""}']
     (tmp_path / "a.jsonl").write_bytes(b"\n".join(lines))
     message = error_of(tmp_path / "a.jsonl")
-    assert "line 3 has no UTF-8 text in 'text'" in message and "--text_field" in message and "--skip_bad" in message
+    assert "line 3 has no UTF-8 text in 'text'" in message and message.endswith("--skip_bad")
     blocks = list(read_blocks(tmp_path / "a.jsonl", skip_bad=True))
     assert [text for block in blocks for text in block.texts] == ["one" * 50, "two"]
     assert sum(block.bad for block in blocks) == 2
+    (tmp_path / "b.jsonl").write_bytes(bad)  # as the first line
+    assert error_of(tmp_path / "b.jsonl")
+
+
+TWO = [dict(text=text) for text in ("one", "two")]
+ONE_VALUE = {
+    "array": "\ufeff" + json.dumps(TWO),
+    "indented array": json.dumps(TWO, indent=2),
+    "indented objects": "\n".join(json.dumps(row, indent=1) for row in TWO),
+}
+
+
+@pytest.mark.skipif(not shutil.which("jq"), reason="needs jq")
+@pytest.mark.parametrize("contents", ONE_VALUE.values(), ids=ONE_VALUE)
+@pytest.mark.parametrize("name", ["a file.json", "a.jsonl.gz"])
+@pytest.mark.parametrize("skip_bad", [False, True])
+def test_json_that_is_not_in_lines(tmp_path, contents, name, skip_bad):
+    """The error has a command that turns it into lines."""
+    path = tmp_path / name
+    path.write_bytes(PACK.get(path.suffix, bytes)(contents.encode()))
+    command = error_of(path, "text", "", skip_bad).split("; type ")[1].split(", and take")[0]
+    subprocess.run(["bash", "-c", command], cwd=tmp_path, check=True)
+    assert read(tmp_path / shlex.split(command)[-1]) == ["one", "two"]
+
+
+def test_a_zst_file_with_a_large_window(tmp_path):
+    """Which pyarrow does not read; these are the bytes of echo the sea | zstd --long=28."""
+    (tmp_path / "a.zst").write_bytes(bytes.fromhex("28b52ffd0490410000746865207365610abc3f35e0"))
+    assert f"type zstd -d --long=31 {tmp_path}/a.zst" in error_of(tmp_path / "a.zst")
 
 
 @pytest.mark.parametrize("kind", ["binary", "string", "dictionary"])
@@ -229,6 +263,41 @@ def test_row_that_is_not_utf8(tmp_path, kind, small):
     blocks = list(read_blocks(path, "body", skip_bad=True))
     assert [text for block in blocks for text in block.texts] == ["one", "two", "three", "four"]
     assert sum(block.bad for block in blocks) == 1
+
+
+@pytest.mark.parametrize(
+    "line, words",
+    [
+        ('{"instruction": "a", "output": "b"}', 'there are no messages, but instruction, output; write {"messages": ['),
+        ('[{"role": "user", "content": "a"}]', 'it is no JSON object; write {"messages": ['),
+        ('{"messages": []}', "there are no messages"),
+        ('{"messages": [3]}', "message 1 is no object with role and content"),
+        ('{"messages": [{"role": "tool", "content": "a"}]}', "message 1 has the role 'tool', which must be system,"),
+        ('{"messages": [{"role": "user", "content": 1}]}', "message 1 has no text"),
+        ('{"messages": [{"role": "user", "content": [{"text": "a"}]}]}', "message 1 has a list of parts"),
+        ('{"messages": [{"role": "assistant", "content": " "}]}', "message 1 is an empty answer of the assistant"),
+        ('{"messages": [{"role": "user", "content": "a"}]}', "no message is of the assistant"),
+        ("{", "has no conversation in 'messages' ("),
+    ],
+)
+def test_bad_conversation(tmp_path, line, words):
+    good = json.dumps({"messages": [dict(role="user", content="q"), dict(role="assistant", content="a")]})
+    (tmp_path / "a.jsonl").write_text(f"{good}\n{line}\n{good}")
+    message = error_of(tmp_path / "a.jsonl", "text", "", False, True)
+    assert words in message and "a.jsonl, line 2" in message and message.endswith("--skip_bad")
+    [block] = read_blocks(tmp_path / "a.jsonl", skip_bad=True, chat=True)
+    assert (len(block.texts), block.bad) == (2, 1)
+
+
+def test_conversation_that_is_not_utf8(tmp_path):
+    texts = [b"Stra\xdfe" if number == 7 else b"text %d" % number for number in range(60)]
+    columns = pyarrow.array(["user", "assistant"] * 30), pyarrow.array(texts, pyarrow.binary()).view(pyarrow.string())
+    turns = pyarrow.StructArray.from_arrays(columns, ["role", "content"])
+    rows = pyarrow.ListArray.from_arrays(range(0, 61, 2), turns)
+    parquet.write_table(pyarrow.table({"messages": rows}), tmp_path / "a.parquet")
+    assert "row 4 has " in error_of(tmp_path / "a.parquet", "text", "", False, True)
+    [block] = read_blocks(tmp_path / "a.parquet", skip_bad=True, chat=True)
+    assert (len(block.texts), block.bad) == (29, 1)
 
 
 @pytest.mark.parametrize("separator", ["", "---"])

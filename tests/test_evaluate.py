@@ -208,6 +208,7 @@ def test_mistakes(folder, call, monkeypatch):
     expect(call, "--split test", "split='test' must be val or train")
     write("lines.jsonl", [{"text": "a"}, {"body": "a"}])
     expect(call, "--text lines.jsonl", "lines.jsonl, line 2 has no UTF-8 text in 'text'")
+    expect(call, "--text lines.jsonl --text_field body --skip_bad", "has less than 2 tokens")
     Path("empty.jsonl").write_text("")
     expect(call, "--text empty.jsonl", "empty.jsonl has less than 2 tokens")
     expect(call, "--text corpus.txt", "corpus.txt: the char tokenizer has no token for")
