@@ -294,7 +294,7 @@ def test_play_replaces_a_failed_download(server, verse, remedy, capsys):
     assert notice.startswith("NOTICE") and "--input FILE" in notice
     server.requests.clear()
     assert open_corpus("shakespeare", "char").source == "the embedded play" and not server.requests
-    assert "data.prepare shakespeare --force --tokenizer char" in capsys.readouterr().err  # at each start
+    assert "data.prepare shakespeare --tokenizer char" in capsys.readouterr().err  # at each start
     if remedy == "network":
         server.mode = "good"
         prepare("shakespeare", "char")  # downloads again, and replaces the play
