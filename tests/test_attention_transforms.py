@@ -1,10 +1,11 @@
-"""attention() and attention_qkv() under torch.vmap and torch.func, with each implementation."""
+"""attention() and attention_qkv() under torch.vmap, torch.func and FlopCounterMode, with each implementation."""
 
 from functools import partial
 
 import pytest
 import torch
 from problems import BACKEND, ON_GPU, from_qkv, named
+from torch.utils.flop_counter import FlopCounterMode, sdpa_backward_flop_count, sdpa_flop_count
 
 from attention import attention
 
@@ -117,3 +118,16 @@ def test_batched_gradients_raise(impl, device):
         close(pull(directions[0])[0], found[0])
     for ours, direction in zip(found, directions, strict=True):
         close(ours, torch.autograd.grad(out, leaf, direction, retain_graph=True)[0])
+
+
+@pytest.mark.parametrize("name", named(["triton", "triton_qkv", "hopper"]))
+def test_flops_are_those_that_pytorch_counts(name, device):
+    """For its own attention, forward and backward: without a discount for what the mask hides."""
+    impl, joint, _ = name.partition("_")
+    dtype = torch.bfloat16 if impl == "hopper" else torch.float32
+    q, k, v = (torch.randn(2, 20, n, 64, device=device, dtype=dtype, requires_grad=True) for n in (4, 2, 2))
+    with FlopCounterMode(display=False) as counter:
+        (from_qkv if joint else attention)(q, k, v, window=9, impl=impl).sum().backward()
+    shape = (2, 4, 20, 64)
+    expected = sdpa_flop_count(shape, shape, shape) + sdpa_backward_flop_count(shape, shape, shape, shape)
+    assert counter.get_total_flops() == expected
