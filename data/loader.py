@@ -114,7 +114,7 @@ def map_ahead(pool, function, items, count):
 def windowed(tokens, block_size):
     """Tokens that can be cut into windows of block_size + 1."""
     if tokens.turns:
-        return Windows(tokens, block_size)
+        return tokens if isinstance(tokens, Windows) else Windows(tokens, block_size)
     rule = f"block_size={block_size} must be below {len(tokens)}, the tokens of {tokens.about}"
     remedy = "give more text, a smaller --block_size, or another --val_share to python -m data.prepare --force"
     require(block_size < len(tokens), f"{rule}; {remedy}")

@@ -4,6 +4,7 @@ Letters: B rows of a batch, T tokens, N scored tokens, C embedding.
 """
 
 import math
+from dataclasses import replace
 from itertools import islice
 
 import numpy as np
@@ -12,7 +13,7 @@ import torch.nn.functional as F
 from torch.nn.utils.rnn import pad_sequence
 from tqdm import tqdm
 
-from data.chat import Windows
+from data.loader import validation_batches, windowed
 from generation.choose import refuse_nan
 from training.device import autocast
 
@@ -72,14 +73,30 @@ def _windows(texts, block_size, stride):
             start = end
 
 
+@torch.inference_mode()
+def _loss_of_answers(model, windows, batch_size):
+    """Nats per token of the answers in data.chat.Windows; no conversation sees another one, as with configs/chat.py."""
+    config, device, total = model.config, model.embed.weight.device, 0.0
+    batches = validation_batches(windows, config.block_size, batch_size)
+    model.config = replace(config, mask_documents=True, end_of_text=windows.turns.end_of_text)  # exports lack them
+    for batch in tqdm(batches, delay=0.1, disable=None, leave=False):
+        inputs, targets = batch()
+        with autocast("auto", device.type):
+            loss = model(inputs.to(device), targets.to(device))
+        total += loss.item() * int((targets >= 0).sum())
+    model.config = config
+    if math.isnan(total):
+        refuse_nan(model, "an answer")
+    return total / windows.counted
+
+
 def evaluate_text(model, tokens, *, stride, batch_size):
     """Nats per token, perplexity and bits per byte of data.shards.Tokens; of conversations, as in training."""
     if tokens.turns:
-        tokens = Windows(tokens, model.config.block_size)
-        texts = list(tokens.answers())
+        tokens = windowed(tokens, model.config.block_size)
+        loss = _loss_of_answers(model, tokens, batch_size)
     else:
-        texts = [(tokens, 1)]
-    loss = -sum(score(model, texts, batch_size, stride)[0]) / sum(len(ids) - start for ids, start in texts)
+        loss = -score(model, [(tokens, 1)], batch_size, stride)[0][0] / (len(tokens) - 1)
     bits = loss / math.log(2) * tokens.counted / tokens.text_bytes  # as training.report counts
     counts = dict(tokens=tokens.counted, bytes=tokens.text_bytes)
     return dict(loss=loss, perplexity=float(np.exp(loss)), bits_per_byte=bits) | counts
