@@ -10,7 +10,6 @@ messages and a question, as the prompt of an answer does when the context is ful
 """
 
 import json
-from functools import cached_property
 from itertools import chain
 
 import numpy as np
@@ -44,7 +43,7 @@ def require_turns(tokenizer):
 
 def turns_of(tokenizer):
     special = tokenizer._special_tokens
-    return Turns(special[ASSISTANT], special[END], end_of_text(tokenizer), special[SYSTEM], tokenizer)
+    return Turns(special[ASSISTANT], special[END], end_of_text(tokenizer), special[SYSTEM])
 
 
 def with_turns(tokenizer):
@@ -131,52 +130,35 @@ def is_answer(windows, assistant, end):
 class Windows:
     """The conversations of a split, packed by best fit into windows of block_size + 1 tokens, with padding.
 
-    Window w is windows([w * block_size], block_size + 1), as of a text. Long conversations are split into parts. lost:
-    answers that do not fit into the context with their question, rows of Tokens.answers. count: of windows. counted,
-    text_bytes: tokens and bytes of the answers in the windows.
+    Window w is windows([w * block_size], block_size + 1), as of a text. Long conversations are split into parts.
+    count: of windows. counted: tokens of the answers in them. text_bytes: of these answers; where others do not fit, an
+    estimate from the bytes per token of all.
     """
 
     def __init__(self, tokens, block_size):
         self.tokens, self.block_size, self.turns = tokens, block_size, tokens.turns
-        self.parts, self.lost = split(tokens.answers, block_size)
+        self.parts, lost = split(tokens.answers, block_size)
         starts, bodies, questions, ends = self.parts.T
         self.packed = best_fit(bodies - starts + ends - questions + 1, block_size + 1)
         self.count = len(self.packed)
-        self.counted = tokens.counted - int(np.diff(self.lost[:, 2:]).sum())
+        self.counted = tokens.counted - lost
         rule = f"no answer of {tokens.about} ends within block_size={block_size} tokens"
         require(self.count, f"{rule}; give a larger one, or shorter conversations")
+        self.text_bytes = round(tokens.text_bytes * self.counted / tokens.counted)
 
     def __len__(self):
         return self.count * self.block_size + 1
 
-    @cached_property
-    def text_bytes(self):
-        lost = (self.tokens[first : end - 1].tolist() for _, _, first, end in self.lost.tolist())
-        return self.tokens.text_bytes - sum(len(self.turns.tokenizer.decode_bytes(ids)) for ids in lost)
-
-    def part(self, index):
-        """The ids of a part, without the end-of-text token."""
-        start, body, question, end = self.parts[index].tolist()
-        spans = [(start, end)] if question == body else [(start, body), (question, end)]
-        return np.concatenate([self.tokens[first:last] for first, last in spans])
-
-    def answers(self):
-        """Yield (ids, start) of each answer: ids[start:] are its tokens, those before them its context in a window."""
-        for ids in map(self.part, range(len(self.parts))):
-            begins, ends = (np.flatnonzero(ids == x) + 1 for x in self.turns[:2])
-            for begin in begins:
-                yield ids[: ends[np.searchsorted(ends, begin, side="right")]], begin
-
     def windows(self, starts, length):
         """[len(starts), length] array of ids, for starts that are multiples of block_size."""
         rows = np.full((len(starts), length), self.turns.end, self.tokens.shards[0].dtype)
-        for row, start in zip(rows, starts, strict=True):
-            at = 0
-            for index in self.packed[start // self.block_size]:
-                ids = self.part(index)
-                row[at : at + len(ids)] = ids
-                at += len(ids) + 1
-                row[at - 1] = self.turns.end_of_text
+        for row, window in zip(rows, starts // self.block_size, strict=True):
+            ids = []
+            for start, body, question, end in self.parts[self.packed[window]].tolist():
+                for first, last in ((start, body), (question, end)):
+                    ids += self.tokens[first:last].tolist()
+                ids.append(self.turns.end_of_text)
+            row[: len(ids)] = ids
         return rows
 
 
@@ -191,30 +173,28 @@ def split(answers, block_size):
 
     Returns:
         (parts [parts, 4] int64: where the conversation begins, where its first system messages end, where the first
-        question of the part begins and where its last answer ends; the rows of `answers` that are in no part).
+        question of the part begins and where its last answer ends; the number of tokens in answers that do not fit).
     """
-    starts, bodies, firsts, ends = answers.T
+    starts, bodies, begins, ends = answers.T
     before = np.append(0, ends[:-1])
     new = np.diff(starts, prepend=-1) > 0  # the first answer of a conversation
-    asked = new | (firsts - 1 > before)  # the first of an exchange
-    exchange, opening = np.cumsum(asked) - 1, np.flatnonzero(asked)
-    closing = np.append(opening[1:], len(ends)) - 1
-    questions = np.where(new, bodies, before)[opening]
-    limits = questions + block_size - (bodies - starts)[opening]  # of a part that begins with this question
-    # exchanges: the first of the next conversation, and the first that such a part has no room for
-    stops = np.append(exchange[new][1:], len(opening))[np.cumsum(new)[opening] - 1]
-    here = np.arange(len(opening))
-    nexts = np.clip(np.searchsorted(ends[closing], limits, side="right"), here, stops)
-    alone = nexts == here  # not even the first has room
-    last = np.where(alone, np.searchsorted(ends, limits, side="right") - 1, closing[nexts - 1])
-    begun, at, nexts = [], exchange[new], nexts + alone
-    while len(at):  # the next part of each conversation that has one
-        begun.append(at)
-        at = nexts[at][nexts[at] < stops[at]]
-    begun = np.sort(np.concatenate(begun))
-    begun = begun[last[begun] >= opening[begun]]
-    parts = np.stack([starts[opening], bodies[opening], questions, ends[last]], 1)[begun]
-    return parts, answers[ends > limits[exchange]]
+    first = np.flatnonzero(new | (begins - 1 > before))  # answers of exchanges; others follow an answer
+    counts = np.diff(first, append=len(answers))
+    questions = np.repeat(np.where(new, bodies, before)[first], counts)  # of each answer: where its exchange begins
+    closes = np.repeat(ends[first + counts - 1], counts)  # and ends
+    parts, lost = [[-1] * 4], 0
+    rows = np.column_stack([answers, questions, closes])
+    for start, body, begin, end, question, close in map(np.ndarray.tolist, rows):
+        room, last = block_size - (body - start), parts[-1]
+        if last[0] == start and close - last[2] <= room:  # the whole exchange fits into the part before
+            question = last[2]
+        if end - question > room:
+            lost += end - begin
+        elif last[2] == question:
+            last[3] = end
+        else:
+            parts.append([start, body, question, end])
+    return np.array(parts[1:]).reshape(-1, 4), lost
 
 
 def best_fit(sizes, room):

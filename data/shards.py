@@ -21,13 +21,12 @@ FORMATS = {"<u2": (20240520, 1), "<u4": (20240801, 7)}  # magic number and versi
 
 
 class Turns(NamedTuple):
-    """The tokens at the borders of turns, and what decodes a text between them."""
+    """The tokens at the borders of turns and conversations."""
 
     assistant: int
     end: int
     end_of_text: int
     system: int
-    tokenizer: object
 
 
 @dataclass(frozen=True)
@@ -54,7 +53,7 @@ class Tokens:
         where the answer begins and ends."""
         begins, ends, closed, systems = (
             np.concatenate([self.borders[i] + np.flatnonzero(shard == x) for i, shard in enumerate(self.shards)])
-            for x in self.turns[:4]
+            for x in self.turns
         )
         starts = np.append(0, closed + 1)
         bodies = starts.copy()

@@ -2,6 +2,7 @@
 
 import json
 import random
+import re
 from dataclasses import replace
 from decimal import Decimal
 from itertools import chain
@@ -37,6 +38,8 @@ FIVE = {  # conversations, and their text with [what counts]
     "ends with a question": ([("assistant", "hi"), ("user", "")], "<a>[hi<e>]<d>"),  # which no window has
     "borders as text": ([("user", "<|end|>"), ("assistant", "<|user|>")], "<u><|end|><e><a>[<|user|><e>]<d>"),
 }
+D, S, U, A, E = map(chr, range(256, 261))
+EXCHANGE = re.compile(f"([{S}{U}][^{E}]*{E})*({A}[^{E}]*{E})+")
 MARKS = {"<s>": SYSTEM, "<u>": USER, "<a>": ASSISTANT, "<e>": END, "<d>": 256}
 
 
@@ -141,28 +144,23 @@ def test_a_tokenizer_keeps_its_tokens(tmp_path, spec):
     assert to_state(with_turns(grown)) == to_state(grown)
 
 
-def parts_of(ids, room):
-    """The parts of at most `room` tokens into which a conversation (ids) is split, exchange by exchange."""
-    turns = [turn.tolist() for turn in np.split(ids, np.flatnonzero(ids == END) + 1)[:-1]]
-    system, exchanges = [], []
-    while turns[0][0] == SYSTEM:
-        system += turns.pop(0)
-    for turn in turns:
-        if not exchanges or exchanges[-1][-1][0] == ASSISTANT != turn[0]:
-            exchanges.append([])
-        exchanges[-1].append(turn)
-    parts = [[]]
-    for exchange in exchanges:
-        answers = [n for n, turn in enumerate(exchange, 1) if turn[0] == ASSISTANT]
-        whole = [*chain(*exchange[: max(answers, default=0)])]
-        if len(system + parts[-1] + whole) > room:
-            fitting = ([*chain(*exchange[:n])] for n in reversed(answers))
-            parts.append(next((x for x in fitting if len(system + x) <= room), []))
-            if parts[-1] != whole:
-                parts.append([])
+def text_of(ids):
+    """A character for each token."""
+    return "".join(map(chr, ids))
+
+
+def parts_of(text, room):
+    """The parts of at most `room` tokens into which a conversation is split, exchange by exchange."""
+    system, parts = re.match(f"({S}[^{E}]*{E})*", text)[0], [""]
+    for exchange in EXCHANGE.finditer(text, len(system)):
+        fits = EXCHANGE.match(text, exchange.start(), exchange.start() + max(0, room - len(system)))
+        if len(system + parts[-1] + exchange[0]) <= room:
+            parts[-1] += exchange[0]
+        elif fits:
+            parts += [fits[0], ""][: 1 + (fits[0] != exchange[0])]
         else:
-            parts[-1] += whole
-    return [[*system, *part, 256] for part in parts if part]
+            parts.append("")
+    return [system + part for part in parts if part]
 
 
 @pytest.mark.parametrize("block_size", [12, 20, 40, 60, 999])
@@ -175,20 +173,17 @@ def test_windows(data_root, tmp_path, block_size):
         conversations.append(messages([("user", str(number)), *turns] if number % 3 else turns))
     file, options = write(tmp_path / "a.jsonl", conversations), Options(shard_tokens="100", val_share=0.2)
     corpus = prepare("chat", "bytes", file, options)
-    ids = ids_of(corpus.train)
-    whole = np.split(ids, np.flatnonzero(ids == 256) + 1)[:-1]
-    expected = [*chain(*(parts_of(piece, block_size) for piece in whole))]
+    expected = [part for whole in text_of(ids_of(corpus.train)).split(D)[:-1] for part in parts_of(whole, block_size)]
     windows, found, rooms = Batches(corpus.train, block_size, 1, seed=3).tokens, [], []
     rows = windows.windows(np.arange(windows.count) * block_size, block_size + 1)
     for row in rows:
-        *pieces, padding = np.split(row, np.flatnonzero(row == 256) + 1)
-        found += [piece.tolist() for piece in pieces]
+        *pieces, padding = text_of(row).split(D)
+        found += pieces
         rooms.append(len(padding))
     assert sorted(found) == sorted(expected)
     assert sum(sorted(rooms)[-2:]) < block_size + 1  # no two windows would fit into one
-    counts = is_answer(rows, ASSISTANT, END)
-    assert windows.counted == counts.sum() and windows.text_bytes == (counts & (rows[:, 1:] != END)).sum()
-    assert (windows.counted < corpus.train.counted) == (len(windows.lost) > 0) == (block_size < 999)
+    assert windows.counted == is_answer(rows, ASSISTANT, END).sum()
+    assert (windows.counted < corpus.train.counted) == (block_size < 999)
 
 
 @pytest.mark.parametrize("micro_batch", [1, 2, 4, 8])
@@ -241,29 +236,31 @@ def test_resume_is_bit_exact_and_epochs_become_steps(folder, capsys):
 
 @pytest.mark.parametrize("block_size, longest", [(64, 1), (18, 9)])
 def test_evaluation(folder, capsys, monkeypatch, block_size, longest):
-    """Each answer is scored given its part of a conversation. A run's first lines and last loss are of the same."""
-    corpus, results, sums = make_corpus(folder, longest=longest, val_share=0.2), {}, np.zeros(2)
+    """Each answer is scored given its part of a conversation; a run counts the same, and its export gives that loss."""
+    corpus, results, sums = make_corpus(folder, longest=longest, val_share=0.2), {}, np.zeros(3)
     run = in_process(capsys, **CHAT | dict(eval_batches=0, block_size=block_size))
     (*_, last), (model, _, _) = metrics(folder), load("run", "cpu")
-    for flags in ((), ("--split", "train"), ("--text", "chat.jsonl")):
+    export("runs/run", "out")
+    for flags in ((), ("--split", "train"), ("out", "--text", "chat.jsonl")):
         _, out, _ = run_script(monkeypatch, capsys, str(ROOT / "evaluate.py"), "--json", "--device", "cpu", *flags)
         results |= json.loads(out)["results"]
     for name, split in (("train", corpus.train), ("val", corpus.val)):
-        total, tokens, ids = 0.0, 0, ids_of(split).astype(int)
-        for piece in np.split(ids, np.flatnonzero(ids == 256) + 1)[:-1]:
-            for part in (torch.tensor(part[:-1]) for part in parts_of(piece, block_size)):
-                counts = is_answer(part[None].numpy(), ASSISTANT, END)[0]
-                total += F.cross_entropy(model(part[None, :-1])[0, counts], part[1:][counts], reduction="sum").item()
+        total, tokens = 0.0, 0
+        for whole in text_of(ids_of(split)).split(D)[:-1]:
+            for part in (torch.tensor([*map(ord, text)])[None] for text in parts_of(whole, block_size)):
+                counts = is_answer(part.numpy(), ASSISTANT, END)
+                total += F.cross_entropy(model(part[:, :-1])[counts], part[:, 1:][counts], reduction="sum").item()
                 tokens += counts.sum()
         result = results[name]
         assert result["loss"] == pytest.approx(total / tokens, rel=1e-5) and result["tokens"] == tokens
-        of_all = f" of {split.counted:,}" if block_size == 18 else ""
-        assert f"{tokens:,}{of_all} {name}" in run.stdout and (tokens < split.counted) == (block_size == 18)
-        sums += total, tokens
+        assert f"{tokens:,} {name}" in run.stdout and (block_size == 18 or result["bytes"] == split.text_bytes)
+        sums += total, tokens, split.counted
+    lost = int(sums[2] - sums[1])
+    assert (lost > 0) == (f"({lost:,} more are left out" in run.stdout) == (block_size == 18)
     assert last["val_loss"] == pytest.approx(result["loss"], rel=1e-5)
     assert last["val_bpb"] == pytest.approx(result["bits_per_byte"], rel=1e-5)
     whole = results["chat.jsonl"]  # both splits
-    assert (whole["loss"] * whole["tokens"], whole["tokens"]) == pytest.approx(tuple(sums), rel=1e-5)
+    assert (whole["loss"] * whole["tokens"], whole["tokens"]) == pytest.approx(tuple(sums[:2]), rel=1e-5)
 
 
 def test_training_goes_on_with_a_text(folder, capsys):

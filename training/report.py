@@ -70,19 +70,18 @@ class Report:
         how = " with FSDP" if ranks.sharded else " with DDP" if ranks.world > 1 else ""
         parameters = sum(p.numel() for p in model.parameters())
         epochs = config.steps * config.batch_size / batches.windows_per_epoch
-        train, val, counted = f"{batches.tokens.counted:,}", f"{self.val.counted:,}", "tokens"
+        train, val = batches.tokens.counted, self.val.counted
+        counted = f"{train:,} training and {val:,} validation tokens"
         if corpus.train.turns:
             counted += " of answers"
-            if len(batches.tokens.lost) + len(self.val.lost):
-                train, val = f"{train} of {corpus.train.counted:,}", f"{val} of {corpus.val.counted:,}"
-                counted += " (the rest is in answers that do not fit into the context with their question)"
+            if left_out := corpus.train.counted + corpus.val.counted - train - val:
+                counted += f" ({left_out:,} more are left out: too long for block_size with their question)"
         fields = dict(
             run=f"{self.folder} (process {os.getpid()})",
             device=f"{device} ({chip}) x {ranks.world}{how}, {dtype}",
             model=f"{parameters:,} parameters: {config.n_layer} layers, {config.n_head} heads "
             f"({config.kv_heads} kv), width {config.n_embd}, context {config.block_size}",
-            data=f"{corpus.source}: {train} training and {val} validation {counted}, "
-            f"tokenizer {corpus.tokenizer.name} of {corpus.tokenizer.n_vocab:,}",
+            data=f"{corpus.source}: {counted}, tokenizer {corpus.tokenizer.name} of {corpus.tokenizer.n_vocab:,}",
             step=f"{self.tokens_per_step:,} tokens ({config.batch_size:,} sequences, {micro_batch:,} at a time), "
             f"{config.steps:,} steps = {epochs:.1f} epochs",
         )
