@@ -24,7 +24,8 @@ NANOCHAT = KESTREL | dict(window=[None], embed_skip=[False], value_residual=[Fal
 ARCEE = NANOCHAT | dict(norm_weight=[True, False], qk_norm=[False], embed_norm=[False], logit_softcap=[None])
 LLAMA = ARCEE | dict(mlp=["swiglu"])
 WRITABLE = {
-    "gpt2": ARCEE | dict(position=["learned"], norm=["layernorm"], mlp=["gelu_tanh", "gelu"], bias=[True, False]),
+    "gpt2": ARCEE | dict(position=["learned"], norm=["layernorm"], mlp=["gelu_tanh", "gelu"], bias=[True, False],
+                         n_kv_head=[None]),
     "llama": LLAMA,
     "qwen3": LLAMA | dict(qk_norm=[True]),
     "arcee": ARCEE,
@@ -53,7 +54,8 @@ OPTIONS = {
     "kestrel": NANOCHAT_OPTIONS | dict(window="sliding_window") | {name: name for name in KESTREL_DEFAULTS},
 }  # fmt: skip
 
-UNWRITTEN = ("dropout", "attention", "end_of_text")  # options that do not change what a trained network computes
+# Options that do not change what a trained network computes (rope_theta: one with learned positions).
+UNWRITTEN = ("dropout", "attention", "end_of_text", "rope_theta")
 
 EPSILONS = dict.fromkeys(OPTIONS, RMSNORM_EPSILON) | dict(gpt2=LAYERNORM_EPSILON)  # which norm_eps = 0 stands for
 
@@ -91,13 +93,12 @@ NANOCHAT_NAMES = LLAMA_NAMES | {
 
 
 def _wrong(config, kind):
-    """Options of a network that an architecture lacks, with their allowed values, [] for an option in no list."""
-    known = {*WRITABLE[kind], *OPTIONS[kind], *UNWRITTEN}
-    allowed = WRITABLE[kind] | {field.name: [] for field in fields(config) if field.name not in known}
-    if kind == "gpt2":  # rope_theta has no effect
-        allowed |= {"n_kv_head": [None, config.n_head], "rope_theta": [config.rope_theta]}
+    """Options of a network with values that an architecture lacks: {name: values that it has}."""
+    allowed = dict(WRITABLE[kind])
+    if kind == "gpt2":
+        allowed["n_kv_head"] = [None, config.n_head]  # one for each query head
     if config.key_offset:  # needs the key before the oldest visible one, which the cache of a window drops
-        allowed |= {"window": [None]}
+        allowed["window"] = [None]
     return {name: values for name, values in allowed.items() if getattr(config, name) not in values}
 
 
@@ -109,8 +110,9 @@ def kind_of(config, kinds=tuple(WRITABLE)):
 def require_writable(config, kinds=tuple(WRITABLE), how="exported"):
     """The architecture of a network; UserError if none of `kinds` has its options."""
     kind = kind_of(config, kinds)
+    known = {*WRITABLE[kind], *OPTIONS[kind], *UNWRITTEN}
+    unknown = ", ".join(field.name for field in fields(config) if field.name not in known)
     wrong = _wrong(config, kind)
-    unknown = ", ".join(name for name, values in wrong.items() if not values)
     require(not unknown, f"{unknown} cannot be {how}: add it to the options that hf/architectures.py writes")
     found = ", ".join(f"{name}={getattr(config, name)}" for name in wrong)
     advice = " ".join(f"--{name} {values[0]}" for name, values in wrong.items())

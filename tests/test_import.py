@@ -132,16 +132,18 @@ def save_gpt2(folder, form):
         theirs.add_tokens(["covidnineteen", "[MASK]"])
     gpt2(folder, vocab_size=len(theirs))
     theirs.save_pretrained(folder)
+    files = {}
     if "vocab.json" in form:
-        first = {"[PAD]": 0} if "padding" in form else {}
-        ids = first | {text: index + len(first) for text, index in theirs.get_vocab().items()}
-        (folder / "vocab.json").write_text(json.dumps(ids))
-        (folder / "tokenizer_config.json").write_text('{"pad_token": {"content": "[PAD]"}}')
-        (folder / "tokenizer.json").unlink()
-    if form == "no files":
-        (folder / "tokenizer.json").unlink()
+        first = ["[PAD]"] * ("padding" in form)
+        texts = [*first, *sorted(theirs.get_vocab(), key=theirs.get_vocab().get)]
+        files["vocab"] = {text: index for index, text in enumerate(texts)}
+        files["tokenizer_config"] = dict(pad_token=dict(content="[PAD]"))
     if "added_tokens.json" in form:
-        (folder / "added_tokens.json").write_text(json.dumps({"covidnineteen": 257}))
+        files["added_tokens"] = dict(covidnineteen=257)
+    for name, value in files.items():
+        (folder / f"{name}.json").write_text(json.dumps(value))
+    if "vocab.json" in form or form == "no files":
+        (folder / "tokenizer.json").unlink()
     return theirs
 
 
@@ -170,10 +172,8 @@ def test_a_folder_like_gpt2_has_one_tokenizer(folder, data_root, monkeypatch, ca
         assert encode(tokenizer, text) == theirs(text)["input_ids"]
     found = prepare("text", "run:theirs", "corpus.txt", Options(val_share=0.3))
     options = dict(data="text", input="corpus.txt", device="cpu", steps=1, batch_size=4, init_from="theirs")
-    result = in_process(capsys, **options, tokenizer="run:theirs")
-    assert result.returncode == 0 and "tokenizing" not in result.stderr
     assert in_process(capsys, **options).returncode == 0
-    assert contents("runs/run-2/checkpoint.pt")["tokens_sha256"] == found.sha256
+    assert contents("runs/run/checkpoint.pt")["tokens_sha256"] == found.sha256
     if name == "gpt2":
         return
     grown = GPT(replace(model.config, vocab_size=tokenizer.n_vocab + 4))
