@@ -248,7 +248,7 @@ def test_training_on_another_text_with_the_tokenizer_of_a_run(folder, run, capsy
     ("mine", "runs/mine"), ("runs/mine", "runs/mine"), ("./mine", "mine"), ("mine/best.pt", "mine"),
 ])  # fmt: skip
 def test_all_commands_mean_the_same_model_by_a_name(folder, monkeypatch, capsys, data_root, name, expected):
-    """Folders in the working directory are called like runs, and both like OpenAI's model. sample.py, evaluate.py and export call read()."""
+    """Folders in the working directory are called like runs, and both like OpenAI's model; all commands call read()."""
     make_gpt2_small(monkeypatch)
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(folder / "cache"))
     gpt2(folder / "hub", vocab_size=257, n_layer=1)
