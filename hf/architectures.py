@@ -24,8 +24,8 @@ NANOCHAT = KESTREL | dict(window=[None], embed_skip=[False], value_residual=[Fal
 ARCEE = NANOCHAT | dict(norm_weight=[True, False], qk_norm=[False], embed_norm=[False], logit_softcap=[None])
 LLAMA = ARCEE | dict(mlp=["swiglu"])
 WRITABLE = {
-    "gpt2": ARCEE | dict(position=["learned"], norm=["layernorm"], mlp=["gelu_tanh", "gelu"], bias=[True, False],
-                         n_kv_head=[None]),
+    "gpt2": ARCEE
+    | dict(position=["learned"], norm=["layernorm"], mlp=["gelu_tanh", "gelu"], bias=[True, False], n_kv_head=[None]),
     "llama": LLAMA,
     "qwen3": LLAMA | dict(qk_norm=[True]),
     "arcee": ARCEE,

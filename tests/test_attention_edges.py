@@ -223,14 +223,6 @@ def test_nan_at_hidden_positions(impl, where, device):
         assert torch.equal(clean, poisoned)
 
 
-def among_others(name, x, queries, keys, value):
-    """An argument of attention(), a result or a gradient, with (before, behind) it so many more tokens."""
-    pads = dict.fromkeys(("q", "out"), (0, 0, 0, 0, *queries)) | dict.fromkeys("kv", (0, 0, 0, 0, *keys))
-    pads |= dict(decay=(0, 0, *keys), bias=(*keys, *queries), lse=queries)
-    pad = pads.get(name) or pads.get(name[1:])
-    return F.pad(x, pad, value=value) if pad and x is not None else x
-
-
 @pytest.mark.parametrize(
     "options",
     [
@@ -251,11 +243,15 @@ def test_tokens_of_no_sequence(function, impl, options, device, poisoned):
     alone = make_problem(device, dtype, q_len=24, kv_heads=2, dim=dim, longest=False, **options)
     arguments, *gradients = alone
     one = isinstance(arguments["cu_seqlens"], torch.Tensor)
-    extra = ((9, 7), (9, 7)) if one else ((9, 17), (4, 12))  # tokens of queries, of keys
-    starts = [x + before for x, (before, _) in zip(pair(arguments["cu_seqlens"]), extra, strict=True)]
+    queries, keys = ((9, 7), (9, 7)) if one else ((9, 17), (4, 12))  # more tokens before and behind
+    starts = [x + more[0] for x, more in zip(pair(arguments["cu_seqlens"]), (queries, keys), strict=True)]
+    pads = dict.fromkeys(("q", "out"), (0, 0, 0, 0, *queries)) | dict.fromkeys("kv", (0, 0, 0, 0, *keys))
+    pads |= dict(decay=(0, 0, *keys), bias=(*keys, *queries), lse=queries)
 
     def padded(name, x, value=float("nan")):
-        return among_others(name, x, *extra, value)
+        """An argument, a result or the gradient d{name}, among these tokens."""
+        pad = pads.get(name) or pads.get(name[1:])
+        return F.pad(x, pad, value=value) if pad and x is not None else x
 
     whole = {name: padded(name, x) for name, x in arguments.items()}
     whole["cu_seqlens"] = starts[0] if one else tuple(starts)

@@ -30,7 +30,8 @@ from model import GPT, GPTConfig
 from sample import load
 from training.batches import training_batches
 
-SYSTEM, USER, ASSISTANT, END = 257, 258, 259, 260  # of bytes; 256 is end-of-text
+D, S, U, A, E = map(chr, range(256, 261))  # the tokens of bytes for end-of-text, system, user, assistant, end
+ASSISTANT, END = 259, 260
 FIVE = {  # conversations, and their text with [what counts]
     "system": ([("system", "S"), ("user", "ab"), ("assistant", "cd")], "<s>S<e><u>ab<e><a>[cd<e>]<d>"),
     "two users": ([("user", "a"), ("user", "b"), ("assistant", "c")], "<u>a<e><u>b<e><a>[c<e>]<d>"),
@@ -38,9 +39,8 @@ FIVE = {  # conversations, and their text with [what counts]
     "ends with a question": ([("assistant", "hi"), ("user", "")], "<a>[hi<e>]<d>"),  # which no window has
     "borders as text": ([("user", "<|end|>"), ("assistant", "<|user|>")], "<u><|end|><e><a>[<|user|><e>]<d>"),
 }
-D, S, U, A, E = map(chr, range(256, 261))
 EXCHANGE = re.compile(f"([{S}{U}][^{E}]*{E})*({A}[^{E}]*{E})+")
-MARKS = {"<s>": SYSTEM, "<u>": USER, "<a>": ASSISTANT, "<e>": END, "<d>": 256}
+MARKS = {"<s>": S, "<u>": U, "<a>": A, "<e>": E, "<d>": D}
 
 
 def messages(turns):
@@ -55,16 +55,10 @@ def write(path, conversations, field="messages"):
 
 def parse(text):
     """(ids, whether each counts) of a text of FIVE."""
-    ids, counts, inside = [], [], False
-    while text:
-        if text[0] in "[]":
-            inside, text = text[0] == "[", text[1:]
-            continue
-        mark = next((mark for mark in MARKS if text.startswith(mark)), text[0])
-        ids.append(MARKS.get(mark, ord(mark[0])))
-        counts.append(inside)
-        text = text[len(mark) :]
-    return ids, counts
+    for mark, token in MARKS.items():
+        text = text.replace(mark, token)
+    counts = re.sub(r"\[(.*?)\]|.", lambda found: "x" * len(found[1] or "") or "-", text)
+    return [ord(token) for token in text if token not in "[]"], [x == "x" for x in counts]
 
 
 def make_corpus(folder, count=60, spec="bytes", longest=3, **options):
