@@ -33,6 +33,12 @@ def run(function, x, weight, targets, softcap, dtype):
     return [loss.detach(), *torch.autograd.grad(loss * 3, (x, weight))]
 
 
+def inputs(device, rows=20, vocabulary=30, grad=True):
+    """x [rows, 8], weight and targets."""
+    x, weight = (torch.randn(n, 8, device=device, requires_grad=grad) for n in (rows, vocabulary))
+    return x, weight, torch.randint(vocabulary, (rows,), device=device)
+
+
 # The interpreter takes milliseconds per row. In chunks of at most 128 rows, 260 rows are three chunks and 140 two.
 DRAWS = 4 if ON_GPU else 2
 SIZES = [(8, 8, 3), (300 if ON_GPU else 260, 16, 65), (400 if ON_GPU else 140, 64, 5003), (60, 16, 9001)]
@@ -112,8 +118,7 @@ def test_targets_of_another_length(rows, device):
 
 def test_no_second_derivative(device):
     """The gradient, which is stored, would count as a constant: a derivative of it is an error."""
-    x, weight = (torch.randn(n, 8, device=device, requires_grad=True) for n in (20, 30))
-    targets = torch.randint(30, (20,), device=device)
+    x, weight, targets = inputs(device)
     (dx,) = torch.autograd.grad(linear_cross_entropy(x, weight, targets), x, create_graph=True)
     first = torch.func.grad(linear_cross_entropy)
     for call in (
@@ -138,49 +143,43 @@ FUNCTION = {  # name -> what is made of a function of x, weight and targets, wit
 @pytest.mark.parametrize("name", FUNCTION)
 def test_torch_func(name, how, device):
     """Also where PyTorch records the transformed function."""
-    inputs = [torch.randn(2, 20, 8, device=device), torch.randn(30, 8, device=device)]
-    inputs.append(torch.randint(30, (20,), device=device))
+    x, weight, targets = inputs(device, grad=False)
+    operands = torch.stack((x, x.flip(1))), weight, targets
     transform = FUNCTION[name]
     call = transform(linear_cross_entropy)
     if how == "compiled":
         call = torch.compile(call, fullgraph=True, backend=BACKEND)
     elif how == "make_fx":
-        call = make_fx(lambda *x: transform(linear_cross_entropy)(*x))(*(x.flip(0) for x in inputs))
+        call = make_fx(lambda *x: transform(linear_cross_entropy)(*x))(*(x.flip(0) for x in operands))
     expected = transform(lambda x, weight, targets: F.cross_entropy(x @ weight.T, targets))
-    torch.testing.assert_close(call(*inputs), expected(*inputs), rtol=1e-3 if ON_GPU else 1e-4, atol=1e-5)
+    torch.testing.assert_close(call(*operands), expected(*operands), rtol=1e-3 if ON_GPU else 1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("options", [{}, dict(pre_dispatch=True), dict(tracing_mode="symbolic")], ids=str)
 def test_a_traced_graph_computes_with_other_inputs(options, device):
-    inputs = [
-        (torch.randn(20, 8, device=device), torch.randn(30, 8, device=device), torch.randint(30, (20,), device=device))
-        for _ in range(2)
-    ]
-    graph = make_fx(lambda *x: linear_cross_entropy(*x), **options)(*inputs[0])
-    torch.testing.assert_close(graph(*inputs[1]), linear_cross_entropy(*inputs[1]))
+    first, second = (inputs(device, grad=False) for _ in range(2))
+    graph = make_fx(lambda *x: linear_cross_entropy(*x), **options)(*first)
+    torch.testing.assert_close(graph(*second), linear_cross_entropy(*second))
 
 
 def test_fake_tensors(device):
     """Memory estimators use them: shapes and dtypes of loss and gradients, and nothing is computed."""
     with FakeTensorMode():
-        x, weight = (torch.randn(n, 8, device=device, requires_grad=True) for n in (20, 30))
-        loss = linear_cross_entropy(x, weight, torch.zeros(20, dtype=torch.int64, device=device))
+        x, weight, targets = inputs(device)
+        loss = linear_cross_entropy(x, weight, targets)
         loss.backward()
     assert loss.shape == () and isinstance(x.grad, FakeTensor) and weight.grad.shape == weight.shape
 
 
 def test_flops(device):
     """PyTorch's counter counts the three matmuls, over the padded vocabulary."""
-    x, weight = (torch.randn(n, 8, device=device, requires_grad=True) for n in (20, 300))
-    targets = torch.randint(300, (20,), device=device)
     with FlopCounterMode(display=False) as counter:
-        linear_cross_entropy(x, weight, targets).backward()
+        linear_cross_entropy(*inputs(device, vocabulary=300)).backward()
     assert counter.get_total_flops() == 3 * 2 * 20 * 8 * 384
 
 
 def test_compiled_autograd(device):
-    x, weight = (torch.randn(n, 8, device=device, requires_grad=True) for n in (20, 30))
-    targets = torch.randint(30, (20,), device=device)
+    x, weight, targets = inputs(device)
     (expected,) = torch.autograd.grad(linear_cross_entropy(x, weight, targets), x)
     with compiled_autograd._enable(torch.compile(backend="aot_eager", fullgraph=True)):
         linear_cross_entropy(x, weight, targets).backward()
@@ -188,8 +187,7 @@ def test_compiled_autograd(device):
 
 
 def test_autocast(device):
-    x, weight = torch.randn(20, 8, device=device), torch.randn(30, 8, device=device)
-    targets = torch.randint(30, (20,), device=device)
+    x, weight, targets = inputs(device)
     with torch.autocast(device, torch.bfloat16):
         found = linear_cross_entropy(x, weight, targets)
     assert found == linear_cross_entropy(x.bfloat16(), weight, targets) and found.dtype == torch.float32
@@ -197,8 +195,7 @@ def test_autocast(device):
 
 def test_custom_op(device):
     """Without a gradient: opcheck would also ask for that of the stored gradients."""
-    x, weight = (torch.randn(n, 8, device=device) for n in (20, 30))
-    targets = torch.randint(30, (20,), device=device)
+    x, weight, targets = inputs(device, grad=False)
     for hidden in (x, torch.randn(8, 20, device=device).T):
         operands = (hidden, weight, targets, 2.0, True, *[None] * 4)
         torch.library.opcheck(cross_entropy.loss_and_gradients.op, operands)
@@ -219,8 +216,7 @@ def test_chunks_of_logits_take_their_share_of_memory(monkeypatch):
 
 
 def test_compiles_in_one_graph(device):
-    x, weight = torch.randn(20, 8, device=device, requires_grad=True), torch.randn(30, 8, device=device)
-    targets = torch.randint(30, (20,), device=device)
+    x, weight, targets = inputs(device)
     compiled = torch.compile(linear_cross_entropy, fullgraph=True, backend=BACKEND)
     (ours,) = torch.autograd.grad(compiled(x, weight, targets), x)
     (eager,) = torch.autograd.grad(F.cross_entropy(x @ weight.T, targets), x)
