@@ -6,7 +6,7 @@ from functools import partial
 
 import pytest
 import torch
-from problems import MISSES, ON_GPU, by_impl, floats, integers, make_problem, on_hopper, results
+from problems import MISSES, ON_GPU, by_impl, floats, integers, make_problem, on_hopper, results, sizes_of
 from score_mods import soft_cap
 from test_hopper import CASES as HOPPER_CASES
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -349,7 +349,7 @@ def test_gradients_of_any_strides(impl, device):
 @by_impl
 def test_a_window_over_all_keys_is_none(impl, device):
     """One key less is a window."""
-    dtype, dim = (torch.bfloat16, 64) if impl == "hopper" else (torch.float32, 16)
+    dtype, dim = sizes_of(impl)
     for sizes in (dict(k_len=20), dict(k_len=20, causal=False), dict(k_len=18), dict(k_len=18, causal=False)):
         arguments, _, _ = make_problem(device, dtype, dim=dim, q_len=20, **sizes)
         farthest = 18 if sizes == dict(k_len=18) else 20  # without causal, the first query looks ahead

@@ -8,6 +8,7 @@ import torch.nn.functional as F
 from problems import (
     GRADIENTS,
     ON_GPU,
+    by_impl,
     floats,
     from_qkv,
     integers,
@@ -16,6 +17,7 @@ from problems import (
     on_hopper,
     our_kernels,
     results,
+    sizes_of,
 )
 
 from attention import attention, explain
@@ -51,11 +53,11 @@ def test_a_single_key_has_all_weight(options, dtype, device, poisoned):
         assert found(dout, None, sink=floats(dout.shape[2]))["dq"].any()
 
 
-@pytest.mark.parametrize("impl", ["triton", pytest.param("hopper", marks=on_hopper)])
+@by_impl
 def test_loss_of_the_lse_alone(impl, device):
     """The output is not used, so autograd passes no gradient of it. dv is 0."""
     options = dict(causal=False, bias=(2, 40, 40)) if impl == "triton" else dict(window=20)
-    dtype, dim = (torch.bfloat16, 64) if impl == "hopper" else (torch.float32, 16)
+    dtype, dim = sizes_of(impl)
     arguments, _, dlse = make_problem(device, dtype, dim=dim, q_len=40, kv_heads=1, sink=True, **options)
     found = []
     for other, kind in ((impl, dtype), ("reference", torch.float64)):
@@ -164,7 +166,7 @@ def test_an_expanded_bias_has_a_full_gradient(shape, device):
         torch.testing.assert_close(x, expected, rtol=2e-2 if ON_GPU else 1e-4, atol=1e-2 if ON_GPU else 1e-5)
 
 
-@pytest.mark.parametrize("impl", ["triton", "reference", pytest.param("hopper", marks=on_hopper)])
+@pytest.mark.parametrize("impl", named(["triton", "reference", "hopper"]))
 def test_a_gate_that_forgets_everything(impl, device):
     """After a gate of -1e4 or -1e9, the output is as exact as a call on the later tokens alone."""
     dtype, tolerance = (torch.bfloat16, 1e-2) if impl == "hopper" else (torch.float32, 1e-3)
@@ -238,7 +240,7 @@ def test_nan_at_hidden_positions(impl, where, device):
 @pytest.mark.parametrize("function", [attention, from_qkv], ids=["attention", "attention_qkv"])
 def test_tokens_of_no_sequence(function, impl, options, device, poisoned):
     """Before the first sequence and behind the last: 0, lse -inf, gradients 0. NaN in them reaches nothing else."""
-    dtype, dim = (torch.bfloat16, 64) if impl == "hopper" else (torch.float32, 16)
+    dtype, dim = sizes_of(impl)
     options = dict(packed=[0, 11, 11, 24], return_lse=impl != "sdpa") | options
     alone = make_problem(device, dtype, q_len=24, kv_heads=2, dim=dim, longest=False, **options)
     arguments, *gradients = alone
@@ -267,10 +269,10 @@ def test_tokens_of_no_sequence(function, impl, options, device, poisoned):
         assert torch.equal(lse.isneginf(), padded("lse", torch.zeros_like(gradients[1]).bool(), True))
 
 
-@pytest.mark.parametrize("impl", ["triton", "reference", pytest.param("hopper", marks=on_hopper)])
+@pytest.mark.parametrize("impl", named(["triton", "reference", "hopper"]))
 def test_nan_in_gradients_of_rows_without_keys(impl, device):
     """Their output is 0 whatever the inputs are, so what is computed from it reaches no gradient."""
-    dtype, dim = (torch.bfloat16, 64) if impl == "hopper" else (torch.float32, 16)
+    dtype, dim = sizes_of(impl)
     q, k, v, dout = (torch.randn(2, 20, 2, dim, device=device, dtype=dtype) for _ in range(4))
     starts = dict(q=q[:1], k=k[:1], v=v[:1], cu_seqlens=integers(0, 8, 13))
     for call, dead in ((dict(q=q, k=k, v=v, lengths=integers(13, 0)), (13, 0)), (starts, (13,))):
@@ -286,10 +288,10 @@ def test_nan_in_gradients_of_rows_without_keys(impl, device):
 
 
 @pytest.mark.parametrize("rows", [1, 2])
-@pytest.mark.parametrize("impl", ["triton", "reference", pytest.param("hopper", marks=on_hopper)])
+@pytest.mark.parametrize("impl", named(["triton", "reference", "hopper"]))
 def test_bounds_of_any_strides(impl, rows, device):
     """A column of a table, also of a single row, whose stride .contiguous() keeps."""
-    dtype, dim = (torch.bfloat16, 64) if impl == "hopper" else (torch.float32, 16)
+    dtype, dim = sizes_of(impl)
     q = torch.randn(rows, 20, 2, dim, device=device, dtype=dtype)
     table = integers(13, 7, 5, 20).view(2, 2)[:rows]
     calls = [(q, dict(lengths=table[:, 0])), (q[:1], dict(cu_seqlens=integers(0, 1, 8, 2, 20, 3)[::2]))]

@@ -4,7 +4,7 @@ from functools import partial
 
 import pytest
 import torch
-from problems import CASES, ON_GPU, by_impl, from_qkv, make_problem, our_kernels, results, same
+from problems import CASES, ON_GPU, by_impl, from_qkv, make_problem, our_kernels, results, same, sizes_of
 
 from attention import attention, attention_qkv
 
@@ -35,8 +35,8 @@ def test_equals_attention_of_slices(case, loops, device, poisoned, monkeypatch):
 
 
 def projection(device, *batch, impl="triton"):
-    """qkv of 4 query heads and 2 key heads. The Hopper kernels support neither float32 nor a head dim of 16."""
-    dtype, dim = (torch.bfloat16, 64) if impl == "hopper" else (torch.float32, 16)
+    """qkv of 4 query heads and 2 key heads."""
+    dtype, dim = sizes_of(impl)
     return torch.randn(*batch, 30, 8 * dim, device=device, dtype=dtype, requires_grad=True)
 
 
