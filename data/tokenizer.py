@@ -109,9 +109,12 @@ def make_tokenizer(spec, texts=(), many_documents=False):
 
 
 def tokenizer_of(folder):
-    """The tokenizer of a run or of a Hugging Face folder; None if no tokenizer.json has all of its tokens.
+    """The tokenizer of a run or of a Hugging Face folder, by the first rule that applies, or None:
 
-    It is GPT-2's own, also without that file, if all tokens are GPT-2's, besides one for padding, which is in no text.
+    1. Ours, of kestrel.json.
+    2. gpt2, if all tokens are GPT-2's, besides one for padding, which is in no text, and tokenizer.json, if there is
+       one, encodes PROBE alike. Without a file of tokens, if config.json is GPT-2's.
+    3. That of tokenizer.json, if it has all tokens.
     """
     if (folder / STORED).is_file():
         return from_state(read_json(folder / STORED)["tokenizer"])

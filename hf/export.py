@@ -121,7 +121,7 @@ class Command:
     """Write a model as a Hugging Face folder, or as a GGUF file for llama.cpp and Ollama."""
 
     run: tyro.conf.Positional[str]
-    """Named as for sample.py. Only a GGUF file is written of a Hugging Face folder or gpt2 (OpenAI's)."""
+    """Named as for sample.py. A Hugging Face folder or gpt2 (OpenAI's) can only be written as GGUF."""
     path: tyro.conf.Positional[Path]
     """Folder to write, or a file that ends in .gguf; it must not exist."""
     dtype: Literal["float32", "float16"] = "float32"

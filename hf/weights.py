@@ -97,7 +97,7 @@ def load(run="", device="auto", dtype="auto"):
 
 def require_tokenizer(found):
     """The tokenizer of a Pretrained; UserError if it is unknown."""
-    rule = "its tokens are not GPT-2's, and no tokenizer.json has all of them; save it with Transformers' AutoTokenizer"
+    rule = "its tokenizer.json is missing or lacks added tokens; save it with Transformers' AutoTokenizer"
     require(found.tokenizer, f"{found.path.parent} has an unknown tokenizer: {rule}")
     return found.tokenizer
 
@@ -170,8 +170,8 @@ def _read_weights(file, config):
         found = f"{' + '.join(keys)} is {list(value.shape)}"
         require(value.shape == shape, f"{file}: {found}, but config.json makes it {list(shape)}")
         weights[name] = value.contiguous()
-    others = (key for key in sorted(theirs.keys() - known) if not key.endswith(BUFFERS))
-    other = next((key for key in others if key.startswith(("model.", "transformer."))), None)
+    others = [key for key in theirs.keys() - known if key.startswith(("model.", "transformer."))]
+    other = min((key for key in others if not key.endswith(BUFFERS)), default=None)
     ours = (file.parent / STORED).exists()  # exports have biases of 0 where the network has none
-    require(ours or other is None, f"{file} has {other}, for which our network has no place; take another model")
+    require(ours or not other, f"{file} has {other}, for which our network has no place; take another model")
     return {"head.weight": weights["embed.weight"], **weights} if config.tie_head else weights
