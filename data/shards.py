@@ -68,22 +68,18 @@ class Tokens:
         return int(np.diff(self.answers[:, 2:]).sum()) if self.turns else len(self)
 
     def __getitem__(self, span):
-        """The ids from span.start to span.stop, as an array."""
-        return self.windows([span.start], span.stop - span.start)[0]
+        """The ids from span.start to span.stop, as an array; they may lie in several shards."""
+        at, parts = span.start, [np.empty(0, self.shards[0].dtype)]
+        while at < span.stop:
+            shard = np.searchsorted(self.borders, at, side="right") - 1
+            first = self.borders[shard]
+            parts.append(self.shards[shard][at - first : span.stop - first])
+            at += len(parts[-1])
+        return np.concatenate(parts)
 
     def windows(self, starts, length):
-        """[len(starts), length] array of the ids from each of these positions on; a window may span several shards."""
-        windows = np.empty((len(starts), length), self.shards[0].dtype)
-        first = np.searchsorted(self.borders, starts, side="right") - 1
-        for window, start, shard in zip(windows, starts, first, strict=True):
-            done = 0
-            while done < length:
-                offset = start + done - self.borders[shard]
-                ids = self.shards[shard][offset : offset + length - done]
-                window[done : done + len(ids)] = ids
-                done += len(ids)
-                shard += 1
-        return windows
+        """[len(starts), length] array of the ids from each of these positions on."""
+        return np.stack([self[start : start + length] for start in starts])
 
 
 def map_shard(path, dtype, tokens, offset=HEADER_BYTES):
