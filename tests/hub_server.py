@@ -77,6 +77,11 @@ class Handler(BaseHTTPRequestHandler):
         pass
 
 
+def files_of(folder):
+    """Those of a model, for running()."""
+    return {name: (folder / name).read_bytes() for name in ("config.json", "model.safetensors")}
+
+
 @contextmanager
 def running(monkeypatch, folder, repositories):
     """The server with repositories {name: {file name: contents}}; huggingface_hub uses it and waits for nothing.
@@ -92,6 +97,7 @@ def running(monkeypatch, folder, repositories):
         monkeypatch.setattr(constants, "ENDPOINT", url)
         monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", url + "/{repo_id}/resolve/{revision}/{filename}")
         monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+        monkeypatch.setattr(constants, "HF_HUB_CACHE", str(folder / "cache"))
         for module in (_http, file_download):
             monkeypatch.setattr(module, "time", SimpleNamespace(sleep=lambda seconds: None))
         yield server

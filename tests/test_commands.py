@@ -16,8 +16,7 @@ import requests
 from helpers import ROOT, make_gpt2_small, run_script
 
 pytest.importorskip("transformers")
-from hub_server import running  # needs the extra hub
-from huggingface_hub import constants
+from hub_server import files_of, running  # needs the extra hub
 from test_hub import FINEWEB, file_of
 from test_weights import gpt2
 
@@ -68,9 +67,8 @@ def hub(folder, monkeypatch, data_root):
     """A hub with documents of FineWeb-Edu, a tiny GPT-2, and a tokenizer gpt2 of 257 tokens."""
     make_gpt2_small(monkeypatch)
     monkeypatch.setattr(requests, "get", Mock(side_effect=requests.ConnectionError("offline")))
-    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(folder / "cache"))
     gpt2(folder / "tiny", vocab_size=257, n_positions=128)
-    files = {name: (folder / "tiny" / name).read_bytes() for name in ("config.json", "model.safetensors")}
+    files = files_of(folder / "tiny")
     documents = {"sample/10BT/000_00000.parquet": file_of([f"Page {n}: the river bends.\n" * 9 for n in range(1500)])}
     with running(monkeypatch, data_root / "downloads", {"openai-community/gpt2": files, FINEWEB: documents}):
         yield

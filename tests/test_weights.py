@@ -8,8 +8,7 @@ from dataclasses import make_dataclass
 import pytest
 import torch
 from helpers import contents, equal, in_process, losses, make_gpt2_small, refused, save_model
-from hub_server import running
-from huggingface_hub import constants
+from hub_server import files_of, running
 
 from data.chat import with_turns
 from data.files import find_run
@@ -250,9 +249,8 @@ def test_training_on_another_text_with_the_tokenizer_of_a_run(folder, run, capsy
 def test_all_commands_mean_the_same_model_by_a_name(folder, monkeypatch, capsys, data_root, name, expected):
     """Folders in the working directory are called like runs, and both like OpenAI's model; all commands call read()."""
     make_gpt2_small(monkeypatch)
-    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(folder / "cache"))
     gpt2(folder / "hub", vocab_size=257, n_layer=1)
-    files = {file: (folder / "hub" / file).read_bytes() for file in ("config.json", "model.safetensors")}
+    files = files_of(folder / "hub")
     layers = {"hub": 1, "runs/gpt2": 2, "gpt2": 3, "runs/mine": 4, "mine": 5, "theirs": 6}  # tell them apart
     for path in [*layers][1:]:
         make_run(folder / path, made := make_tokenizer(f"bpe:{256 + layers[path]}", [TEXT * 9]), n_layer=layers[path])
@@ -273,8 +271,7 @@ def test_all_commands_mean_the_same_model_by_a_name(folder, monkeypatch, capsys,
 
 def test_weights_of_the_hub(folder, monkeypatch, data_root):
     gpt2(folder / "tiny")
-    files = {name: (folder / "tiny" / name).read_bytes() for name in ("config.json", "model.safetensors")}
-    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(folder / "cache"))
+    files = files_of(folder / "tiny")
     with running(monkeypatch, folder, {"openai-community/gpt2": files}) as server:
         found, local = weights.read("gpt2"), weights.read("tiny")
         assert found.config == local.config and equal(found.weights, local.weights)
