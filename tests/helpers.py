@@ -67,12 +67,18 @@ def flags(argv, options):
     return [*argv, *(part for name, value in options.items() if not resumes for part in (f"--{name}", str(value)))]
 
 
+def rank_file(monkeypatch, tokens):
+    """The contents of a file with these tokens in the format of GPT-2's, which is taken for that file."""
+    contents = b"".join(b"%s %d\n" % (base64.b64encode(token), rank) for rank, token in enumerate(tokens))
+    monkeypatch.setattr(tokenizer, "GPT2_SHA256", hashlib.sha256(contents).hexdigest())
+    return contents
+
+
 def make_gpt2_small(monkeypatch):
     """Give the tokenizer gpt2 only the 256 bytes and end-of-text, because its file is too large to keep here."""
     tokens = [bytes([value]) for value in range(256)]
-    ranks = b"".join(b"%s %d\n" % (base64.b64encode(token), rank) for rank, token in enumerate(tokens))
+    rank_file(monkeypatch, tokens)
     monkeypatch.setattr(tokenizer, "_gpt2_ranks", lambda path: tokens)
-    monkeypatch.setattr(tokenizer, "GPT2_SHA256", hashlib.sha256(ranks).hexdigest())
     monkeypatch.setattr(tokenizer, "GPT2_VOCABULARY", 257)
 
 

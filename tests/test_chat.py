@@ -3,7 +3,6 @@
 import json
 import random
 import re
-from dataclasses import replace
 from decimal import Decimal
 from itertools import chain
 from pathlib import Path
@@ -29,6 +28,7 @@ from hf.export import export
 from model import GPT, GPTConfig
 from sample import load
 from training.batches import training_batches
+from training.distributed import Ranks
 
 D, S, U, A, E = map(chr, range(256, 261))  # the tokens of bytes for end-of-text, system, user, assistant, end
 ASSISTANT, END = 259, 260
@@ -143,18 +143,19 @@ def text_of(ids):
     return "".join(map(chr, ids))
 
 
-def parts_of(text, room):
-    """The parts of at most `room` tokens into which a conversation is split, exchange by exchange."""
-    system, parts = re.match(f"({S}[^{E}]*{E})*", text)[0], [""]
-    for exchange in EXCHANGE.finditer(text, len(system)):
-        fits = EXCHANGE.match(text, exchange.start(), exchange.start() + max(0, room - len(system)))
-        if len(system + parts[-1] + exchange[0]) <= room:
-            parts[-1] += exchange[0]
-        elif fits:
-            parts += [fits[0], ""][: 1 + (fits[0] != exchange[0])]
-        else:
-            parts.append("")
-    return [system + part for part in parts if part]
+def parts_of(split, room):
+    """Yield the parts of at most `room` tokens into which the conversations of a split are cut, as text_of()."""
+    for text in text_of(ids_of(split)).split(D)[:-1]:
+        system, parts = re.match(f"({S}[^{E}]*{E})*", text)[0], [""]
+        for exchange in EXCHANGE.finditer(text, len(system)):
+            fits = EXCHANGE.match(text, exchange.start(), exchange.start() + max(0, room - len(system)))
+            if len(system + parts[-1] + exchange[0]) <= room:
+                parts[-1] += exchange[0]
+            elif fits:
+                parts += [fits[0], ""][: 1 + (fits[0] != exchange[0])]
+            else:
+                parts.append("")
+        yield from (system + part for part in parts if part)
 
 
 @pytest.mark.parametrize("block_size", [12, 20, 40, 60, 999])
@@ -167,14 +168,13 @@ def test_windows(data_root, tmp_path, block_size):
         conversations.append(messages([("user", str(number)), *turns] if number % 3 else turns))
     file, options = write(tmp_path / "a.jsonl", conversations), Options(shard_tokens="100", val_share=0.2)
     corpus = prepare("chat", "bytes", file, options)
-    expected = [part for whole in text_of(ids_of(corpus.train)).split(D)[:-1] for part in parts_of(whole, block_size)]
     windows, found, rooms = Batches(corpus.train, block_size, 1, seed=3).tokens, [], []
     rows = windows.windows(np.arange(windows.count) * block_size, block_size + 1)
     for row in rows:
         *pieces, padding = text_of(row).split(D)
         found += pieces
         rooms.append(len(padding))
-    assert sorted(found) == sorted(expected)
+    assert sorted(found) == sorted(parts_of(corpus.train, block_size))
     assert sum(sorted(rooms)[-2:]) < block_size + 1  # no two windows would fit into one
     assert windows.counted == is_answer(rows, ASSISTANT, END).sum()
     assert (windows.counted < corpus.train.counted) == (block_size < 999)
@@ -185,8 +185,8 @@ def test_windows(data_root, tmp_path, block_size):
 def test_a_step_has_the_gradient_of_its_answers(data_root, tmp_path, micro_batch, world):
     """For any split into micro-batches and ranks; one window of the batch has no answer."""
     corpus = make_corpus(tmp_path, val_share=0.2)
-    config = GPTConfig(vocab_size=261, block_size=64, n_layer=1, n_head=2, n_embd=16)
-    config = replace(config, mask_documents=True, end_of_text=256)
+    sizes = dict(vocab_size=261, block_size=64, n_layer=1, n_head=2, n_embd=16)
+    config = GPTConfig(**sizes, mask_documents=True, end_of_text=256)
     model, batches = GPT(config).double(), Batches(corpus.train, 64, 8, seed=1)
     inputs, targets = batches.batch(0)
     targets[3] = -100
@@ -197,7 +197,7 @@ def test_a_step_has_the_gradient_of_its_answers(data_root, tmp_path, micro_batch
     model.zero_grad()
     options = SimpleNamespace(batch_size=8, dropout=0.0, seed=1)
     for rank in range(world):
-        ranks = SimpleNamespace(rank=rank, world=world, on_gpu=False, device="cpu", sharded=True)
+        ranks = Ranks(rank, world, "cpu", sharded=True)
         size = min(micro_batch, 8 // world)
         optimizer = SimpleNamespace(begin=lambda: None)
         [step] = training_batches(batches, range(1), model, optimizer, options, ranks, size)
@@ -235,26 +235,23 @@ def test_evaluation(folder, capsys, monkeypatch, block_size, longest):
     run = in_process(capsys, **CHAT | dict(eval_batches=0, block_size=block_size))
     (*_, last), (model, _, _) = metrics(folder), load("run", "cpu")
     export("runs/run", "out")
-    for flags in ((), ("--split", "train"), ("out", "--text", "chat.jsonl")):
+    for flags in ((), ("out", "--text", "chat.jsonl")):
         _, out, _ = run_script(monkeypatch, capsys, str(ROOT / "evaluate.py"), "--json", "--device", "cpu", *flags)
         results |= json.loads(out)["results"]
-    for name, split in (("train", corpus.train), ("val", corpus.val)):
+    for name, split in (("training", corpus.train), ("validation", corpus.val)):
         total, tokens = 0.0, 0
-        for whole in text_of(ids_of(split)).split(D)[:-1]:
-            for part in (torch.tensor([*map(ord, text)])[None] for text in parts_of(whole, block_size)):
-                counts = is_answer(part.numpy(), ASSISTANT, END)
-                total += F.cross_entropy(model(part[:, :-1])[counts], part[:, 1:][counts], reduction="sum").item()
-                tokens += counts.sum()
-        result = results[name]
-        assert result["loss"] == pytest.approx(total / tokens, rel=1e-5) and result["tokens"] == tokens
-        assert f"{tokens:,} {name}" in run.stdout and (block_size == 18 or result["bytes"] == split.text_bytes)
+        for part in (torch.tensor([[*map(ord, text)]]) for text in parts_of(split, block_size)):
+            counts = is_answer(part.numpy(), ASSISTANT, END)
+            total += F.cross_entropy(model(part[:, :-1])[counts], part[:, 1:][counts], reduction="sum").item()
+            tokens += counts.sum()
+        assert f"{tokens:,} {name}" in run.stdout
         sums += total, tokens, split.counted
-    lost = int(sums[2] - sums[1])
-    assert (lost > 0) == (f"({lost:,} more are left out" in run.stdout) == (block_size == 18)
-    assert last["val_loss"] == pytest.approx(result["loss"], rel=1e-5)
-    assert last["val_bpb"] == pytest.approx(result["bits_per_byte"], rel=1e-5)
-    whole = results["chat.jsonl"]  # both splits
+    val, whole, left_out = results["val"], results["chat.jsonl"], int(sums[2] - sums[1])
+    assert (val["loss"], val["tokens"]) == pytest.approx((total / tokens, tokens), rel=1e-5)
     assert (whole["loss"] * whole["tokens"], whole["tokens"]) == pytest.approx(tuple(sums[:2]), rel=1e-5)
+    assert (left_out > 0) == (f"({left_out:,} more are left out" in run.stdout) == (block_size == 18)
+    assert left_out or val["bytes"] == split.text_bytes
+    assert (last["val_loss"], last["val_bpb"]) == pytest.approx((val["loss"], val["bits_per_byte"]), rel=1e-5)
 
 
 def test_training_goes_on_with_a_text(folder, capsys):

@@ -1,12 +1,11 @@
 """Tokenizers: what they make of a text and give back, what is stored of them, and what they refuse."""
 
-import base64
-import hashlib
 import json
 import time
 from itertools import chain
 
 import pytest
+from helpers import rank_file
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -26,14 +25,6 @@ def to_list(encoding):
 
 
 GPT2_CUT = tokenizer._encoding("cut", tokenizer.GPT2_PATTERN, to_list(BPE))
-
-
-def rank_file(path, monkeypatch, tokens):
-    """The spec of a file with these tokens in the format of GPT-2's, which is too large to keep here."""
-    path.write_bytes(b"".join(b"%s %d\n" % (base64.b64encode(token), rank) for rank, token in enumerate(tokens)))
-    monkeypatch.setattr(tokenizer, "GPT2_SHA256", hashlib.sha256(path.read_bytes()).hexdigest())
-    monkeypatch.setenv("TIKTOKEN_CACHE_DIR", str(path.parent / "cache"))
-    return f"gpt2:{path}"
 
 
 @pytest.mark.parametrize("spec", SPECS)
@@ -108,7 +99,9 @@ def test_bpe_learns_the_same_from_the_same_text():
 
 
 def test_gpt2(tmp_path, monkeypatch):
-    spec = rank_file(tmp_path / "ranks", monkeypatch, to_list(BPE))
+    spec = f"gpt2:{tmp_path / 'ranks'}"
+    (tmp_path / "ranks").write_bytes(rank_file(monkeypatch, to_list(BPE)))
+    monkeypatch.setenv("TIKTOKEN_CACHE_DIR", str(tmp_path / "cache"))
     made = from_state(to_state(make_tokenizer(spec)))
     assert (made.name, made.n_vocab, end_of_text(made)) == ("gpt2", 301, 300)
     assert made.decode(made.encode_ordinary(ODD)) == ODD and 300 not in made.encode_ordinary(END_OF_TEXT)
