@@ -5,8 +5,8 @@ import pickle
 
 import numpy as np
 import pytest
+from helpers import rank_file
 from test_build import ids_of
-from test_tokenizer import rank_file
 
 from data import external
 from data.corpus import open_corpus, prepare
@@ -77,7 +77,10 @@ def test_files_are_used_as_they_are(folder, data_root, monkeypatch, capsys, prog
 def test_tokens_of_several_bytes(tmp_path, folder, monkeypatch):
     """With a small file in GPT-2's format, whose last id is end-of-text."""
     words = [b" ri", b" riv", b" rive", b" river", b"Th", b"The", b"\xe6\x9d", b"\xe6\x9d\xb1\xe4"]
-    spec = rank_file(tmp_path / "ranks", monkeypatch, [*(bytes([value]) for value in range(256)), *words])
+    ranks = rank_file(monkeypatch, [*(bytes([value]) for value in range(256)), *words])
+    (tmp_path / "ranks").write_bytes(ranks)
+    monkeypatch.setenv("TIKTOKEN_CACHE_DIR", str(tmp_path / "cache"))
+    spec = f"gpt2:{tmp_path / 'ranks'}"
     made = make_tokenizer(spec)
     ids = [index for text in TEXTS for index in [*made.encode_ordinary(text), made.eot_token]]
     nanogpt(folder)
