@@ -16,6 +16,7 @@ from torch.autograd.function import _SingleLevelFunction
 from torch.utils._pytree import tree_map
 from torch.utils.flop_counter import register_flop_formula
 
+from . import score_mod
 from .features import GRADIENTS, OP_ARGUMENTS, TENSORS, Call
 
 BACKENDS = {"triton": ".portable.launch", "hopper": ".hopper.launch"}  # modules that launch kernels
@@ -221,6 +222,7 @@ class Attention(Function):
         out, lse2, *max_logit = keeping_outer_grad_mode(forward_without_gradient, call)
         ctx.save_for_backward(out, lse2, *call.tensors)
         ctx.numbers = call[TENSORS + 1 : OP_ARGUMENTS]
+        ctx.score_mod = score_mod.FUNCTIONS.get(call.score_mod)  # which the table may forget before the backward
         ctx.set_materialize_grads(False)
         ctx.mark_non_differentiable(*max_logit)
         return out, lse2, *max_logit
@@ -236,6 +238,8 @@ class Attention(Function):
                     "torch.func.vjp, or impl='reference'"
                 )
             run = run if transformed() else backward_with_error
+            if ctx.score_mod is not None:
+                score_mod.remember(ctx.score_mod)
         call = Call(*tensors[:TENSORS], tensors[TENSORS:], *ctx.numbers)
         if dout is None:
             dout = torch.zeros_like(out)

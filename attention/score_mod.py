@@ -18,14 +18,15 @@ _SEEN = []  # the key of the function that Dynamo traces
 def key_of_function(score_mod):
     """The key of a Triton function, by which ops and kernels find it; compiled kernels depend on it."""
     if not torch.compiler.is_compiling():
-        return _remember(score_mod)
+        return remember(score_mod)
     from torch._dynamo.comptime import comptime
 
     comptime(_remember_traced)
     return _seen_key()
 
 
-def _remember(score_mod):
+def remember(score_mod):
+    """Put a Triton function into the table and return its key."""
     function = getattr(score_mod, "fn", None)
     if not callable(function) or isinstance(score_mod, torch.nn.Module):
         raise ValueError(f"score_mod={score_mod!r} is no Triton function; decorate it with @triton.jit")
@@ -47,7 +48,7 @@ def _remember_traced(context):
     traced = context.get_local("score_mod")._i_will_not_complain_if_bc_breaks_VariableTracker().realize()
     install_guard(traced.source.make_guard(GuardBuilder.ID_MATCH))  # another function is traced anew
     found = next((getattr(traced, name) for name in ("kernel", "value") if hasattr(traced, name)), traced)
-    _SEEN[:] = [_remember(found)]
+    _SEEN[:] = [remember(found)]
     _TRACED.update(_SEEN)
 
 
@@ -127,8 +128,8 @@ def check_score_mod(score_mod, *score_args, heads, length=64, sequences=2):
     from .ops import refuse_unseen
     from .score import evaluate_score_mod  # imports Triton
 
-    refuse_unseen("check_score_mod", *score_args)
-    name = name_of(_remember(score_mod))
+    refuse_unseen("check_score_mod", *(x for x in score_args if isinstance(x, torch.Tensor)))
+    name = name_of(remember(score_mod))
     default = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     device = next((x.device for x in score_args if isinstance(x, torch.Tensor)), default)
     if not runs_kernels(device):

@@ -113,17 +113,18 @@ def test_graphs_of_a_number_that_changes(impl, device):
 
 
 def test_functions_are_forgotten(device, monkeypatch):
-    """But those of compiled graphs."""
+    """But those of compiled graphs, and of a backward that is still to come."""
     monkeypatch.setattr(score_mod, "MOST", 3)
     q = torch.randn(1, 12, 1, 16, device=device, requires_grad=True)
     attend = partial(attention, score_mod=twice(), impl="triton")
     compiled = torch.compile(lambda q: attend(q, q, q), fullgraph=True, backend=BACKEND, dynamic=True)
     compiled(q)
     made = [twice() for _ in range(9)]
+    pending = attention(q, q, q, score_mod=made[0], impl="triton")
     for function in made:
         out = attention(q, q, q, score_mod=function, impl="triton")
-    torch.autograd.grad(out.sum(), q)  # of the newest
-    assert not {id(x) for x in made[:-3]} & set(map(id, score_mod.FUNCTIONS.values()))
+    torch.testing.assert_close(*(torch.autograd.grad(x.sum(), q)[0] for x in (pending, out)))
+    assert not {id(x) for x in made[1:-3]} & set(map(id, score_mod.FUNCTIONS.values()))
     longer = torch.randn(1, 17, 1, 16, device=device, requires_grad=True)
     grads = [torch.autograd.grad(f(longer).sum(), longer)[0] for f in (compiled, lambda x: attend(x, x, x))]
     torch.testing.assert_close(*grads)
