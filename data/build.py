@@ -179,7 +179,7 @@ def _new_manifest(source, tokenizer_spec, val_share, read):
         if len(hashes) >= FEW:
             break
     few = len(hashes) < FEW and not source.fetch
-    rule = f"{source.title} has no text, and {bad:,} bad lines or rows"
+    rule = f"{source.title} has no text{f', only {bad:,} bad lines or rows' if bad else ''}"
     require(hashes or not few, f"{rule}; --input must be a text file, or a folder with some")
     share = val_share or (FEW_SHARE if few else SHARE)
     threshold, cut = int(share * 2**64), None

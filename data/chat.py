@@ -16,7 +16,7 @@ import numpy as np
 
 from data.hub_tokenizer import END_OF_TEXT, TURNS, HubTokenizer
 from data.shards import Turns
-from data.tokenizer import encode, end_of_text, from_state, is_char, to_state
+from data.tokenizer import encode, end_of_text, from_state, is_char, mend, to_state
 from errors import UserError, require
 
 SYSTEM, USER, ASSISTANT, END = TURNS
@@ -108,7 +108,7 @@ def encode_prompt(tokenizer, messages, room):
     If the messages are too long, the oldest questions are left out with their answers, but no system message before.
     """
     require_turns(tokenizer)
-    turns = read_messages(messages)
+    turns = [(role, mend(text)) for role, text in read_messages(messages)]
     pieces = encode_turns(tokenizer, turns)
     count = next((index for index, (role, _) in enumerate(turns) if role != SYSTEM), len(turns))
     for first in range(count, max(count + 1, len(turns))):

@@ -167,6 +167,11 @@ def encode(tokenizer, text):
     return np.concatenate(ids) if ids else np.empty(0, np.uint32)
 
 
+def mend(text):
+    """The text with U+FFFD for halves of surrogate pairs, as which Python holds bytes that are not UTF-8."""
+    return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+
+
 def chunks(pieces, size=CHUNK, anywhere=False):
     """Cut a text, an iterable of str, into chunks of `size` characters or a little more.
 

@@ -27,7 +27,6 @@ class Chat:
             old = [message for message in self.messages if message["role"] == "system"]
             self.messages = old if command == "/reset" else [dict(role="system", content=text)] * bool(text.strip())
             return False
-        line = line.encode("utf-16", "surrogatepass").decode("utf-16", "replace")  # bytes that are not UTF-8
         asked, answer = [*self.messages, dict(role="user", content=line)], ""
         try:
             for _, piece in self.generator.stream([asked], self.max_tokens, self.stop):

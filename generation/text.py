@@ -2,7 +2,7 @@
 
 import codecs
 
-from data.tokenizer import END_OF_TEXT, end_of_text
+from data.tokenizer import END_OF_TEXT, end_of_text, mend
 from data.tokenizer import encode as encode_ordinary
 from errors import UserError
 
@@ -11,8 +11,7 @@ NEW_TEXT = "\n"
 
 def encode(tokenizer, text):
     """Token ids of a prompt. Where the tokenizer has an end of text, "<|endoftext|>" is that token, not plain text."""
-    text = text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")  # bytes of argv that are not UTF-8
-    end, ids = end_of_text(tokenizer), []
+    text, end, ids = mend(text), end_of_text(tokenizer), []
     for part in [text] if end is None else text.split(END_OF_TEXT):
         ids += [end, *encode_ordinary(tokenizer, part).tolist()]
     return ids[1:]

@@ -344,6 +344,8 @@ def test_the_oldest_turns_are_left_out_whole(chat):
     for room in range(sizes[2], sizes[0] + 2):
         expected = next(ids for ids in whole if len(ids) <= room)
         assert encode_prompt(tokenizer, messages(history), room) == expected
+    half, mark = (encode_prompt(tokenizer, messages([("user", text)]), 99) for text in ("\ud83d", "\ufffd"))
+    assert half == mark  # half of a surrogate pair
     with pytest.raises(UserError, match="do not fit into 6 tokens of the context; shorten them"):
         encode_prompt(tokenizer, messages(history), sizes[2] - 1)
 
