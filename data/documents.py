@@ -47,6 +47,7 @@ KINDS = {  # by the first bytes
     rb"PAR1\x15|PARE": PARQUET,
     rb"ARROW1\0|\xff{4}": "an Arrow file",
     rb"\x93NUMPY": "a NumPy array",
+    rb"\xff\xfe|\xfe\xff": "UTF-16 text",
     rb"version https://git-lfs": "a pointer of Git LFS, whose file git lfs pull gets",
     rb"[^\0]*\0": BINARY,
 }
@@ -116,7 +117,7 @@ def _opened(path, is_text=True):
         except UnicodeDecodeError as error:
             raise UserError(f"{path} is not UTF-8 text ({error}); convert it with iconv") from None
         except tuple(damaged) as error:
-            remedy = "get the file again"
+            remedy = "get the file again, or correct its suffix"
             if "too much memory" in str(error):  # pyarrow has no setting for the window of zstd --long
                 remedy = f"type zstd -d --long=31 {quote(path)}, and take the file without .zst"
             raise UserError(f"{path} cannot be read ({error}); {remedy}") from None

@@ -183,6 +183,7 @@ FOREIGN = {  # contents, and a word of the error
     "arrow stream": (saved(lambda file: pyarrow.ipc.new_stream(file, TABLE.schema).close()), "Arrow"),
     "Git LFS": (b"version https://git-lfs.github.com/spec/v1\noid sha256:00\nsize 9\n", "git lfs pull"),
     "UTF-16": (LINES.encode("utf-16-le"), "UTF-16"),
+    "UTF-16 of PowerShell": (LINES.encode("utf-16"), "UTF-16 text"),
     **{f"in {suffix}": (pack(LINES.encode()), "compressed by") for suffix, pack in PACK.items()},
 }
 
