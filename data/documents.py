@@ -34,21 +34,22 @@ SUFFIXES = (".txt", ".md", ".jsonl", ".ndjson", ".parquet")  # of files that are
 RECORDS = (".jsonl", ".ndjson", ".json", ".parquet")  # of files whose lines or rows are documents or conversations
 PACKED = {".gz": "gzip", ".bz2": "bz2", ".xz": "lzma", ".zst": "pyarrow"}  # modules that read them
 HEAD = 512  # bytes of a file that show what it is
-PARQUET, BINARY = "a Parquet file", "a binary file or UTF-16"
-KINDS = {  # by the first bytes
-    rb"\x1f\x8b": "compressed by gzip",
-    rb"BZh[1-9](1AY&SY|\x17rE8P\x90)": "compressed by bzip2",
-    rb"\xfd7zXZ\0": "compressed by xz",
-    rb"\x28\xb5\x2f\xfd": "compressed by zstd",
-    rb".{257}ustar": "a tar archive",
-    rb"PK[\3\5]": "a ZIP archive or an Office document",
-    rb"Rar!\x1a|7z\xbc\xaf": "an archive",
-    rb"%PDF-": "a PDF document",
+PARQUET = "a Parquet file; end its name in .parquet"
+BINARY = "a binary file or UTF-16; convert it to UTF-8 text"
+KINDS = {  # by the first bytes: what a file is, and what to do
+    rb"\x1f\x8b": "compressed by gzip; end its name in .gz",
+    rb"BZh[1-9](1AY&SY|\x17rE8P\x90)": "compressed by bzip2; end its name in .bz2",
+    rb"\xfd7zXZ\0": "compressed by xz; end its name in .xz",
+    rb"\x28\xb5\x2f\xfd": "compressed by zstd; end its name in .zst",
+    rb".{257}ustar": "a tar archive; unpack it",
+    rb"PK[\3\5]": "a ZIP archive or an Office document; unpack it, or save it as text",
+    rb"Rar!\x1a|7z\xbc\xaf": "an archive; unpack it",
+    rb"%PDF-": "a PDF document; convert it to text",
     rb"PAR1\x15|PARE": PARQUET,
-    rb"ARROW1\0|\xff{4}": "an Arrow file",
-    rb"\x93NUMPY": "a NumPy array",
-    rb"\xff\xfe|\xfe\xff": "UTF-16 text",
-    rb"version https://git-lfs": "a pointer of Git LFS, whose file git lfs pull gets",
+    rb"ARROW1\0|\xff{4}": "an Arrow file; save it as Parquet",
+    rb"\x93NUMPY": "a NumPy array; save it as text",
+    rb"\xff\xfe|\xfe\xff": "UTF-16 text; convert it with iconv",
+    rb"version https://git-lfs": "a pointer of Git LFS; get the file by git lfs pull",
     rb"[^\0]*\0": BINARY,
 }
 
@@ -127,7 +128,7 @@ def _refuse(path, head, *allowed):
     """UserError if these first bytes of a file are of one of KINDS that is not allowed."""
     for pattern, kind in KINDS.items():
         found = kind not in allowed and re.match(pattern, head, re.DOTALL)
-        require(not found, f"{path} is {kind}; unpack it, convert it (text with iconv) or correct its suffix")
+        require(not found, f"{path} is {kind}")
 
 
 def _whole(path, anywhere):
