@@ -31,10 +31,10 @@ from data.corpus import open_corpus
 from data.documents import RECORDS, Block, read_blocks, read_text, suffix_of
 from data.shards import Tokens
 from data.tokenizer import encode, end_of_text, never_merges
+from flags import parse_flags
 from generation import generate_batch
 from generation.score import evaluate_text, score
-from hf.weights import load
-from training.flags import parse_flags
+from weights import load
 
 
 @dataclass(frozen=True, kw_only=True)

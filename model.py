@@ -218,24 +218,33 @@ class Block(nn.Module):
         return x
 
 
+class SkipInitialisation(torch.overrides.TorchFunctionMode):
+    """Skips torch.nn.init, which takes longer than reading weights."""
+
+    def __torch_function__(self, function, types, args=(), kwargs=None):
+        skip = getattr(function, "__module__", None) == "torch.nn.init"
+        return None if skip else function(*args, **kwargs or {})
+
+
 class GPT(nn.Module):
     """The network of a GPTConfig; seed: for its initial weights, which are arbitrary if it is None."""
 
     def __init__(self, config: GPTConfig, seed=0):
         super().__init__()
         self.config = config
-        self.embed = nn.Embedding(config.vocab_size, config.n_embd)
-        if config.position == "learned":
-            self.embed_position = nn.Embedding(config.block_size, config.n_embd)
-        else:
-            for name, angle in zip(("rotary_cos", "rotary_sin"), rotary_angles(config), strict=True):
-                self.register_buffer(name, angle.to(self.embed.weight.device), persistent=False)
-        self.drop = Dropout(config.dropout)
-        self.blocks = nn.ModuleList(Block(config, index) for index in range(config.n_layer))
-        if config.embed_skip:
-            self.skips = nn.Parameter(torch.empty(2 * config.n_layer))  # a and b of each block
-        self.norm = make_norm(config)
-        self.head = nn.Linear(config.n_embd, config.vocab_size, bias=False)
+        with SkipInitialisation():
+            self.embed = nn.Embedding(config.vocab_size, config.n_embd)
+            if config.position == "learned":
+                self.embed_position = nn.Embedding(config.block_size, config.n_embd)
+            else:
+                for name, angle in zip(("rotary_cos", "rotary_sin"), rotary_angles(config), strict=True):
+                    self.register_buffer(name, angle.to(self.embed.weight.device), persistent=False)
+            self.drop = Dropout(config.dropout)
+            self.blocks = nn.ModuleList(Block(config, index) for index in range(config.n_layer))
+            if config.embed_skip:
+                self.skips = nn.Parameter(torch.empty(2 * config.n_layer))  # a and b of each block
+            self.norm = make_norm(config)
+            self.head = nn.Linear(config.n_embd, config.vocab_size, bias=False)
         if config.tie_head:
             self.head.weight = self.embed.weight
         if seed is not None:
@@ -287,14 +296,3 @@ class GPT(nn.Module):
     def logits(self, hidden):
         """Float32 logits [..., V] of hidden states [..., C]."""
         return head_logits(hidden, self.head, self.config.logit_softcap)
-
-    def flops_per_token(self):
-        """Floating-point operations per token, forward and backward, at full context.
-
-        6 per weight of a matmul (the head counts, embedding look-ups do not), and 12 C for each key that a query sees
-        in a block: T / 2 on average, as attention is causal (Chowdhery et al. 2022, PaLM, appendix B).
-        """
-        C, T = self.config.n_embd, self.config.block_size
-        weights = sum(m.weight.numel() for m in self.modules() if isinstance(m, nn.Linear))
-        windows = [min(block.attention.window or T, T) for block in self.blocks]
-        return 6 * weights + sum(12 * C * (window - window * window / (2 * T)) for window in windows)

@@ -21,8 +21,9 @@ from typing import Annotated, Literal
 import tyro
 
 from data.files import find_run, read_json, writing
-from training.config import FREE_ON_RESUME, parse_flags
-from training.report import LEGEND_WIDTH, bits_per_nat, draw_losses, read_metrics
+from flags import parse_flags
+from training.config import FREE_ON_RESUME
+from training.curves import LEGEND_WIDTH, bits_per_nat, draw_losses, read_metrics
 
 NOT_COMPARED = FREE_ON_RESUME - {"data", "input"} | {"name"}  # options that do not change a loss
 SUFFIXES = (".png", ".svg", ".pdf")

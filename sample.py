@@ -33,11 +33,11 @@ import torch
 import tyro
 
 from data.documents import RECORDS, read_text, suffix_of
+from flags import parse_flags
 from generation import Chat, Generator, Sampling, generate, generate_batch
 from generation.chat import HELP
 from generation.text import NEW_TEXT, opening
-from hf.weights import load
-from training.flags import parse_flags
+from weights import load
 
 __all__ = ["generate", "generate_batch", "load"]
 

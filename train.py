@@ -22,16 +22,16 @@ import torch.distributed as dist
 from tqdm import tqdm
 
 from data.loader import Batches, validation_batches
+from device import autocast, eagerly, set_precision
 from generation import Generator
-from hf.weights import load_pretrained
 from training.batches import choose_micro_batch, training_batches
-from training.checkpoint import Run, checkpoints, load_first
+from training.checkpoint import Run
 from training.config import load_config
-from training.device import as_graph, autocast, compile_network, eagerly, kernels_ahead, set_precision
-from training.distributed import STOP, Signals, end_distributed, fail, lost_rank, open_on_all_ranks, start_distributed
-from training.network import compile_and_wrap, make_model
+from training.network import as_graph, compile_and_wrap, load_pretrained, make_model
 from training.optimizer import Optimizer, learning_rate, note_new_rate
+from training.ranks import STOP, Signals, end_distributed, fail, lost_rank, open_on_all_ranks, start_distributed
 from training.report import Report
+from weights import checkpoints, load_first
 
 SAMPLE_PROMPT, SAMPLE_TOKENS = 16, 100  # of --sample_every
 
@@ -105,9 +105,7 @@ def train(config, argv=()):
     network = compile_and_wrap(model, config, ranks)
     run_step = as_graph(take_step, network, optimizer, config, ranks, micro_batch)
     report = Report(run.folder, config, model, corpus, ranks, start)
-    with kernels_ahead(model.config, config, ranks, micro_batch):
-        report.describe(model, corpus, batches, ranks, micro_batch)
-        compile_network(network, config, ranks, micro_batch)
+    report.describe(model, corpus, batches, ranks, micro_batch)
 
     steps = range(start, config.steps)
     step_batches = training_batches(batches, steps, network, optimizer, config, ranks, micro_batch)

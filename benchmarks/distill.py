@@ -21,9 +21,9 @@ import train
 from data.corpus import open_corpus
 from data.loader import validation_batches
 from errors import command, require
-from hf.weights import load
 from training.config import load_config
-from training.distributed import end_distributed, start_distributed
+from training.ranks import end_distributed, start_distributed
+from weights import load
 
 SHARE = 0.5  # of the loss that compares with the mean
 

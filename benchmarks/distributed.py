@@ -22,7 +22,7 @@ from statistics import median
 
 from harness import FOLDER, ROOT, machine, table
 
-from training.report import read_metrics
+from training.curves import read_metrics
 
 REPORTS, SECONDS = 6, 200  # of a run, before it is killed
 HEAD = ["run", "GPUs", "ms a step", "tokens/s", "of linear", "GB per GPU"]

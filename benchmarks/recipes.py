@@ -31,7 +31,7 @@ from harness import FOLDER, ROOT, machine
 from benchmarks.draw import markdown, means
 from errors import command, require
 from training.config import load_config
-from training.report import read_metrics
+from training.curves import read_metrics
 
 SUFFIXES = (".txt", ".md")  # of books
 TEST_SHARE = 0.04  # of the books

@@ -24,8 +24,8 @@ from triton.testing import do_bench_cudagraph
 
 from attention import decode
 from generation import Generator
-from generation.generate import to_bfloat16
 from model import GPT, GPTConfig
+from weights import to_bfloat16
 
 L2_BYTES = 2**28  # several times the L2 cache of any GPU
 ON_GPU = DEVICE == "cuda"

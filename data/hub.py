@@ -20,7 +20,7 @@ def list_dataset(repository, folder):
     The sha256 is None for a file that is in git itself, not in LFS.
     """
     tree, where = [], f"{folder} of {repository}" if folder else repository
-    with _one_sentence(f"list {where}") as hub:
+    with one_sentence(f"list {where}") as hub:
         api = hub.HfApi()
         commit = api.dataset_info(repository, timeout=30).sha
         with suppress(hub.errors.EntryNotFoundError):  # no such folder
@@ -34,26 +34,15 @@ def list_dataset(repository, folder):
 
 def download_file(repository, commit, files, folder, name):
     """Download a file of list_dataset() to a folder, and compare its sha256."""
-    with _one_sentence(f"download {name} of {repository}") as hub:
+    with one_sentence(f"download {name} of {repository}") as hub:
         path = Path(hub.hf_hub_download(repository, name, repo_type="dataset", revision=commit, local_dir=folder))
         if files[name][1] not in (None, file_sha256(path)):
             path.unlink()
             raise UserError("its sha256 is not the hub's")
 
 
-def download_files(repository, names):
-    """Folder in the hub's own cache with these files of a model."""
-    with _one_sentence(f"download {repository}") as hub:
-        try:
-            paths = [hub.hf_hub_download(repository, name, local_files_only=True) for name in names]
-        except hub.errors.LocalEntryNotFoundError:
-            hub.HfApi().model_info(repository, timeout=30)  # fails at once; a download tries for half a minute
-            paths = [hub.hf_hub_download(repository, name) for name in names]
-    return Path(paths[0]).parent
-
-
 @contextmanager
-def _one_sentence(action):
+def one_sentence(action):
     """The module huggingface_hub; its errors become a UserError of one sentence."""
     hub = optional("huggingface_hub", "the hub")
     try:

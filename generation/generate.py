@@ -18,12 +18,11 @@ from attention.gpu import HAS_TRITON
 from attention.ops import may_launch
 from data.chat import TURNS, encode_prompt
 from data.tokenizer import end_of_text
+from device import WARM_UPS, CUDAGraph
 from errors import require
 from generation.cache import Cache
 from generation.choose import Sampling, choose, refuse_nan, sample_keys
 from generation.text import TextStream, encode
-from model import RMSNorm
-from training.device import WARM_UPS, CUDAGraph
 
 DELAY = 3  # steps after which the host reads the tokens of a GPU
 PREFILL = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]  # cuDNN is slow at first calls
@@ -67,18 +66,6 @@ def generate_batch(model, tokenizer, prompts, *, seed=1337, max_tokens=500, stop
     for row, piece in generator.stream(prompts, max_tokens, stop, ignore_eot):
         texts[row] += piece
     return texts
-
-
-def to_bfloat16(model):
-    """Change the weights of a GPT to bfloat16, which halves the time to read them; returns the model.
-
-    RMSNorm computes in float32 and keeps float32 weights. The rotary angles, which are buffers, also stay in float32.
-    """
-    for module in model.modules():
-        if not isinstance(module, RMSNorm):
-            for parameter in module.parameters(recurse=False):
-                parameter.data = parameter.data.bfloat16()
-    return model
 
 
 class Generator:

@@ -14,8 +14,8 @@ from torch.nn.utils.rnn import pad_sequence
 from tqdm import tqdm
 
 from data.loader import validation_batches, windowed
+from device import autocast
 from generation.choose import refuse_nan
-from training.device import autocast
 
 CHUNK = 1024  # tokens whose logits are computed at once: 200 MB for GPT-2's vocabulary
 

@@ -10,8 +10,7 @@ from dataclasses import fields, replace
 import torch
 
 from errors import require
-from model import LAYERNORM_EPSILON, RMSNORM_EPSILON, GPTConfig
-from training.checkpoint import empty_model
+from model import GPT, LAYERNORM_EPSILON, RMSNORM_EPSILON, GPTConfig
 
 # Hugging Face's name: ours. Of several names for one of ours, the last is written.
 GELUS = {"gelu": "gelu", "gelu_pytorch_tanh": "gelu_tanh", "gelu_new": "gelu_tanh"}
@@ -127,7 +126,9 @@ def parameters_of(config):
     There is one name of theirs or, where the rows of our qkv are three matrices, those of q, k and v.
     """
     names = dict(gpt2=GPT2_NAMES, nanochat=NANOCHAT_NAMES).get(kind_of(config), LLAMA_NAMES)
-    for name, parameter in empty_model(config, "meta").named_parameters():
+    with torch.device("meta"):
+        model = GPT(config, seed=None)
+    for name, parameter in model.named_parameters():
         module, _, kind = name.rpartition(".")
         number = module.split(".")[1] if module.startswith("blocks.") else ""
         theirs = names[module.replace(number, "*", 1) if number else module].replace("*", number)
@@ -192,7 +193,7 @@ def config_json(config, end, dtype):
 def read_config(theirs, folder):
     """GPTConfig for the dict of a config.json; UserError if the network has what ours lacks."""
     kind = theirs.get("model_type", "unknown")
-    rule = f"only {', '.join(READABLE)} and folders of hf.export can be read"
+    rule = f"only {', '.join(READABLE)} and folders of export.py can be read"
     require(kind in READABLE, f"{folder} holds a {kind} model; {rule}")
     return _read_gpt2(theirs, folder) if kind == "gpt2" else _read_llama(theirs, kind, folder)
 

@@ -1,4 +1,4 @@
-"""Kestrel's recipe for Transformers 5.10 or newer. `python -m hf.export` puts this file beside the weights.
+"""Kestrel's recipe for Transformers 5.10 or newer. `python export.py` puts this file beside the weights.
 
 It imports nothing of Kestrel: AutoModelForCausalLM.from_pretrained(FOLDER, trust_remote_code=True).
 """

@@ -19,8 +19,9 @@ import torch
 import train
 from data import tokenizer
 from data.tokenizer import to_state
-from training.checkpoint import FORMAT, save_checkpoint
+from training.checkpoint import save_checkpoint
 from training.report import Report
+from weights import FORMAT
 
 ROOT = Path(__file__).parents[1]
 FAST = dict(

@@ -23,12 +23,12 @@ from data.corpus import prepare
 from data.loader import Batches, validation_batches
 from data.tokenizer import end_of_text, make_tokenizer, to_state
 from errors import UserError
+from export import export
 from generation import Chat, Generator, Sampling, generate
-from hf.export import export
 from model import GPT, GPTConfig
 from sample import load
 from training.batches import training_batches
-from training.distributed import Ranks
+from training.ranks import Ranks
 
 D, S, U, A, E = map(chr, range(256, 261))  # the tokens of bytes for end-of-text, system, user, assistant, end
 ASSISTANT, END = 259, 260

@@ -16,12 +16,12 @@ import sample
 from data.corpus import open_corpus
 from data.loader import validation_batches
 from errors import UserError
-from hf.weights import load
 from model import GPT, GPTConfig
 from train import evaluate
-from training.checkpoint import FORMAT, load_checkpoint, save_checkpoint
+from training.checkpoint import save_checkpoint
 from training.config import Config
-from training.distributed import Ranks
+from training.ranks import Ranks
+from weights import FORMAT, load, load_checkpoint
 
 CHECKPOINT = "runs/run/checkpoint.pt"
 MORE = ("--resume", "--steps", "6", "--allow_changes")

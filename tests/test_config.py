@@ -11,8 +11,8 @@ import pytest
 from helpers import ROOT, in_process, make_gpt2_small
 
 from data.tokenizer import make_tokenizer
+from flags import to_flags
 from training.config import Config, load_config
-from training.flags import to_flags
 
 SHIPPED = sorted((ROOT / "configs").glob("*.py"))
 

@@ -32,7 +32,7 @@ from helpers import (
     wait_for_step,
 )
 
-from hf.weights import load
+from weights import load
 
 CHECKPOINT = "runs/run/checkpoint.pt"
 UNEVEN = dict(n_layer=3, vocab_size=259, optimizer="muon", n_kv_head=1)  # rows and matrices that 2 or 4 do not divide

@@ -36,7 +36,7 @@ COMMANDS = {
     "evaluate.py": ("--text corpus.txt", "--text none", "none", "Block.forward"),
     "plot.py": ("tiny", "runs/none", "runs/none", "FigureBase.subplots"),
     "data/prepare.py": ("text --input corpus.txt", "text --input none", "none: No such", "make_tokenizer"),
-    "hf/export.py": ("tiny out", "none out", "none does not", "save_file"),
+    "export.py": ("tiny out", "none out", "none does not", "save_file"),
 }
 # Python runs this file when it starts. It sends Ctrl-C to its own process at the moment that a function is called.
 INTERRUPT = """
@@ -114,7 +114,7 @@ def test_a_command_whose_output_cannot_be_written_ends(tiny, script):
         result = shell(tiny, script, *COMMANDS[script][0].split(), outputs=outputs)
         assert result.returncode == code and "Traceback" not in result.stderr, (outputs, result)
         assert ("No space left" in result.stderr) == (outputs == ">/dev/full" and needed), result.stderr
-        assert script != "hf/export.py" or (tiny / "out/model.safetensors").exists()
+        assert script != "export.py" or (tiny / "out/model.safetensors").exists()
         shutil.rmtree(tiny / "out", ignore_errors=True)
 
 

@@ -7,13 +7,14 @@ from helpers import FAST, contents, equal, finish, losses, metrics, refused, run
 from problems import ON_GPU, needs_gpu
 from torch import nn
 
-from hf.weights import load
 from kernels.activation import ACTIVATIONS, activate
 from kernels.fp8 import HISTORY, LARGEST, Float8Linear, Scales, convert, find_scale, multiply, quantise, require_fp8
 from kernels.mlp import mlp
 from model import GPT, GPTConfig
 from training import network
 from training.config import Config
+from training.report import flops_per_token
+from weights import load
 
 HAS_FP8 = not ON_GPU or torch.cuda.get_device_capability() >= (8, 9)
 CHECKPOINT = "runs/run/checkpoint.pt"
@@ -246,7 +247,7 @@ def test_evaluation_and_names_are_those_of_the_network_without_fp8():
     plain = GPT(model.config)
     plain.load_state_dict(model.state_dict())
     assert equal(dict(plain.state_dict()), dict(model.state_dict()))
-    assert model.head.weight is model.embed.weight and model.flops_per_token() == plain.flops_per_token()
+    assert model.head.weight is model.embed.weight and flops_per_token(model) == flops_per_token(plain)
     tokens = torch.randint(50, (2, 16))
     with torch.no_grad():
         assert torch.equal(model.eval()(tokens), plain.eval()(tokens))

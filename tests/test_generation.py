@@ -17,9 +17,9 @@ from errors import UserError
 from generation import Generator, Sampling, generate, generate_batch
 from generation import choose as choose_module
 from generation.choose import choose, exponential, mix, sample_keys
-from generation.generate import to_bfloat16
 from generation.score import score
 from model import GPT, GPTConfig
+from weights import to_bfloat16
 
 SMALL = dict(vocab_size=256, block_size=16, n_layer=2, n_head=2, n_embd=32)
 MODELS = {

@@ -7,11 +7,11 @@ from test_weights import MODERN, NANOCHAT, RECIPE, TEXT, assert_close, make_run,
 
 from data.tokenizer import is_char, make_tokenizer
 from errors import UserError
+from export import export
 from hf.architectures import their_weights
-from hf.export import export
 from hf.tokenizer_json import letters_of
-from hf.weights import read
 from model import RMSNORM_EPSILON
+from weights import read
 
 gguf = pytest.importorskip("gguf")
 

@@ -13,12 +13,12 @@ from data.chat import encode_turns, with_turns
 from data.corpus import prepare
 from data.tokenizer import end_of_text, make_tokenizer, to_state
 from errors import UserError
+from export import export
 from generation.text import encode
 from hf.architectures import parameters_of, read_config
-from hf.export import export
 from hf.tokenizer_json import tokenizer_json
-from hf.weights import load, network_options, read
 from sample import generate
+from weights import load, network_options, read
 
 transformers = pytest.importorskip("transformers")
 tokenizers = pytest.importorskip("tokenizers")

@@ -15,8 +15,8 @@ from train import evaluate, take_step
 from training import optimizer
 from training.batches import choose_micro_batch, micro_batches
 from training.config import Config
-from training.distributed import Ranks
 from training.optimizer import Optimizer, learning_rate, orthogonal
+from training.ranks import Ranks
 
 SMALL = dict(vocab_size=8, n_layer=2, n_head=2, n_embd=16, block_size=8)
 ONE = Ranks(0, 1, "cpu")

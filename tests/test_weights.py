@@ -1,4 +1,4 @@
-"""hf/weights.py and export.py: GPT-2's weights in, Hugging Face folders out, against the package transformers."""
+"""weights.py, hf/ and export.py: GPT-2's weights in, Hugging Face folders out, against the package transformers."""
 
 import json
 import os
@@ -10,14 +10,16 @@ import torch
 from helpers import contents, equal, in_process, losses, make_gpt2_small, refused, save_model
 from hub_server import files_of, running
 
+import hf.read
+import weights
 from data.chat import with_turns
 from data.files import find_run
 from data.tokenizer import GPT2_PATTERN, _encoding, end_of_text, is_char, make_tokenizer, to_state
 from errors import UserError
-from hf import weights
-from hf.export import export
+from export import export
 from model import GPT, GPTConfig
 from sample import generate, load
+from training.network import load_pretrained
 
 transformers = pytest.importorskip("transformers")
 safetensors = pytest.importorskip("safetensors.torch")
@@ -203,7 +205,7 @@ def test_a_network_that_transformers_lacks_is_named_and_nothing_is_written(folde
 def test_an_option_that_no_list_names_is_not_exported(folder, monkeypatch):
     """Whatever its value: nobody has said what its effect would be in Transformers or llama.cpp."""
     scaled = make_dataclass("Scaled", [("branch_scale", float, 1.0)], bases=(GPTConfig,), frozen=True, kw_only=True)
-    monkeypatch.setattr(weights, "GPTConfig", scaled)
+    monkeypatch.setattr(hf.read, "GPTConfig", scaled)
     for options, _ in NETWORKS.values():
         config = scaled(**SMALL | dict(vocab_size=256) | options)
         save_model(folder / "runs/x/best.pt", GPT(config), make_tokenizer("bytes"))
@@ -342,10 +344,10 @@ def test_weights_of_a_model_without_turns(folder, rows):
     config = GPTConfig(vocab_size=256 + rows, **options)
     saved = save_model(folder / "runs/x/best.pt", GPT(config), old)
     model = GPT(GPTConfig(vocab_size=max(261, 256 + rows), **options), seed=5)
-    weights.load_pretrained(model, "runs/x", with_turns(old))
+    load_pretrained(model, "runs/x", with_turns(old))
     for key in ("embed.weight", "head.weight"):
         before, after = saved["model"][key], model.state_dict()[key]
         assert torch.equal(after[:256], before[:256]) and torch.equal(after[261:], before[261:])
         torch.testing.assert_close(after[256:261], before[:256].mean(0).expand(5, -1))
     with pytest.raises(UserError, match="the corpus has another tokenizer"):
-        weights.load_pretrained(model, "runs/x", with_turns(make_tokenizer("bpe:300", ["the sea " * 99])))
+        load_pretrained(model, "runs/x", with_turns(make_tokenizer("bpe:300", ["the sea " * 99])))

@@ -25,7 +25,7 @@ import matplotlib.figure  # noqa: F401 here, so that the forked processes need n
 from helpers import FAST, contents, flags, metrics, same
 
 import train
-from training.checkpoint import checkpoints, load_checkpoint
+from weights import checkpoints, load_checkpoint
 
 STEPS = 90
 BEGIN = flags([], FAST | dict(steps=STEPS, eval_every=15, eval_batches=2, keep=3))

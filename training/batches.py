@@ -7,8 +7,8 @@ import numpy as np
 import torch
 
 from data.loader import map_ahead
+from device import autocast
 from errors import require
-from training.device import autocast
 
 CPU_MICRO_BATCH = 32  # sequences; larger micro-batches gain nothing on a CPU
 MEMORY_RESERVE = 0.05  # of a GPU's memory, for compiled code, CUDA graphs and NCCL, which a trial step does not have

@@ -14,7 +14,6 @@ import itertools
 import json
 import math
 import sys
-import zipfile
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import asdict
@@ -22,17 +21,14 @@ from pathlib import Path
 
 import filelock
 import torch
-from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_map_only
 
 from data.files import RUNS, atomic_file, lock_file, make_folders
 from data.tokenizer import STORED, to_state
 from errors import UNFINISHED, UserError, quote, require
-from model import GPT, GPTConfig
+from model import GPTConfig
 from training.fsdp import gather, spread_like
-
-FORMAT = 2  # of checkpoints; 1 had each block's embedding skip in the block
-NOT_OF_WEIGHTS = ("dropout", "attention", "mask_documents", "end_of_text")  # options that weights do not determine
+from weights import FORMAT, NOT_OF_WEIGHTS, checkpoints, load_checkpoint
 
 
 class Run:
@@ -203,15 +199,6 @@ def make_folder(name):
             return folder
 
 
-def checkpoints(folder):
-    """Paths of the folder's checkpoints with optimizer state, newest first."""
-    folder = Path(folder)
-    steps = (path.stem.partition("-")[2] for path in folder.glob("checkpoint-*.pt"))
-    older = sorted((int(step) for step in steps if step.isdecimal()), reverse=True)
-    names = ["checkpoint.pt", *(f"checkpoint-{step}.pt" for step in older)]
-    return [path for name in names if (path := folder / name).exists()]
-
-
 def unfinished_runs():
     """Folders of runs whose newest checkpoint is not of their last step."""
     for path in RUNS.glob("*/checkpoint.pt"):
@@ -221,60 +208,10 @@ def unfinished_runs():
                 yield path.parent
 
 
-def load_first(paths, weights=True):
-    """Contents of the first checkpoint that is not damaged, with a warning for those before it; {} without paths."""
-    for path in paths[:-1]:
-        try:
-            return load_checkpoint(path, weights)
-        except UserError as error:
-            print(f"warning: {error}", file=sys.stderr)
-    return load_checkpoint(paths[-1], weights) if paths else {}
-
-
 def save_checkpoint(path, contents):
     """Write a dict of tensors and plain values, whole or not at all."""
     with atomic_file(path) as file:
         torch.save(contents, file)
-
-
-def load_checkpoint(path, weights=True):
-    """The contents of a checkpoint, mapped into memory, and its "path". Nothing in it is executed (weights_only).
-
-    Without `weights` the tensors are not read, so damage to them is not noticed.
-
-    Raises:
-        UserError: it is damaged, or not a checkpoint of this project. OSError: it cannot be read.
-    """
-    try:
-        with zipfile.ZipFile(path) as file:  # torch.load does not check the checksums
-            broken = weights and file.testzip()
-        if broken:
-            raise UserError(f"wrong checksum of {broken}")
-        contents = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
-    except (OSError, MemoryError):  # the file may be good
-        raise
-    except Exception as error:  # zipfile and torch.load raise a dozen types for a damaged file
-        reason = (str(error) or type(error).__name__).splitlines()[0][:120]
-        raise UserError(f"checkpoint {path} cannot be read ({reason}); use another one") from error
-    found = contents.get("format") if isinstance(contents, dict) else None
-    require(found != 1, f"checkpoint {path} has the older format 1; to read it, git checkout ea11357")
-    require(found == FORMAT, f"checkpoint {path} is not of this project's format {FORMAT}; use another one")
-    return contents | {"path": path}
-
-
-class SkipInitialisation(TorchFunctionMode):
-    """Skips torch.nn.init: it takes longer than reading the weights, and on the device "meta" it imports Dynamo."""
-
-    def __torch_function__(self, function, types, args=(), kwargs=None):
-        if getattr(function, "__module__", None) == "torch.nn.init":
-            return None
-        return function(*args, **kwargs or {})
-
-
-def empty_model(config, device="cpu"):
-    """A GPT with arbitrary weights, or on the device "meta" with none."""
-    with torch.device(device), SkipInitialisation():
-        return GPT(config, seed=None)
 
 
 def load_weights(model, contents):

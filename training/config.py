@@ -13,11 +13,11 @@ from typing import Literal
 
 from data.files import GPT2_SIZES, find_run, read_json
 from data.tokenizer import end_of_text
+from device import resolve_device
 from errors import require
-from hf.weights import network_options
+from flags import parse_flags, refuse_nanogpt
 from model import GPTConfig
-from training.device import resolve_device
-from training.flags import parse_flags, refuse_nanogpt
+from weights import network_options
 
 # In place of a network that would take days without a GPU, unless its config file has a dictionary `cpu`.
 TOY = dict(

@@ -1,5 +1,6 @@
 """The network of a run: its initial weights, FSDP, checkpointed activations and compilation."""
 
+from dataclasses import asdict
 from functools import partial
 
 import torch
@@ -7,12 +8,17 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from attention import explain
+from data.chat import has_turns, with_turns
+from data.tokenizer import to_state
+from device import WARM_UPS, CUDAGraph, autocast, resolve_dtype
 from errors import UserError, require
 from kernels.fp8 import convert, require_fp8
-from training.checkpoint import empty_model
-from training.device import autocast, compile_mode, resolve_dtype
+from model import GPT
+from training.checkpoint import copy_weights
 from training.fsdp import shard
+from weights import NOT_OF_WEIGHTS, read, require_tokenizer
 
+DDP_WARM_UPS = 11  # DDP measures itself in the first 10 steps, which a graph cannot record
 # beginnings of the names of ops whose results are kept
 EXPENSIVE = (
     "aten.mm.", "aten.addmm.", "aten._scaled_mm.", "aten._scaled_dot_product_", "attention.forward.", "gpt.mlp.",
@@ -37,8 +43,8 @@ def make_model(config, tokenizer, ranks):
         require(config.sample_every == 0, "sample_every needs a whole network, not FSDP; run sample.py meanwhile")
     model_config = config.gpt_config(tokenizer)
     check_attention(model_config, config.dtype, ranks.device)
-    model = empty_model(model_config, ranks.device)
-    model.initialise(config.seed)
+    with torch.device(ranks.device):
+        model = GPT(model_config, config.seed)
     if config.fp8:
         convert(model)
     if ranks.sharded:
@@ -46,6 +52,32 @@ def make_model(config, tokenizer, ranks):
     if config.checkpoint_activations != "off":
         checkpoint_activations(model, config)
     return model
+
+
+def load_pretrained(model, name, tokenizer):
+    """Copy the weights that --init_from names into a GPT, whose context may be shorter than theirs.
+
+    If only `tokenizer` has the tokens of turns, their rows begin as the mean of the others, and the tables may grow.
+
+    Raises:
+        UserError: the network or the tokenizer differs; and as for weights.read().
+    """
+    found, chat = read(name), has_turns(tokenizer)
+    theirs = require_tokenizer(found)
+    same = to_state(with_turns(theirs) if chat else theirs) == to_state(tokenizer)
+    require(same, f"the corpus has another tokenizer ({tokenizer.name}) than {name}; give --tokenizer run:{name}")
+    for option, value in asdict(found.config).items():
+        asked = getattr(model.config, option)
+        fits = asked == value or option in NOT_OF_WEIGHTS or (option == "block_size" and asked < value)
+        fits |= option == "vocab_size" and chat and asked > value
+        require(fits, f"{option}={asked} does not fit the weights of {name}, which have {value}; leave {option} out")
+    weights = dict(found.weights)
+    if model.config.position == "learned":
+        weights["embed_position.weight"] = weights["embed_position.weight"][: model.config.block_size]
+    for key in ("embed.weight", "head.weight") if tokenizer.n_vocab > theirs.n_vocab else ():
+        old, new = weights[key][: theirs.n_vocab], tokenizer.n_vocab - theirs.n_vocab
+        weights[key] = torch.cat([old, old.mean(0).expand(new, -1), weights[key][tokenizer.n_vocab :]])
+    copy_weights(model, weights)
 
 
 def check_attention(config, dtype, device):
@@ -77,6 +109,13 @@ def keep_expensive(context, op, *args, **kwargs):
     return CheckpointPolicy.MUST_SAVE if str(op).startswith(EXPENSIVE) else CheckpointPolicy.PREFER_RECOMPUTE
 
 
+def compile_mode(config, ranks):
+    """What torch.compile compiles: "model", "blocks" or "off"."""
+    if config.compile == "auto":
+        return "model" if ranks.on_gpu else "off"
+    return config.compile
+
+
 def compile_and_wrap(model, config, ranks):
     """The network to train, under autocast: the model, compiled as config.compile says, in DDP on several ranks."""
     compiled = compile_mode(config, ranks)
@@ -89,3 +128,17 @@ def compile_and_wrap(model, config, ranks):
         network = DistributedDataParallel(network, device_ids=device, gradient_as_bucket_view=True)
     network.forward = autocast(config.dtype, ranks.device)(network.forward)
     return network
+
+
+def as_graph(take_step, network, optimizer, config, ranks, micro_batch):
+    """take_step() as a function of micro-batches; replayed as a CUDA graph where that is possible.
+
+    Sums over micro-batches are not recorded, nor is what waits for the device or restores PyTorch's random state.
+    """
+    step = partial(take_step, network, optimizer)
+    redraws = config.checkpoint_activations != "off" and config.dropout > 0
+    recordable = ranks.on_gpu and not ranks.sharded and not optimizer.scaler.is_enabled() and not redraws
+    if not (config.cuda_graph and recordable and micro_batch * ranks.world == config.batch_size):
+        return step
+    graph = CUDAGraph(lambda *tensors: step([tensors]), WARM_UPS if ranks.world == 1 else DDP_WARM_UPS)
+    return lambda micro_batches: graph(*next(micro_batches))

@@ -12,9 +12,9 @@ from torch.nn.utils import get_total_norm
 
 from attention.gpu import HAS_TRITON
 from attention.ops import may_launch
+from device import resolve_dtype
 from errors import quote, require
 from kernels.fp8 import Scales
-from training.device import resolve_dtype
 from training.fsdp import gather, is_spread, local, on_whole_matrices, spread_like
 
 MOMENTUM = 0.95  # of Muon

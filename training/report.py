@@ -6,7 +6,6 @@ import os
 import re
 import sys
 import time
-import warnings
 from contextlib import contextmanager
 from dataclasses import asdict
 from datetime import timedelta
@@ -16,8 +15,9 @@ import torch
 
 from data.files import atomic_file
 from data.loader import windowed
+from device import resolve_dtype
 from errors import quote
-from training.device import resolve_dtype
+from training.curves import best_of, in_words, plot_losses, read_metrics
 
 # Dense bf16/fp16 tensor-core TFLOP/s from the vendors' data sheets, by the first of these parts in the device's name.
 PEAK_TFLOPS = {
@@ -29,12 +29,6 @@ PEAK_TFLOPS = {
 
 WANDB_SECONDS = 60  # to wait for wandb at the end of a run
 PLOT_SECONDS = 30  # between two drawings of loss.png; one takes as long as a hundred steps of a small network
-COLORS = ("#c0392b", "#2471a3", "#1e8449", "#b9770e", "#7d3c98", "#117a65", "#5d6d7e", "#d35480")
-STYLES = ("-", "--", ":", "-.")  # the next one after each eight runs
-X_LABELS = {"step": "step", "tokens": "training tokens", "seconds": "time since training began (s)"}
-FALL = 0.15  # of a run, which a picture of several runs may cut off at the top
-LEGEND_WIDTH = 110  # characters
-Y_LABELS = {"loss": "loss (nats per token)", "bpb": "loss (bits per byte)"}
 
 
 class Report:
@@ -45,7 +39,7 @@ class Report:
         self.val = windowed(corpus.val, config.block_size)
         self.bits_per_nat = self.val.counted / self.val.text_bytes / math.log(2)
         self.tokens_per_step = config.batch_size * config.block_size
-        self.flops_per_step = model.flops_per_token() * self.tokens_per_step
+        self.flops_per_step = flops_per_token(model) * self.tokens_per_step
         self.peak = peak_flops(ranks.device) * ranks.world
         self.began = self.plotted = self.first_began = self.lap_began = time.perf_counter()
         self.first_step = self.lap_step = start
@@ -157,7 +151,7 @@ class Report:
         mark = "  (best)" if is_best else ""
         show(f"step {step}/{self.config.steps}  val loss {loss:.4f} nats/token  {bits:.4f} bits/byte{mark}")
         if time.perf_counter() - self.plotted > PLOT_SECONDS:
-            plot_losses(self.folder)
+            self._draw()
             self.plotted = time.perf_counter()
 
     def sample(self, step, write):
@@ -188,10 +182,14 @@ class Report:
             if write:
                 self.sample(step, write)
         if self.waiting is None:
-            plot_losses(self.folder)
+            self._draw()
         if self.wandb:
             with only_warn("closing wandb", self.sync_later):
                 self.wandb.finish()
+
+    def _draw(self):
+        with only_warn("drawing loss.png"):
+            plot_losses(self.folder)
 
     def _write(self, record):
         if self.waiting is not None:
@@ -257,97 +255,21 @@ def printable(text):
     return "".join(c if c.isprintable() or c in "\n\t" else "\N{REPLACEMENT CHARACTER}" for c in text)
 
 
+def flops_per_token(model):
+    """Floating-point operations of a GPT per token, forward and backward, at full context.
+
+    6 per weight of a matmul (the head counts, embedding look-ups do not), and 12 C for each key that a query sees
+    in a block: T / 2 on average, as attention is causal (Chowdhery et al. 2022, PaLM, appendix B).
+    """
+    C, T = model.config.n_embd, model.config.block_size
+    weights = sum(m.weight.numel() for m in model.modules() if isinstance(m, torch.nn.Linear))
+    windows = [min(block.attention.window or T, T) for block in model.blocks]
+    return 6 * weights + sum(12 * C * (window - window * window / (2 * T)) for window in windows)
+
+
 def peak_flops(device):
     """Peak FLOP/s of a CUDA device; 0 if the chip is not in the table or the device is no GPU."""
     if torch.device(device).type != "cuda":
         return 0
     name = torch.cuda.get_device_name(device)
     return 1e12 * next((peak for part, peak in PEAK_TFLOPS.items() if re.search(rf"\b{part}\b", name)), 0)
-
-
-def read_metrics(folder):
-    """The records of a run's metrics.jsonl; damaged lines, such as one that a crash cut short, are left out."""
-    path = folder / "metrics.jsonl"
-    records = []
-    for line in path.read_text(errors="replace").splitlines() if path.exists() else []:
-        try:
-            record = json.loads(line)
-            int(record["step"])
-            records.append(record)
-        except (ValueError, TypeError, KeyError):
-            print(f"warning: a line of {path} is damaged and left out", file=sys.stderr)
-    return records
-
-
-def best_of(records):
-    """The record with the lowest validation loss after step 0; None if there is none."""
-    evaluated = [record for record in records if record["step"] and record.get("val_loss") is not None]
-    return min(evaluated, key=lambda record: record["val_loss"], default=None)
-
-
-def in_words(record):
-    """An evaluation, as in 2.9380 nats/token = 1.8839 bits/byte at step 400."""
-    return f"{record['val_loss']:.4f} nats/token = {record['val_bpb']:.4f} bits/byte at step {record['step']}"
-
-
-def bits_per_nat(records):
-    """Bits per byte = this times nats per token, as in the records of a run; None before its first evaluation."""
-    return next((record["val_bpb"] / record["val_loss"] for record in records if record.get("val_loss")), None)
-
-
-@only_warn("drawing loss.png")
-def plot_losses(folder):
-    """Draw loss.png from metrics.jsonl, unless there is no validation loss yet."""
-    records = read_metrics(folder)
-    if bits_per_nat(records):
-        draw_losses(folder / "loss.png", [(folder.name, records)])
-
-
-def draw_losses(path, runs, x="step", y="loss"):
-    """Draw the losses of runs into an image: training thin, validation thick, the best evaluation as a ring.
-
-    Args:
-        path: of the image; its suffix says which kind.
-        runs: list of (label, records of metrics.jsonl). A single run has its best loss in the title.
-        x: step, tokens or seconds, a field of the records. y: loss or bpb.
-    """
-    from matplotlib.figure import Figure  # takes a second, which the start of a run need not wait for
-    from matplotlib.font_manager import fontManager
-
-    runs = [(f"\u200b{label}", records) for label, records in runs]  # a legend leaves out names that begin with _
-    alone = len(runs) == 1
-    figure = Figure(figsize=(8, 5), layout="constrained")
-    axis = figure.subplots()
-    title, late = "training (thin) and validation (thick); the ring is the best", []
-    for number, (label, records) in enumerate(runs):
-        color, style = COLORS[number % len(COLORS)], STYLES[number // len(COLORS) % len(STYLES)]
-        per_nat, best = bits_per_nat(records) if y == "bpb" else 1, best_of(records)
-        train, val = (
-            [(record[x], record[field] * per_nat) for record in records if record.get(field) is not None]
-            for field in ("loss", "val_loss")
-        )
-        labels = ("training", "validation") if alone else (None, label) if val else (label, None)
-        axis.plot(*zip(*train, strict=True), color=color, linestyle=style, label=labels[0], linewidth=0.8, alpha=0.5)
-        axis.plot(*zip(*val, strict=True), color=color, linestyle=style, label=labels[1], linewidth=1.8)
-        if best:
-            axis.scatter(best[x], best["val_loss"] * per_nat, 70, facecolors="none", edgecolors=color)
-        if alone:
-            title = f"{label}: best {in_words(best)}" if best else label
-        end = max(record[x] for record in records)
-        late += [loss for where, loss in train + val if where >= FALL * end]
-    if not alone:
-        axis.set_ylim(top=max(late))  # the first fall, alike in all runs, would press the rest together
-    axis.set(xlabel=X_LABELS[x], ylabel=Y_LABELS[y])
-    axis.grid(alpha=0.25)
-    if alone and y == "loss" and (per_nat := bits_per_nat(runs[0][1])):
-        right = axis.secondary_yaxis("right", functions=(lambda nats: nats * per_nat, lambda bits: bits / per_nat))
-        right.set_ylabel("bits per byte")
-    columns = max(1, LEGEND_WIDTH // (max(len(label) for label, _ in runs) + 6))
-    legend = figure.legend(loc="outside lower left", frameon=False, fontsize="small", ncols=columns)
-    fonts = ["DejaVu Sans", *sorted({font.name for font in fontManager.ttflist if "CJK" in font.name})]
-    for text in [axis.set_title(title), *legend.get_texts()]:
-        text.set_parse_math(False)  # a name may contain $
-        text.set_family(fonts)  # or be Chinese, Japanese or Korean
-        text.set_text(text.get_text().lstrip("\u200b"))
-    with warnings.catch_warnings(action="ignore"):  # about characters that no font has
-        figure.savefig(path, dpi=130)

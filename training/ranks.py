@@ -14,8 +14,8 @@ import torch.distributed as dist
 import torch.distributed.nn  # before any group exists: imported later, it would keep the group in default arguments
 
 from data.corpus import open_corpus
+from device import resolve_device
 from errors import UserError, require
-from training.device import resolve_device
 
 SAVE, STOP = 1, 2  # what a signal asks for; STOP saves too
 HANDLED = signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1
