@@ -50,11 +50,10 @@ def parse_flags(kind, argv, settings=None):
     A flag of a boolean option may stand alone and then means True.
     settings: values that flags override, by name; --help prints them.
     """
-    settings, names = settings or {}, {field.name: field.type for field in fields(kind)}
+    settings, names, argv = settings or {}, {field.name: field.type for field in fields(kind)}, list(argv)
     if "--help" in argv or "-h" in argv:
         print_help(kind, settings)
         sys.exit()
-    argv = [*to_flags(settings), *argv]
     for index in reversed(range(len(argv))):
         flag, given, value = argv[index].partition("=")
         following = argv[index + 1] if index + 1 < len(argv) else "--"
@@ -63,11 +62,8 @@ def parse_flags(kind, argv, settings=None):
         refuse_nanogpt(flag[2:], value if given else following, names)
         if names.get(flag[2:]) is bool and not given and following not in ("True", "False"):
             argv.insert(index + 1, "True")
-    return tyro.cli(kind, args=argv, config=(tyro.conf.FlagConversionOff,), use_underscores=True)
-
-
-def to_flags(settings):
-    return [f"--{name}={value}" for name, value in settings.items()]
+    default = dict(default=kind(**settings)) if settings else {}
+    return tyro.cli(kind, args=argv, config=(tyro.conf.FlagConversionOff,), use_underscores=True, **default)
 
 
 def refuse_nanogpt(name, value, names):

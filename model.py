@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from attention import attention, attention_qkv
-from errors import require
+from errors import UserError, require
 from kernels.activation import ACTIVATIONS
 from kernels.documents import find_documents
 from kernels.dropout import Dropout
@@ -153,8 +153,8 @@ class Attention(nn.Module):
     def __init__(self, config, index):
         super().__init__()
         self.config, self.index, self.is_first = config, index, index == 0
-        self.heads = config.n_head, config.kv_heads, config.kv_heads  # of q, k and v
-        self.qkv = nn.Linear(config.n_embd, sum(self.heads) * config.head_dim, bias=config.bias)
+        self.heads, self.head_dim = (config.n_head, config.kv_heads, config.kv_heads), config.head_dim  # of q, k and v
+        self.qkv = nn.Linear(config.n_embd, sum(self.heads) * self.head_dim, bias=config.bias)
         self.project = nn.Linear(config.n_embd, config.n_embd, bias=config.bias)
         self.window = None if index % 4 == 3 else config.window
         if config.value_residual and index > 0:
@@ -169,13 +169,13 @@ class Attention(nn.Module):
         if not (context.rotary or context.layers or config.qk_norm or config.value_residual):
             y = attention_qkv(qkv.view(*rows, -1), config.n_head, config.kv_heads, **options)
             return self.project(y.reshape(B, T, C))
-        q, k, v = qkv.view(B, T, -1, config.head_dim).split(self.heads, dim=2)  # slices, no copies
+        q, k, v = qkv.view(B, T, -1, self.head_dim).split(self.heads, dim=2)  # slices, no copies
         if config.value_residual and self.is_first:
             context.first_v = v
         elif config.value_residual:
             v = v.lerp(context.first_v, (0.5 + self.value_mix).type_as(v))
         if config.qk_norm:
-            q, k = (F.rms_norm(z, (config.head_dim,), eps=config.norm_eps or None) for z in (q, k))
+            q, k = (F.rms_norm(z, (self.head_dim,), eps=config.norm_eps or None) for z in (q, k))
         if context.rotary:
             q, k = (rotate(z, *context.rotary) for z in (q, k))
         if config.key_offset and T > 1:  # for a single token, the cache does it
@@ -183,7 +183,7 @@ class Attention(nn.Module):
         if context.layers:
             y = context.layers[self.index].attend(q, k, v, self.window)
         else:
-            q, k, v = (z.reshape(*rows, -1, config.head_dim) for z in (q, k, v))
+            q, k, v = (z.reshape(*rows, -1, self.head_dim) for z in (q, k, v))
             y = attention(q, k, v, **options)  # [B, T, H, D]
         return self.project(y.reshape(B, T, C))
 
@@ -273,7 +273,8 @@ class GPT(nn.Module):
     def hidden(self, tokens, cache=None):
         """Hidden states [B, T, C] of tokens [B, T]. cache: a View of generation's Cache, whose rows they continue."""
         T, config, documents = tokens.shape[1], self.config, None
-        require(T <= config.block_size, f"{T} tokens do not fit in block_size={config.block_size}; crop the context")
+        if T > config.block_size:
+            raise UserError(f"{T} tokens do not fit in block_size={config.block_size}; crop the context")
         positions, layers = cache or (slice(T), None)  # positions: [B, T] or a slice
         if config.mask_documents and cache is None:
             documents, positions = find_documents(tokens, config.end_of_text)

@@ -8,49 +8,107 @@ A run writes runs/NAME/: config.json, kestrel.json (the tokenizer), metrics.json
 Ctrl-C, SIGTERM and a closed terminal save and stop; SIGUSR1 saves and goes on. If a report fails, training goes on.
 """
 
-from errors import UNFINISHED, catch_ctrl_c, command
+from errors import catch_ctrl_c
 
 if __name__ == "__main__":
-    catch_ctrl_c()
+    catch_ctrl_c()  # before the imports, which take seconds
 
+import math
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
-from functools import partial
+from types import SimpleNamespace
 
+import numpy as np
 import torch
-import torch.distributed as dist
 from tqdm import tqdm
 
 from data.loader import Batches, validation_batches
-from device import autocast, eagerly, set_precision
-from generation import Generator
-from training.batches import choose_micro_batch, training_batches
+from device import autocast, set_precision
 from training.checkpoint import Run
 from training.config import load_config
-from training.network import as_graph, compile_and_wrap, load_pretrained, make_model
-from training.optimizer import Optimizer, learning_rate, note_new_rate
-from training.ranks import STOP, Signals, end_distributed, fail, lost_rank, open_on_all_ranks, start_distributed
+from training.network import as_graph, choose_micro_batch, compile_and_wrap, load_pretrained, make_model
+from training.optimizer import Optimizer
+from training.ranks import STOP, Signals, rank_command, start_ranks
 from training.report import Report
-from weights import checkpoints, load_first
-
-SAMPLE_PROMPT, SAMPLE_TOKENS = 16, 100  # of --sample_every
 
 
-def take_step(network, optimizer, micro_batches):
-    """One update; returns the loss in nats per token and the norm of its gradient, [] on the device."""
+def take_step(network, optimizer, micro_batches, amp, ranks):
+    """One update; returns the loss in nats per token and the norm of its gradient, [] on the device.
+
+    micro_batches: of this rank, as training_batches() yields them. amp: torch.autocast.
+    """
+    optimizer.begin()  # sets the scales of FP8
     loss = 0
-    # The weights add up to 1 over all ranks. The iterator also seeds dropout, and tells DDP when to add up gradients.
-    for inputs, targets, weight in micro_batches:
-        part = network(inputs, targets) * weight
-        optimizer.backward(part)
+    for inputs, targets, weight, seed, is_last in micro_batches:
+        if seed is not None:  # of dropout; as_graph() seeds before each replay instead
+            torch.manual_seed(seed)
+        with ranks.add_up_gradients(network, is_last):
+            with amp:
+                part = network(inputs, targets) * weight
+            optimizer.scale(part * ranks.world).backward()  # DDP and FSDP take means over ranks; float16 needs a scale
         loss = loss + part.detach()
-    grad_norm = optimizer.step(loss)  # makes loss that of all ranks
+    ranks.add_up(loss)
+    grad_norm = optimizer.step(loss)  # clips, and skips the step if loss or norm is not finite
     optimizer.zero_grad()
     return loss, grad_norm
 
 
+def learning_rate(step, config):
+    """Learning rate of a step: linear warm-up, then cosine decay, or constant with a linear cooldown at the end."""
+    if step < config.warmup_steps:
+        return config.learning_rate * (step + 1) / (config.warmup_steps + 1)
+    if config.cooldown > 0:
+        fraction = min((1 - step / config.steps) / config.cooldown, 1.0)
+    else:
+        progress = min((step - config.warmup_steps) / max(config.steps - config.warmup_steps, 1), 1.0)
+        fraction = 0.5 * (1 + math.cos(math.pi * progress))
+    return config.min_learning_rate + fraction * (config.learning_rate - config.min_learning_rate)
+
+
+def note_new_rate(step, old, new):
+    """Print if other options of a resumed run change the learning rate of its next step, as more --steps do."""
+    before, after = (f"{learning_rate(step, options):.2g}" for options in (old, new))
+    if before != after:
+        print(f"note: the learning rate of step {step} changes from {before} to {after}", file=sys.stderr)
+
+
+def training_batches(batches, steps, config, ranks, micro_batch):
+    """Yield for each step the list of this rank's micro-batches: (inputs, targets, weight, seed, is_last).
+
+    A thread loads the next batch while a step runs. batches: data.loader.Batches. steps: their numbers, a range.
+    micro_batch: sequences of one, a divisor of this rank's.
+
+    inputs, targets: [micro_batch, block_size] int64 on the device; a target of -100 does not count.
+    weight: [], the micro-batch's share of the targets of the step that count: those of all ranks add up to 1.
+    seed: int, of dropout, or None without it. It depends on the run's seed, the step and the rows, so that a resumed
+    run draws the same masks, and so does another number of ranks.
+    """
+    count = config.batch_size // ranks.world  # sequences of this rank
+    firsts = range(ranks.rank * count, (ranks.rank + 1) * count, micro_batch)  # at which a micro-batch begins
+
+    def load(step):
+        inputs, targets = batches.batch(step, slice(firsts.start, firsts.stop))
+        weights = (targets >= 0).view(len(firsts), -1).sum(1) / max(1, batches.counted(step))
+        tensors = inputs, targets, weights
+        return [x.pin_memory() for x in tensors] if ranks.on_gpu else tensors  # so that copies do not wait for a step
+
+    with ThreadPoolExecutor(1) as pool:
+        ahead = pool.submit(load, steps.start)
+        for step in steps:
+            inputs, targets, weights = (x.to(ranks.device, non_blocking=True) for x in ahead.result())
+            ahead = pool.submit(load, step + 1)
+            seeds = [None] * len(firsts)
+            if config.dropout > 0:
+                sequences = [np.random.SeedSequence([config.seed, step, first]) for first in firsts]
+                seeds = [int(sequence.generate_state(1, np.uint64)[0]) for sequence in sequences]
+            is_last = [first == firsts[-1] for first in firsts]
+            parts = inputs.split(micro_batch), targets.split(micro_batch), weights, seeds, is_last
+            yield list(zip(*parts, strict=True))
+
+
 @torch.no_grad()
-def evaluate(model, batches, config, ranks):
+def evaluate(model, batches, amp, ranks):
     """Mean loss in nats per token of a GPT on validation_batches(), which are split over the ranks."""
     losses = []
     model.eval()
@@ -59,10 +117,9 @@ def evaluate(model, batches, config, ranks):
         index = min(first + ranks.rank, len(batches) - 1)  # a rank without a batch takes part: FSDP needs all ranks
         inputs, targets = batches[index]()
         count = int((targets >= 0).sum()) * (index == first + ranks.rank)
-        inputs, targets = inputs.to(ranks.device), targets.to(ranks.device)
         # compiling the evaluation takes longer than it saves
-        with eagerly(), autocast(config.dtype, ranks.device):
-            losses.append((model(inputs, targets), count))
+        with torch.compiler.set_stance("force_eager"), amp:
+            losses.append((model(inputs.to(ranks.device), targets.to(ranks.device)), count))
     model.train()
     if ranks.sharded:
         model.reshard()  # the next step must not find gathered weights: those of an average may have been evaluated
@@ -70,63 +127,60 @@ def evaluate(model, batches, config, ranks):
     tokens = sum(count for _, count in losses)
     if ranks.world > 1:
         sums = torch.tensor([total, tokens], dtype=torch.float64, device=ranks.device)
-        dist.all_reduce(sums)
+        ranks.add_up(sums)
         total, tokens = sums.tolist()
     return total / tokens
 
 
-def train(config, argv=()):
-    """One run; returns the best validation loss in nats per token. argv: the command line that config is from."""
-    ranks = start_distributed(config)
-    config = ranks.broadcast(config)  # with --resume alone, ranks may have found different runs
+def train(config, corpus, run, ranks):
+    """Train as a Config says; returns the best validation loss in nats per token."""
     set_precision(config.deterministic, ranks.on_gpu)
-    saved = load_first(checkpoints(config.resume)) if config.resume else {}
-    corpus = open_on_all_ranks(config, ranks, saved, argv)
-    if config.depth and not config.resume:  # batch, rates and steps depend on the corpus
-        config = load_config(argv, corpus)
     batches = Batches(corpus.train, config.block_size, config.batch_size, config.seed)
-    config = config.with_steps(batches.windows_per_epoch)
-    if saved and ranks.rank == 0:
-        note_new_rate(saved, config)
-
     model = make_model(config, corpus.tokenizer, ranks)
-    if config.init_from and not saved:
+    if config.init_from and not run.saved:
         load_pretrained(model, config.init_from, corpus.tokenizer)
     optimizer = Optimizer(model, config, ranks)
-    micro_batch = choose_micro_batch(model, config, ranks, saved.get("micro_batch"))
-    # evaluate the same tokens for any micro-batch
+    micro_batch = choose_micro_batch(model, config, ranks, run.saved.get("micro_batch"))
+    # validation_batches counts micro-batches, so that any micro-batch evaluates the same tokens
     count = config.eval_batches * (config.batch_size // micro_batch)
     validation = validation_batches(corpus.val, config.block_size, micro_batch, count or None)
 
-    run = Run(config, corpus, ranks, saved)
-    start, best = run.load(saved, model, optimizer)  # 0 and infinity for a new run
-    del saved  # a mapped file that is deleted takes up disk space until then
-    loss, val_loss = None, best
-    network = compile_and_wrap(model, config, ranks)
-    run_step = as_graph(take_step, network, optimizer, config, ranks, micro_batch)
+    if run.saved and ranks.rank == 0:
+        note_new_rate(run.saved["step"], SimpleNamespace(**run.saved["config"]), config)
+    start, best = run.begin(config, corpus, model, optimizer)  # 0 and infinity for a new run
+    rate, loss, grad_norm, val_loss = None, None, None, best
+    network, amp = compile_and_wrap(model, config, ranks), autocast(config.dtype, ranks.device)
+    run_step = as_graph(take_step, network, optimizer, amp, config, ranks, micro_batch)
     report = Report(run.folder, config, model, corpus, ranks, start)
-    report.describe(model, corpus, batches, ranks, micro_batch)
-
-    steps = range(start, config.steps)
-    step_batches = training_batches(batches, steps, network, optimizer, config, ranks, micro_batch)
+    report.describe(model, batches, ranks, micro_batch)
+    step_batches = training_batches(batches, range(start, config.steps), config, ranks, micro_batch)
     with Signals(ranks) as signals, closing(step_batches):
-        for step in range(start, config.steps + 1):
+        for step in range(start, config.steps + 1):  # as many updates have been made
+            logs = step > start and step % config.log_every == 0
+            if logs:
+                report.step(step, rate, loss, grad_norm, optimizer.skipped)
             asked, last = signals.agreed(), step == config.steps
-            if step != run.last_step and (last or step % config.eval_every == 0):
-                optimizer.check_bad_steps(step, batches, run.folder)
+            # a resumed run has evaluated and saved its first step before
+            evaluates = step != run.last_step and (last or step % config.eval_every == 0)
+            saves = last or asked or step % (config.save_every or config.eval_every) == 0
+            if logs or evaluates or saves:
+                optimizer.check_bad_steps(step, batches, run.folder)  # waits for the device
+            if config.sample_every and step % config.sample_every == 0 and start < step < config.steps:
+                with optimizer.averaged():  # with --ema, the model has the averages of its weights meanwhile
+                    report.sample(step, model)
+            if evaluates:
                 with report.pause(), optimizer.averaged():
-                    val_loss = evaluate(model, validation, config, ranks)
+                    val_loss = evaluate(model, validation, amp, ranks)
                     is_best = 0 < step and val_loss < best
                     if is_best:
                         best = val_loss
                         run.save_best(step, best, model)
                     report.evaluation(step, val_loss, is_best)
-            if last or asked or step % (config.save_every or config.eval_every) == 0:
-                optimizer.check_bad_steps(step, batches, run.folder)
+            if saves:
                 with report.pause():
                     run.save(step, best, loss, val_loss, model, optimizer, micro_batch)
             if asked == STOP or last:
-                break  # after config.steps updates and one last evaluation
+                break
 
             rate = learning_rate(step, config)
             optimizer.set_rate(rate)
@@ -134,42 +188,24 @@ def train(config, argv=()):
             optimizer.move_average(step)
             if step == start:
                 loss.item()  # waits for the device
-                UNFINISHED.clear()  # from here on an error leaves the run's folder
-                run.write_options()
+                run.keep()
                 report.start()
-            if (step + 1) % config.log_every == 0:
-                report.step(step + 1, rate, loss, grad_norm, optimizer.skipped)
-                optimizer.check_bad_steps(step + 1, batches, run.folder)
-            if config.sample_every and (step + 1) % config.sample_every == 0 and step + 1 < config.steps:
-                with optimizer.averaged():
-                    report.sample(step + 1, partial(write_sample, model, corpus, config))
     try:
         run.close()
     finally:
         with optimizer.averaged():
-            report.close(step, None if ranks.sharded else partial(write_sample, model, corpus, config))
+            report.close(step, None if ranks.sharded else model)
     return best
 
 
-def write_sample(model, corpus, config):
-    """The start of the validation text, continued by the current model; torch's random state does not change."""
-    prompt = corpus.val.windows([0], min(SAMPLE_PROMPT, config.block_size))[0].tolist()
-    model.eval()
-    try:
-        generator = Generator(model, corpus.tokenizer, seed=config.seed, graph=False)
-        with eagerly():  # the model is compiled for the shapes of training only
-            tokens = [token for [token] in generator.tokens([prompt], SAMPLE_TOKENS)]
-    finally:
-        model.train()
-    return corpus.tokenizer.decode(prompt + tokens)
-
-
 def main(argv):
-    try:
-        with command("give a smaller --micro_batch, or --checkpoint_activations blocks", fail), lost_rank():
-            train(load_config(argv), argv)
-    finally:
-        end_distributed()
+    with rank_command("give a smaller --micro_batch, or --checkpoint_activations blocks"):
+        config = load_config(argv)
+        ranks = start_ranks(config)
+        config = ranks.broadcast(config) if config.resume else config  # ranks may have found different newest runs
+        run = Run(config, ranks)
+        corpus = run.open_corpus(argv)
+        train(config.completed(corpus), corpus, run, ranks)
 
 
 if __name__ == "__main__":

@@ -141,7 +141,8 @@ def attention_qkv(qkv, n_head, n_kv_head=None, **options):
 
 def _attend(call, qkv=None):
     """attention() of a Call; qkv: [B, T, H + 2 Hkv, D] if q, k and v are views of one tensor."""
-    call = with_key(call)
+    if call.score_mod is not None:
+        call = with_key(call)
     impl, _ = decide(call)
     q, k, v = call[:3]
     scale = q.shape[-1] ** -0.5 if call.scale is None else float(call.scale)
@@ -177,12 +178,13 @@ def for_kernels(call):
 
 def with_key(call):
     """A Call with the key of its score_mod in place of the function."""
-    return call if call.score_mod is None else call._replace(score_mod=key_of_function(call.score_mod))
+    return call._replace(score_mod=key_of_function(call.score_mod))
 
 
 def explain(q, k, v, **arguments):
     """Which implementation serves attention(q, k, v, **arguments), and why: a line of text. Raises as attention()."""
-    impl, reason = decide(with_key(call_of(*_cast_for_autocast(q=q, k=k, v=v), **arguments)))
+    call = call_of(*_cast_for_autocast(q=q, k=k, v=v), **arguments)
+    impl, reason = decide(call if call.score_mod is None else with_key(call))
     return f"{impl}: {reason}"
 
 
@@ -205,7 +207,8 @@ def _seed_tensor(seed, device):
 def _cast_for_autocast(**tensors):
     """As torch does it: float64 and integers stay what they are."""
     for name, x in tensors.items():
-        check_is_tensor(name, x)
+        if not isinstance(x, torch.Tensor):
+            check_is_tensor(name, x)  # raises
     tensors = list(tensors.values())
     device = tensors[0].device.type
     if device in AUTOCAST_DEVICES and torch.is_autocast_enabled(device):

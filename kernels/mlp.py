@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from attention.gpu import hopper_problem
-from kernels.activation import activate, activate_backward
+from kernels.activation import ACTIVATIONS, activate, activate_backward
 from kernels.fp8 import MULTIPLE, Float8Linear, find_largest, multiply, quantise
 from kernels.op import Op
 
@@ -33,7 +33,8 @@ def mlp(x, expand, project, kind):
         weights = [None if w is None else w.to(dtype) for w in weights]
         y, _, _ = fused_mlp(x.to(dtype).flatten(0, -2), *weights, kind)
         return y.unflatten(0, x.shape[:-1])
-    return project(activate(expand(x), kind))
+    activation, _ = ACTIVATIONS[kind]
+    return project(activation(expand(x)))
 
 
 def fused(x, dtype, weight):

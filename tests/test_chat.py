@@ -27,7 +27,7 @@ from export import export
 from generation import Chat, Generator, Sampling, generate
 from model import GPT, GPTConfig
 from sample import load
-from training.batches import training_batches
+from train import training_batches
 from training.ranks import Ranks
 
 D, S, U, A, E = map(chr, range(256, 261))  # the tokens of bytes for end-of-text, system, user, assistant, end
@@ -199,9 +199,8 @@ def test_a_step_has_the_gradient_of_its_answers(data_root, tmp_path, micro_batch
     for rank in range(world):
         ranks = Ranks(rank, world, "cpu", sharded=True)
         size = min(micro_batch, 8 // world)
-        optimizer = SimpleNamespace(begin=lambda: None)
-        [step] = training_batches(batches, range(1), model, optimizer, options, ranks, size)
-        for part, theirs, weight in step:
+        [step] = training_batches(batches, range(1), options, ranks, size)
+        for part, theirs, weight, *_ in step:
             (model(part, theirs) * weight.double()).backward()
     for found, parameter in zip(expected, model.parameters(), strict=True):
         rounding = 2**-24 * found.abs().max().item()  # of the weights, which are float32

@@ -8,10 +8,9 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from helpers import ROOT, in_process, make_gpt2_small
+from helpers import ROOT, flags, in_process, make_gpt2_small
 
 from data.tokenizer import make_tokenizer
-from flags import to_flags
 from training.config import Config, load_config
 
 SHIPPED = sorted((ROOT / "configs").glob("*.py"))
@@ -108,8 +107,8 @@ def test_dial_of_the_shipped_config(depth, vocab_size, tokens, expected):
 
     def config(corpus_tokens, **more):
         corpus = SimpleNamespace(tokenizer=SimpleNamespace(n_vocab=vocab_size), train=range(corpus_tokens))
-        flags = to_flags(dict(device="cpu", block_size=1024, depth=depth, tokens=tokens, eval_batches=50) | more)
-        return load_config([str(ROOT / "configs" / "modern.py"), *flags], corpus)
+        argv = flags((), dict(device="cpu", block_size=1024, depth=depth, tokens=tokens, eval_batches=50) | more)
+        return load_config([str(ROOT / "configs" / "modern.py"), *argv]).completed(corpus)
 
     found, again = config(60_000_000), config(1_000_000)
     assert found.n_layer == depth and found.dropout == 0
@@ -142,8 +141,8 @@ def test_values_of_every_kind(config_file):
 def test_a_config_file_may_stand_after_flags(config_file):
     """A file may compute its values; modules, functions and classes in it are no options."""
     path = config_file("import math\nfrom math import sqrt\nhalf = lambda x: x // 2\nn_layer = half(int(sqrt(9)))")
-    for flags in (["--steps", "5"], ["--steps=5"], ["--steps", "5", "--deterministic"]):
-        config = load_config([*flags, path, "--n_head", "2"])
+    for argv in (["--steps", "5"], ["--steps=5"], ["--steps", "5", "--deterministic"]):
+        config = load_config([*argv, path, "--n_head", "2"])
         assert (config.steps, config.n_layer, config.n_head, config.name) == (5, 1, 2, "mine")
 
 
@@ -223,7 +222,7 @@ def test_a_changed_option_needs_allow_changes(folder, refuse):
     resume = ["--resume", str(make_run("run", steps=100, dropout=0.1, allow_changes=True))]
     assert load_config(resume).allow_changes is False  # it was allowed for an earlier resumption only
     free = dict(keep=5, wandb="offline", input="moved.txt", log_every=1, max_bad_steps=3)
-    config = load_config([*resume, "--steps", "100", *to_flags(free)])
+    config = load_config([*resume, "--steps", "100", *flags((), free)])
     assert {name: getattr(config, name) for name in free} == free
     for name, value in dict(steps=200, dropout=0.2, seed=7).items():
         message = refuse(*resume, f"--{name}", str(value))

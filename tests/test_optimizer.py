@@ -2,20 +2,22 @@
 
 import copy
 import itertools
+from contextlib import nullcontext
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
 from helpers import contents, equal, losses, metrics
 
-from data.loader import validation_batches
+from data.loader import Batches, validation_batches
 from data.shards import Tokens
 from model import GPT, GPTConfig
-from train import evaluate, take_step
+from train import evaluate, learning_rate, take_step, training_batches
 from training import optimizer
-from training.batches import choose_micro_batch, micro_batches
 from training.config import Config
-from training.optimizer import Optimizer, learning_rate, orthogonal
+from training.network import choose_micro_batch
+from training.optimizer import Optimizer, orthogonal
 from training.ranks import Ranks
 
 SMALL = dict(vocab_size=8, n_layer=2, n_head=2, n_embd=16, block_size=8)
@@ -49,8 +51,8 @@ def test_steps_equal_those_of_torch(model, monkeypatch):
     ours = make(model, learning_rate=0.01, muon_scale=2.0, weight_decay=0.1).inner
     matrices = {p for p in model.blocks.parameters() if p.dim() == 2}
     theirs = []  # (parameter, rows, a copy of them, its optimizer)
-    for p in model.parameters():
-        heights = getattr(p, "heights", [len(p)]) if p in matrices else [len(p)]
+    for name, p in model.named_parameters():
+        heights = [16, 16, 16] if name.endswith("qkv.weight") else [len(p)]
         for height, end in zip(heights, itertools.accumulate(heights), strict=True):
             rows = slice(end - height, end)
             q = torch.nn.Parameter(p[rows].detach().clone())
@@ -116,7 +118,7 @@ def test_a_skipped_step_changes_nothing(bad, kind, model, device):
     ours, tokens = make(model.to(device), device, optimizer=kind), torch.randint(8, (2, 4, 8), device=device)
 
     def state_after_a_step():
-        take_step(model, ours, [(*tokens, 1.0)])
+        take_step(model, ours, [(*tokens, 1.0, None, True)], nullcontext(), ours.ranks)
         return copy.deepcopy((model.state_dict(), ours.inner.state_dict()["state"]))
 
     before = state_after_a_step()
@@ -147,14 +149,15 @@ def test_micro_batches_give_the_same_losses_as_one_batch(folder, run):
     assert losses(folder, "parts") == pytest.approx(losses(folder, "whole"), rel=1e-5)
 
 
-def test_dropout_depends_on_seed_step_and_rows_only(model):
+def test_dropout_depends_on_seed_step_and_rows_only():
     """So a resumed run draws the same masks, and several ranks those of one."""
 
     def seeds(step, seed=1, rank=0, world=1):
         config = Config(**SMALL, batch_size=8, dropout=0.5, seed=seed)
-        rows, ranks = torch.zeros(8 // world, 8), Ranks(rank, world, "cpu", sharded=True)
-        parts = micro_batches(step, rows, rows, torch.ones(4 // world), model, make(model), config, ranks, 2)
-        return [torch.initial_seed() for _ in parts]
+        batches = Batches(Tokens((np.arange(999) % 8,), documents=1, text_bytes=999), 8, 8, seed)
+        ranks = Ranks(rank, world, "cpu")
+        [parts] = training_batches(batches, range(step, step + 1), config, ranks, micro_batch=2)
+        return [seed for *_, seed, is_last in parts]
 
     whole = seeds(step=5)
     assert len({*whole, *seeds(step=6), *seeds(step=5, seed=2)}) == 12
@@ -189,10 +192,11 @@ def test_evaluation_is_the_mean_over_all_tokens_and_is_split_over_the_ranks(mode
         expected = model.eval()(inputs, targets).item()
     text = Tokens((ids.numpy().astype("<u2"),), documents=1, text_bytes=len(ids))
     validation = validation_batches(text, block_size=8, batch_size=4)
-    config = Config(**SMALL, device="cpu")
-    assert evaluate(model.train(), validation, config, ONE) == pytest.approx(expected, rel=1e-6) and model.training
+    assert (
+        evaluate(model.train(), validation, nullcontext(), ONE) == pytest.approx(expected, rel=1e-6) and model.training
+    )
     # a group of this process alone, in which sums over all ranks leave a value as it is
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    parts = [evaluate(model, validation, config, Ranks(rank, 2, "cpu")) for rank in (0, 1)]
+    parts = [evaluate(model, validation, nullcontext(), Ranks(rank, 2, "cpu")) for rank in (0, 1)]
     dist.destroy_process_group()
     assert (9 * parts[0] + 8 * parts[1]) / 17 == pytest.approx(expected, rel=1e-6)

@@ -188,7 +188,7 @@ def test_a_resumed_run_trains_on_the_text_that_is_named(folder, run):
 
 @pytest.mark.parametrize("checkpoint", [True, False])
 def test_a_resumed_run_that_fails_before_its_first_step_changes_nothing(folder, run, monkeypatch, checkpoint):
-    def fail(*_):
+    def fail(*_, **options):
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has ..")
 
     assert run(steps=4, eval_every=2)[0] == 0
@@ -219,7 +219,7 @@ def test_an_error_while_a_batch_is_loaded_is_one_sentence(folder, run, monkeypat
 def test_a_gpu_without_memory_is_one_sentence(folder, run, monkeypatch):
     """Here the exception of one. A run that fails before its first step leaves no folder."""
 
-    def fail(*_):
+    def fail(*_, **options):
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has ..")
 
     monkeypatch.setattr(train, "take_step", fail)

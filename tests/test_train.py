@@ -57,12 +57,12 @@ TWICE = """import os, sys, train
 train.main(sys.argv[1:])
 os.remove("runs/run/checkpoint.pt")
 train.main(["--resume"])
-assert not {"torch._dynamo", "wandb"} & set(sys.modules)
+assert "wandb" not in sys.modules
 """
 
 
 def test_all_files_are_written(folder):
-    """Modules whose import takes seconds are imported only by runs that compile or use wandb."""
+    """wandb, whose import takes a second, is imported only by runs that use it."""
     (folder / "twice.py").write_text(TWICE)
     options = FAST | dict(steps=4, eval_every=2, sample_every=2, optimizer="muon")
     out, err = finish(start(folder, script="twice.py", **options))

@@ -17,52 +17,92 @@ import sys
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 
 import filelock
 import torch
 from torch.utils._pytree import tree_map_only
 
+from data.corpus import open_corpus
 from data.files import RUNS, atomic_file, lock_file, make_folders
 from data.tokenizer import STORED, to_state
 from errors import UNFINISHED, UserError, quote, require
 from model import GPTConfig
 from training.fsdp import gather, spread_like
-from weights import FORMAT, NOT_OF_WEIGHTS, checkpoints, load_checkpoint
+from training.ranks import is_first_on_host
+from weights import FORMAT, NOT_OF_WEIGHTS, checkpoints, load_checkpoint, load_first
 
 
 class Run:
     """The folder of a run, in which rank 0 saves checkpoints while training goes on.
 
-    saved: contents of the checkpoint to resume from; {} begins at step 0. Raises UserError if it is from another run
-    than config and corpus, or if another process trains in this folder.
+    saved: contents of the checkpoint to resume from, until begin() has loaded it; {} for a new run.
     """
 
-    def __init__(self, config, corpus, ranks, saved):
-        self.config, self.corpus, self.ranks = config, corpus, ranks
+    def __init__(self, config, ranks):
+        self.config, self.ranks = config, ranks
         self.folder = Path(config.resume) if config.resume else None
-        self.last_step = self.on_disk = saved.get("step")  # of the last call of save(), and of checkpoint.pt
+        self.saved = load_first(checkpoints(self.folder)) if self.folder else {}
+        self.last_step = self.on_disk = self.saved.get("step")  # of the last call of save(), and of checkpoint.pt
         self.writing, self.error = {}, None
         same = ranks.broadcast(self.last_step) == self.last_step
         require(same, f"the ranks found different checkpoints in {self.folder}; give all hosts the same runs/")
-        if saved:
-            self._check(saved)
-        if ranks.rank == 0:
+
+    def open_corpus(self, argv):
+        """The Corpus. The first rank of each host prepares it if need be, and then the other ranks open it.
+
+        A resumed run finds the tokens of its checkpoint by their sha256, wherever their text is now, unless a text or
+        tokenizer is named: by the command line argv, or in config after a crash before the first checkpoint with it.
+        """
+        config, ranks, before, sha256 = self.config, self.ranks, self.saved.get("config"), None
+        if before and not {flag.partition("=")[0] for flag in argv} & {"--data", "--input", "--tokenizer"}:
+            same_tokenizer = config.tokenizer in (before["tokenizer"], f"run:{config.resume}")
+            if same_tokenizer and (config.data, config.input) == (before["data"], before["input"]):
+                sha256 = self.saved["tokens_sha256"]
+        open_here = partial(open_corpus, config.data, config.tokenizer, config.input or None)
+        corpus = open_here(sha256=sha256, verify=config.verify) if is_first_on_host() else None
+        expected = ranks.broadcast(corpus and corpus.sha256)
+        ranks.wait()  # for the first rank of every host
+        corpus = corpus or open_here(sha256=expected)  # without another look at the text
+        rule = f"the tokens in {corpus.folder} differ from rank 0's; give all hosts the same text, or one GPT_DATA"
+        require(corpus.sha256 == expected, rule)
+        return corpus
+
+    def begin(self, config, corpus, model, optimizer):
+        """Take the folder and load the checkpoint; returns (first step, loss of best.pt), (0, inf) for a new run.
+
+        Raises:
+            UserError: the checkpoint is from another run than config and corpus, or another process trains here.
+        """
+        self.config, self.corpus = config, corpus
+        if self.saved:
+            self._check()
+        if self.ranks.rank == 0:
+            self.folder = self.folder or make_folder(config.name)
             try:
-                self.folder = self.folder or make_folder(config.name)
                 self.lock = lock_file(self.folder / ".lock", timeout=0)
             except filelock.Timeout:
                 raise UserError(f"another process is training {self.folder}; stop it first") from None
             # those that could be loaded, newest first; the next save removes the damaged ones before them
             paths = checkpoints(self.folder)
-            self.good = paths[paths.index(saved["path"]) :] if saved else []
+            self.good = paths[paths.index(self.saved["path"]) :] if self.saved else []
             self.pool = ThreadPoolExecutor(1)
-            if not config.resume:
-                self.write_options()
-        self.folder = ranks.broadcast(self.folder)
+        self.folder = self.ranks.broadcast(self.folder)
+        start, best = self.saved.get("step", 0), math.inf
+        if self.saved:
+            load_weights(model, self.saved)
+            optimizer.load(self.saved)
+            if self.saved["threads"] and not self.ranks.on_gpu and self.ranks.world == 1:
+                torch.set_num_threads(self.saved["threads"])  # on a CPU the order of sums depends on it
+            self.saved = {}  # a mapped file that is deleted takes up disk space until then
+        if config.resume:
+            with suppress(OSError, UserError):  # of a best.pt that is missing or damaged; it may be newer than `saved`
+                best = load_checkpoint(self.folder / "best.pt", weights=False)["best"]
+        return start, self.ranks.broadcast(best)
 
-    def _check(self, saved):
-        config, corpus = self.config, self.corpus
+    def _check(self):
+        config, corpus, saved = self.config, self.corpus, self.saved
         step, tokens_sha256 = saved["step"], saved["tokens_sha256"]
         finished = f"{self.folder} is finished at step {step}; to train on, give more --steps and --allow_changes"
         require(step < config.steps, f"{finished}{''.join(f'; {run} is not' for run in unfinished_runs())}")
@@ -74,20 +114,9 @@ class Run:
             f"({tokens_sha256[:12]}); prepare the same text again, or add --allow_changes",
         )
 
-    def load(self, saved, model, optimizer):
-        """Load the checkpoint into both; returns (first step, loss of best.pt), (0, inf) for a new run."""
-        if saved:
-            load_weights(model, saved)
-            optimizer.load(saved)
-            if saved["threads"] and not self.ranks.on_gpu and self.ranks.world == 1:
-                torch.set_num_threads(saved["threads"])  # on a CPU the order of sums depends on it
-        best = math.inf
-        with suppress(OSError, UserError):  # of a best.pt that is missing or damaged; it may be newer than `saved`
-            best = load_checkpoint(self.folder / "best.pt", weights=False)["best"]
-        return saved.get("step", 0), self.ranks.broadcast(best)
-
-    def write_options(self):
-        """Write config.json and the tokenizer; for a resumed run after its first step, which may fail."""
+    def keep(self):
+        """Write config.json and the tokenizer. From now on, after the first step, an error leaves the folder."""
+        UNFINISHED.clear()
         if self.ranks.rank == 0:
             for leftover in self.folder.glob(".*.tmp"):  # of a process that was killed while writing
                 leftover.unlink()

@@ -2,20 +2,21 @@
 
 import argparse
 import difflib
-import inspect
 import math
 import runpy
 import sys
 from dataclasses import asdict, dataclass, fields, replace
+from inspect import signature
 from pathlib import Path
 from types import ModuleType
-from typing import Literal
+from typing import Literal, get_args, get_origin
 
 from data.files import GPT2_SIZES, find_run, read_json
+from data.loader import Batches
 from data.tokenizer import end_of_text
 from device import resolve_device
 from errors import require
-from flags import parse_flags, refuse_nanogpt
+from flags import parse_flags, refuse_nanogpt, values_of
 from model import GPTConfig
 from weights import network_options
 
@@ -26,6 +27,17 @@ TOY = dict(
 )  # fmt: skip
 TOO_WIDE = 768  # for a CPU: the least n_embd of such a network
 FIXED_ON_RESUME = ("name", "depth", "tokens")  # what follows from them is decided when a run begins
+# Numbers by what they must be at least.
+AT_LEAST_1 = {
+    "batch_size", "steps", "eval_every", "log_every", "keep", "max_bad_steps", "window", "block_size", "n_layer",
+    "n_head", "n_kv_head", "n_embd",
+}  # fmt: skip
+AT_LEAST_0 = {
+    "micro_batch", "warmup_steps", "eval_batches", "save_every", "sample_every", "min_learning_rate", "seed", "epochs",
+    "tokens", "depth", "weight_decay", "grad_clip", "norm_eps", "vocab_size",
+}  # fmt: skip
+ABOVE_0 = {"learning_rate", "muon_scale", "embed_scale", "rope_theta"}
+SHARES = {"dropout", "ema", "beta2"}
 # Options that may change when a run is resumed. For `data` and `input`, the tokens are compared instead.
 FREE_ON_RESUME = {
     "resume", "allow_changes", "data", "input", "verify", "keep", "max_bad_steps", "log_every", "sample_every", "wandb",
@@ -148,42 +160,46 @@ class Config(GPTConfig):
     wandb: Literal["off", "offline", "online"] = "off"
     """Log to Weights & Biases as well; WANDB_PROJECT names the project."""
 
+    dial = None  # with a config file that has one: a function of the Corpus, which returns this Config completed
+
     def __post_init__(self):
-        at_least_1 = (
-            "batch_size", "steps", "eval_every", "log_every", "keep", "max_bad_steps", "window",
-            "block_size", "n_layer", "n_head", "n_kv_head", "n_embd",
-        )  # fmt: skip
-        at_least_0 = (
-            "micro_batch", "warmup_steps", "eval_batches", "save_every", "sample_every", "min_learning_rate", "seed",
-            "epochs", "tokens", "depth", "weight_decay", "grad_clip", "norm_eps", "vocab_size",
-        )  # fmt: skip
-        above_0 = ("learning_rate", "muon_scale", "embed_scale", "rope_theta", "logit_softcap")
+        """Nothing: load_config() checks a Config when all of its options are known."""
+
+    def check(self):
+        """Return this Config; UserError if an option has a value that it cannot have."""
         for name, value in vars(self).items():
             require(not isinstance(value, float) or math.isfinite(value), f"{name}={value} must be a finite number")
-            if name in at_least_1 + at_least_0 and value not in ("auto", None):
-                least = int(name in at_least_1)
+            if value is None or isinstance(value, str):
+                continue
+            if name in AT_LEAST_1 or name in AT_LEAST_0:
+                least = int(name in AT_LEAST_1)
                 require(value >= least, f"{name}={value} must be at least {least}")
-            if name in above_0 and value is not None:
+            if name in ABOVE_0:
                 require(value > 0, f"{name}={value} must be above 0")
+            if name in SHARES:
+                require(0 <= value < 1, f"{name}={value} must be at least 0 and below 1")
         super().__post_init__()
         rate, least = self.learning_rate, self.min_learning_rate
         rule = f"learning_rate={rate} must be at least min_learning_rate={least}"
         require(rate >= least, f"{rule}; give both, such as --min_learning_rate {rate / 10:g}")
         require(0 <= self.cooldown <= 1, f"cooldown={self.cooldown} must be in [0, 1], a share of the steps")
         require(self.seed < 2**62, f"seed={self.seed} must be below 2^62")
-        for name in ("dropout", "ema", "beta2"):
-            require(0 <= getattr(self, name) < 1, f"{name}={getattr(self, name)} must be at least 0 and below 1")
         with_input = self.data not in ("text", "chat", "tokens") or self.input
         require(with_input, f"data={self.data!r} needs --input PATH, a file or folder of yours")
         one_folder = Path(self.name).name == self.name and not self.name.startswith(".")
         require(self.name and one_folder, f"name={self.name!r} must be one folder name, such as 'baseline'")
         free = self.resume or self.name not in GPT2_SIZES
         require(free, f"name={self.name!r} is that of OpenAI's model; give the run another --name")
+        return self
 
-    def with_steps(self, windows):
-        """This Config with its epochs, each of so many windows, as steps."""
-        steps = max(1, round(self.epochs * windows / self.batch_size))
-        return replace(self, epochs=0.0, steps=steps) if self.epochs else self
+    def completed(self, corpus):
+        """This Config with what follows from the Corpus: the options of dial(), and the steps of the epochs."""
+        config = self.dial(corpus) if self.dial else self
+        if not config.epochs:
+            return config
+        batches = Batches(corpus.train, config.block_size, config.batch_size, config.seed)
+        steps = max(1, round(config.epochs * batches.windows_per_epoch / config.batch_size))
+        return replace(config, epochs=0.0, steps=steps)
 
     def gpt_config(self, tokenizer):
         """GPTConfig of the network, for a tokenizer."""
@@ -194,7 +210,7 @@ class Config(GPTConfig):
         return GPTConfig(**values | {"vocab_size": max(self.vocab_size, tokenizer.n_vocab), "end_of_text": end})
 
 
-def load_config(argv, corpus=None):
+def load_config(argv):
     """Config from the command line `[configs/NAME.py] [--flag value ...]`, in any order.
 
     A config file holds only assignments, which flags override. On a machine without a GPU its dictionary `cpu`, if any,
@@ -202,8 +218,8 @@ def load_config(argv, corpus=None):
     but for a smaller block_size. With --resume [FOLDER] the run's config.json takes the file's place, and a flag that
     would change the result needs --allow_changes.
 
-    A config file's function dial() derives further options, also from the corpus: call this again when that is open.
-    They are stored as numbers, so a run resumes with them whatever the formulas become.
+    A config file's function dial() derives further options, also from the corpus; until Config.completed() knows that,
+    they are those of a large one. They are stored as numbers, so a run resumes with them whatever the formulas become.
 
     Raises:
         UserError: one sentence that says what to do.
@@ -215,56 +231,52 @@ def load_config(argv, corpus=None):
     early = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     early.add_argument("--resume", nargs="?", const="")
     known, flags = early.parse_known_args(argv)
-    given = {flag.partition("=")[0] for flag in flags}
-    require(not {"--steps", "--epochs"} <= given, "--steps and --epochs both say how long to train; give one of them")
+    given = {flag[2:].partition("=")[0].replace("-", "_") for flag in flags if flag.startswith("--")}
+    require(not {"steps", "epochs"} <= given, "--steps and --epochs both say how long to train; give one of them")
     if known.resume is not None:
         require(not settings, "--resume takes the options of the run; leave out the config file")
-        require("--init_from" not in given, "--resume goes on with the weights of the run; leave out --init_from")
+        require("init_from" not in given, "--resume goes on with the weights of the run; leave out --init_from")
         return resumed_config(find_run(known.resume, "config.json"), flags)
+
     cpu, dial = settings.pop("cpu", {}), settings.pop("dial", None)
-    weights = peek("init_from", flags, settings)
-    if resolve_device(peek("device", flags, settings) or "auto") == "cpu":
-        if not cpu and settings.get("n_embd", 0) >= TOO_WIDE and not weights:
-            cpu = {name: value for name, value in TOY.items() if f"--{name}" not in given}
+    typed = parse_flags(Config, [flag for flag in flags if flag not in ("-h", "--help")], settings)
+    if resolve_device(typed.device) == "cpu":
+        if not cpu and settings.get("n_embd", 0) >= TOO_WIDE and not typed.init_from:
+            cpu = {name: value for name, value in TOY.items() if name not in given}
             changed = ", ".join(f"{name} {value}" for name, value in cpu.items())
             print(f"note: without a GPU this is a toy, to test the pipeline: {changed}", file=sys.stderr)
-        settings |= cpu
-    if "--steps" in given:
+        settings |= checked_types(dict(cpu), path)
+    if "steps" in given:
         settings["epochs"] = 0.0
-    if weights and not {"-h", "--help"} & set(flags):
+    weights = typed.init_from if "init_from" in given else settings.get("init_from")
+    if weights and not {"-h", "--help"} & {*flags}:
         require(not dial, f"{path} sets the network, and so does --init_from; take another config file")
         refuse_nanogpt("init_from", weights, {"init_from"})
         theirs = network_options(weights)
         block_size = min(settings.get("block_size", theirs["block_size"]), theirs["block_size"])
         settings |= theirs | {"block_size": block_size}
-    if dial:
-        require(not {"--steps", "--epochs"} & given, f"with {path}, steps follow from --depth and --tokens")
-        settings |= derived(dial, settings, flags, corpus)
-    config = parse_flags(Config, flags, settings)
-    needed = "--depth and --tokens need a config file with a function dial(), such as configs/modern.py"
-    require(dial or not (config.depth or config.tokens), needed)
+    if not dial:
+        config = parse_flags(Config, flags, settings).check()
+        needed = "--depth and --tokens need a config file with a function dial(), such as configs/modern.py"
+        require(not (config.depth or config.tokens), needed)
+        return config
+
+    require(not {"steps", "epochs"} & given, f"with {path}, steps follow from --depth and --tokens")
+    numbers = {
+        name: getattr(typed, name) if name in given else settings.get(name) for name in signature(dial).parameters
+    }
+    depth = numbers["depth"]
+    require(depth and depth > 0, f"depth={depth} must be at least 1, with this config file")
+
+    def complete(vocab_size, corpus_tokens):
+        vocab_size = numbers["vocab_size"] or vocab_size
+        derived = dial(**numbers | dict(vocab_size=vocab_size, corpus_tokens=corpus_tokens))
+        return parse_flags(Config, flags, settings | derived).check()
+
+    config = complete(vocab_size=50257, corpus_tokens=10**9)
+    # set beside the fields, which are options; replace() leaves it out
+    object.__setattr__(config, "dial", lambda corpus: complete(corpus.tokenizer.n_vocab, len(corpus.train)))
     return config
-
-
-def peek(name, flags, settings):
-    """The value of an option in flags, else in settings, else None, before the other flags can be checked."""
-    kind = {field.name: field.type for field in fields(Config)}.get(name)
-    early = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-    names = dict.fromkeys((f"--{name}", f"--{name.replace('_', '-')}"))
-    early.add_argument(*names, type=kind if kind in (int, float) else str, default=settings.get(name))
-    return vars(early.parse_known_args(flags)[0])[name]
-
-
-def derived(dial, settings, flags, corpus):
-    """What dial() derives from its arguments: the numbers that flags or the file give, else None.
-
-    Before the corpus is open, its numbers are those of a large one, so that --help has something to show.
-    """
-    given = {name: peek(name, flags, settings) for name in inspect.signature(dial).parameters}
-    given["vocab_size"] = given["vocab_size"] or (corpus.tokenizer.n_vocab if corpus else 50257)
-    given["corpus_tokens"] = len(corpus.train) if corpus else 10**9
-    require(given["depth"] and given["depth"] > 0, f"depth={given['depth']} must be at least 1, with this config file")
-    return dial(**given)
 
 
 def pop_config_file(argv):
@@ -284,10 +296,11 @@ def resumed_config(folder, flags):
     record = read_json(folder / "config.json")
     gone = ", ".join(sorted(record.keys() - {field.name for field in fields(Config)}))
     require(not gone, f"{folder} has options that this version lacks ({gone}); resume it with the version that made it")
+    record = checked_types(record, folder / "config.json")
     record |= {"resume": str(folder), "allow_changes": False}  # changes are allowed only once
     if record.get("tokenizer", "").startswith("run:") and any(folder.glob("*.pt")):
         record["tokenizer"] = f"run:{folder}"  # the same tokenizer; its own run may be gone
-    before, config = Config(**record), parse_flags(Config, flags, record)
+    before, config = Config(**record).check(), parse_flags(Config, flags, record).check()
     for name in FIXED_ON_RESUME:
         value, old = getattr(config, name), getattr(before, name)
         require(value == old, f"{folder} has {name}={old}, which cannot change any more; leave out --{name} {value}")
@@ -308,10 +321,30 @@ def read_config_file(path):
         if name == "dial" or not (name.startswith("_") or callable(value) or isinstance(value, ModuleType))
     }
     require("resume" not in settings, f"{path} sets resume, which is only a flag")
-    names = {field.name for field in fields(Config)}
+    own = {name: settings.pop(name) for name in ("cpu", "dial") if name in settings}
+    return {"name": path.stem} | own | checked_types(settings, path)
+
+
+def checked_types(settings, path):
+    """The options of a file, with floats in place of whole numbers where an option is one.
+
+    Raises:
+        UserError: there is no such option, or its value has another type.
+    """
+    kinds = {field.name: field.type for field in fields(Config)}
     for name, value in settings.items():
-        refuse_nanogpt(name, value, names)
-        close = "".join(f" (perhaps --{found})" for found in difflib.get_close_matches(name, names, 1))
+        refuse_nanogpt(name, value, kinds)
+        close = "".join(f" (perhaps --{found})" for found in difflib.get_close_matches(name, kinds, 1))
         rule = f"{path} sets {name}, and there is no option --{name}={value}{close}"
-        require(name in names | {"cpu", "dial"}, f"{rule}; begin the name of a helper with _, as in _{name}")
-    return {"name": path.stem} | settings
+        require(name in kinds, f"{rule}; begin the name of a helper with _, as in _{name}")
+        is_float = float in (kinds[name], *get_args(kinds[name]))
+        settings[name] = value = float(value) if is_float and type(value) is int else value
+        require(is_of(value, kinds[name]), f"{path} sets {name}={value!r}, which must be {values_of(kinds[name])}")
+    return settings
+
+
+def is_of(value, kind):
+    """Whether a value is of the type of an option."""
+    if get_origin(kind) is Literal:
+        return value in get_args(kind)
+    return any(is_of(value, each) for each in get_args(kind)) or type(value) is kind

@@ -1,4 +1,4 @@
-"""The network of a run: its initial weights, FSDP, checkpointed activations and compilation."""
+"""The network of a run: its first weights, FSDP, activations and micro-batches that fit, compilation, CUDA graph."""
 
 from dataclasses import asdict
 from functools import partial
@@ -19,6 +19,8 @@ from training.fsdp import shard
 from weights import NOT_OF_WEIGHTS, read, require_tokenizer
 
 DDP_WARM_UPS = 11  # DDP measures itself in the first 10 steps, which a graph cannot record
+CPU_MICRO_BATCH = 32  # sequences; larger micro-batches gain nothing on a CPU
+MEMORY_RESERVE = 0.05  # of a GPU's memory, for compiled code, CUDA graphs and NCCL, which a trial step does not have
 # beginnings of the names of ops whose results are kept
 EXPENSIVE = (
     "aten.mm.", "aten.addmm.", "aten._scaled_mm.", "aten._scaled_dot_product_", "attention.forward.", "gpt.mlp.",
@@ -116,8 +118,59 @@ def compile_mode(config, ranks):
     return config.compile
 
 
+def choose_micro_batch(model, config, ranks, saved):
+    """Sequences per forward pass of one rank: a divisor of the rank's part of the batch.
+
+    saved: the micro-batch of the run that is resumed, or None. It is kept if the option leaves a choice, because
+    dropout draws one mask per micro-batch.
+
+    Raises:
+        UserError: it cannot be divided, or not even one sequence fits into the GPU's memory.
+    """
+    count, asked = config.batch_size // ranks.world, config.micro_batch
+    size = {0: count, "auto": 1}.get(asked, asked)
+    rule = f"batch_size={config.batch_size} must be a multiple of {ranks.world} GPUs x micro_batch={size}; change one"
+    require(count % size == 0, rule)
+    if saved and (asked == "auto" or (asked == 0 and config.dropout > 0)):
+        if count % saved == 0:
+            return saved
+        require(
+            config.dropout == 0,
+            f"the saved micro-batch ({saved}) does not divide this run's {count} sequences per GPU; take another "
+            f"number of GPUs, or accept other dropout masks: --micro_batch {count} --allow_changes",
+        )
+    if asked != "auto":
+        return size
+    divisors = [size for size in range(count, 0, -1) if count % size == 0]
+    if not ranks.on_gpu:
+        return next(size for size in divisors if size <= CPU_MICRO_BATCH)
+    largest = ranks.broadcast(next((size for size in divisors if fits(model, size, config, ranks)), 0))
+    remedy = "give --checkpoint_activations blocks, or a smaller network"
+    require(largest, f"not even a micro-batch of 1 fits into the GPU's memory; {remedy}")
+    return largest
+
+
+def fits(model, size, config, ranks):
+    """Whether a forward and backward pass of `size` sequences fits beside the optimizer's state."""
+    weights = sum(p.numel() * p.element_size() for p in model.parameters())
+    spare = (2 + (config.ema > 0)) * weights + MEMORY_RESERVE * torch.cuda.mem_get_info(ranks.device)[1]
+    try:
+        room = torch.empty(int(spare), dtype=torch.uint8, device=ranks.device)
+        tokens = torch.zeros(size, config.block_size, dtype=torch.int64, device=ranks.device)
+        with autocast(config.dtype, ranks.device):
+            loss = model(tokens, tokens)
+        loss.backward()
+        del room  # held until here
+        return True
+    except torch.OutOfMemoryError:
+        return False
+    finally:
+        model.zero_grad(set_to_none=True)
+        torch.cuda.empty_cache()  # the next trial may not be able to use blocks of these sizes
+
+
 def compile_and_wrap(model, config, ranks):
-    """The network to train, under autocast: the model, compiled as config.compile says, in DDP on several ranks."""
+    """The network to train: the model, compiled as config.compile says, in DDP on several ranks."""
     compiled = compile_mode(config, ranks)
     if compiled == "blocks" or (ranks.sharded and compiled == "model"):  # FSDP gathers between the blocks
         for block in model.blocks:
@@ -126,19 +179,27 @@ def compile_and_wrap(model, config, ranks):
     if ranks.world > 1 and not ranks.sharded:
         device = [ranks.device] if ranks.on_gpu else None
         network = DistributedDataParallel(network, device_ids=device, gradient_as_bucket_view=True)
-    network.forward = autocast(config.dtype, ranks.device)(network.forward)
     return network
 
 
-def as_graph(take_step, network, optimizer, config, ranks, micro_batch):
-    """take_step() as a function of micro-batches; replayed as a CUDA graph where that is possible.
+def as_graph(take_step, network, optimizer, amp, config, ranks, micro_batch):
+    """take_step() as a function of micro-batches, which is replayed as a CUDA graph where that is possible.
 
     Sums over micro-batches are not recorded, nor is what waits for the device or restores PyTorch's random state.
     """
-    step = partial(take_step, network, optimizer)
+
+    step = partial(take_step, network, optimizer, amp=amp, ranks=ranks)
     redraws = config.checkpoint_activations != "off" and config.dropout > 0
     recordable = ranks.on_gpu and not ranks.sharded and not optimizer.scaler.is_enabled() and not redraws
     if not (config.cuda_graph and recordable and micro_batch * ranks.world == config.batch_size):
         return step
-    graph = CUDAGraph(lambda *tensors: step([tensors]), WARM_UPS if ranks.world == 1 else DDP_WARM_UPS)
-    return lambda micro_batches: graph(*next(micro_batches))
+    warm_ups = WARM_UPS if ranks.world == 1 else DDP_WARM_UPS
+    graph = CUDAGraph(lambda *tensors: step([(*tensors, None, True)]), warm_ups)
+
+    def replay(micro_batches):
+        [(inputs, targets, weight, seed, _)] = micro_batches
+        if seed is not None:
+            torch.manual_seed(seed)
+        return graph(inputs, targets, weight)
+
+    return replay

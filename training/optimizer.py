@@ -1,21 +1,19 @@
-"""The optimizer of a run, AdamW or Muon, and the learning rate of each step."""
+"""The optimizer of a run: AdamW or Muon, and what surrounds their step."""
 
-import inspect
 import math
-import sys
 from contextlib import contextmanager
-from types import SimpleNamespace
+from functools import partial
 
 import torch
-import torch.distributed as dist
+from torch.distributed.tensor import DTensor
 from torch.nn.utils import get_total_norm
 
 from attention.gpu import HAS_TRITON
 from attention.ops import may_launch
 from device import resolve_dtype
-from errors import quote, require
+from errors import UserError, quote, require
 from kernels.fp8 import Scales
-from training.fsdp import gather, is_spread, local, on_whole_matrices, spread_like
+from training.fsdp import local, on_whole_matrices, spread_like
 
 MOMENTUM = 0.95  # of Muon
 QUINTIC = 3.4445, -4.7750, 2.0315  # a, b, c: a x + b x^3 + c x^5, repeated, moves singular values in (0, 1] close to 1
@@ -30,6 +28,7 @@ class Optimizer:
 
     Attributes:
         inner: AdamW or Muon, a torch.optim.Optimizer.
+        scale: multiplies a loss by float16's scale; with other dtypes it returns the loss.
         skipped, bad_in_row: [] float32, steps skipped since the run began, and most recently in a row.
     """
 
@@ -40,13 +39,14 @@ class Optimizer:
         self.set_rate(config.learning_rate)
         kind = torch.device(ranks.device).type
         self.scaler = torch.amp.GradScaler(kind, enabled=resolve_dtype(config.dtype, ranks.device) == torch.float16)
+        self.scale, self.zero_grad = self.scaler.scale, self.inner.zero_grad
         self.fp8_scales = Scales(model) if config.fp8 else None
         self.skipped, self.bad_in_row = torch.zeros(2, device=ranks.device).unbind()
 
     def set_rate(self, rate):
-        """Give every group this learning rate, times the group's own factor `relative` if it has one."""
+        """Give every group this learning rate, times the group's own factor `relative`."""
         for group in self.inner.param_groups:
-            own = rate * group.get("relative", 1.0)
+            own = rate * group["relative"]
             if torch.is_tensor(group["lr"]):
                 group["lr"].fill_(own)
             else:
@@ -57,39 +57,30 @@ class Optimizer:
         if self.fp8_scales:
             self.fp8_scales.begin()
 
-    def backward(self, part):
-        """Add the gradients of a part of the loss; the parts of all ranks add up to the loss."""
-        if self.ranks.world > 1:
-            part = part * self.ranks.world  # DDP and FSDP take the mean of the ranks
-        self.scaler.scale(part).backward()
-
     @torch.no_grad()
     def step(self, loss):
-        """Update the weights; returns the norm of the gradient. loss: of this rank, in place that of all ranks."""
-        if self.ranks.world > 1:
-            dist.all_reduce(loss)
+        """Update the weights, or skip the step; returns the norm of the gradient. loss: [], of all ranks."""
         if self.fp8_scales:
             self.fp8_scales.end(self.ranks.world)
         self.scaler.unscale_(self.inner)
         gradients = [p.grad for p in self.parameters if p.grad is not None]
-        grad_norm = gather(get_total_norm(gradients))
+        grad_norm = get_total_norm(gradients)
+        if self.ranks.sharded:
+            grad_norm = grad_norm.full_tensor()
         scale = ((grad_norm + 1e-6) / (self.config.grad_clip or math.inf)).clamp(min=1.0)
         # After max_bad_steps in a row, all further steps are skipped too, so that check_bad_steps() cannot miss them.
         bad = ~(loss.isfinite() & grad_norm.isfinite()) | (self.bad_in_row >= self.config.max_bad_steps)
         self.bad_in_row.add_(1).mul_(bad)
         self.skipped.add_(bad)
         if self.inner.defaults["capturable"]:
-            # The optimizer divides the gradients by the one as it reads them, and does nothing where the other is 1.
+            # torch's fused kernels define these two: they divide gradients by grad_scale, and do nothing if found_inf
             self.inner.grad_scale, self.inner.found_inf = scale, bad.float()
             self.inner.step()
-        elif not bad:  # other optimizers may ignore both, as that for MPS does before PyTorch 2.15
-            torch._foreach_div_([local(gradient) for gradient in gradients], scale)
+        elif not bad:  # other kernels may ignore both, as those for MPS do before PyTorch 2.15
+            torch._foreach_div_(local(gradients) if self.ranks.sharded else gradients, scale)
             self.inner.step()
         self.scaler.update()
         return grad_norm
-
-    def zero_grad(self):
-        self.inner.zero_grad(set_to_none=True)
 
     @torch.no_grad()
     def move_average(self, step):
@@ -104,18 +95,20 @@ class Optimizer:
         for p, own in state.items():
             if "average" not in own:
                 own["average"] = p.detach().clone()
-        pairs = [[local(own["average"]) for own in state.values()], [local(p) for p in state]]
-        torch._foreach_lerp_(*pairs, 1 - min(self.config.ema, (1 + step) / (10 + step)))
+        averages, weights = [own["average"] for own in state.values()], list(state)
+        if self.ranks.sharded:
+            averages, weights = local(averages), local(weights)
+        torch._foreach_lerp_(averages, weights, 1 - min(self.config.ema, (1 + step) / (10 + step)))
 
     @contextmanager
     def averaged(self):
         """The context in which parameters and their averages, if there are any, have changed places."""
-        pairs = [(p, state["average"]) for p, state in self.inner.state.items() if "average" in state]
+        found = [(p, own["average"]) for p, own in self.inner.state.items() if "average" in own]
+        weights, averages = map(local, zip(*found, strict=True)) if found else ([], [])
 
         @torch.no_grad()
         def swap():
-            for pair in pairs:
-                weight, average = map(local, pair)
+            for weight, average in zip(weights, averages, strict=True):
                 before = weight.clone()
                 weight.copy_(average)
                 average.copy_(before)
@@ -129,13 +122,13 @@ class Optimizer:
     def check_bad_steps(self, step, batches, folder):
         """UserError if the last max_bad_steps before `step` were skipped. Waits for the device."""
         bad, rate = int(self.bad_in_row), self.config.learning_rate / 2
-        least = f" --min_learning_rate {rate:g}" if rate < self.config.min_learning_rate else ""
-        require(
-            bad < self.config.max_bad_steps,
-            f"loss or gradient norm were not finite in {bad} steps in a row, from step {step - bad + 1} on: "
-            f"{batches.describe(step - bad)}; look at that batch, or resume with a lower rate: "
-            f"--resume {quote(folder)} --learning_rate {rate:g}{least} --allow_changes",
-        )
+        if bad >= self.config.max_bad_steps:
+            least = f" --min_learning_rate {rate:g}" if rate < self.config.min_learning_rate else ""
+            raise UserError(
+                f"loss or gradient norm were not finite in {bad} steps in a row, from step {step - bad + 1} on: "
+                f"{batches.describe(step - bad)}; look at that batch, or resume with a lower rate: "
+                f"--resume {quote(folder)} --learning_rate {rate:g}{least} --allow_changes"
+            )
 
     def state(self):
         """What a checkpoint holds of it: tensors and plain values by name."""
@@ -171,75 +164,46 @@ def make_inner(model, config, ranks):
     groups = parameter_groups(model, config)
     for group in groups:  # a tensor on the GPU, so that a CUDA graph reads the current value
         group["lr"] = torch.zeros((), device=ranks.device) if ranks.on_gpu else 0.0
-    kind = Muon if config.optimizer == "muon" else AdamW
+    kind = Muon if config.optimizer == "muon" else torch.optim.AdamW
     # fused: fast, and on a CUDA GPU it clips and skips by its grad_scale and found_inf, so that the host never waits
     return kind(groups, betas=(0.9, config.beta2), fused=True, capturable=ranks.on_gpu)
 
 
 def parameter_groups(model, config):
-    """Groups of a GPT's parameters: matrices with weight decay, norms and other vectors without.
+    """Groups of a GPT's parameters, each with its weight decay and its rate relative to learning_rate.
 
-    Muon's matrices have their own group. So do embeddings if their rate differs (`relative`).
+    kind="muon" are the matrices of the blocks, if the optimizer is Muon. Their `heights` are the rows of the matrices
+    that each is made of: q, k and v in one. Embeddings have a group if their rate differs.
     """
-    special = []
+    embeddings, matrices = [], []
     if config.embed_scale != 1:
-        embeddings = {m.weight for m in model.modules() if isinstance(m, torch.nn.Embedding)}
-        special.append((embeddings, dict(relative=config.embed_scale)))
+        tables = {m.weight for m in model.modules() if isinstance(m, torch.nn.Embedding)}
+        embeddings = [p for p in model.parameters() if p in tables]
     if config.optimizer == "muon":
-        for block in model.blocks:  # q, k and v are matrices of their own
-            attention = block.attention
-            attention.qkv.weight.heights = [heads * model.config.head_dim for heads in attention.heads]
-        matrices = {p for p in model.blocks.parameters() if p.dim() == 2}
-        special.append((matrices, dict(momentum=MOMENTUM, relative=config.muon_scale)))
-    others = [p for p in model.parameters() if not any(p in some for some, _ in special)]
-    return [
-        {"params": [p for p in others if p.dim() >= 2], "weight_decay": config.weight_decay},
-        {"params": [p for p in others if p.dim() < 2], "weight_decay": 0.0},
-    ] + [
-        {"params": [p for p in model.parameters() if p in some], "weight_decay": config.weight_decay, **options}
-        for some, options in special
+        matrices = [p for p in model.blocks.parameters() if p.dim() == 2]
+    heads = {block.attention.qkv.weight: block.attention.heads for block in model.blocks}
+    heights = [[count * model.config.head_dim for count in heads[p]] if p in heads else [len(p)] for p in matrices]
+    apart = {*embeddings, *matrices}
+    others = [p for p in model.parameters() if p not in apart]
+    groups = [
+        dict(params=[p for p in others if p.dim() >= 2], weight_decay=config.weight_decay),
+        dict(params=[p for p in others if p.dim() < 2], weight_decay=0.0),
     ]
+    if embeddings:
+        groups.append(dict(params=embeddings, weight_decay=config.weight_decay, relative=config.embed_scale))
+    if matrices:
+        own = dict(kind="muon", relative=config.muon_scale, momentum=MOMENTUM, heights=heights)
+        groups.append(dict(params=matrices, weight_decay=config.weight_decay, **own))
+    return [dict(kind="adamw", relative=1.0) | group for group in groups]
 
 
-def learning_rate(step, config):
-    """Learning rate of a step: linear warm-up, then cosine decay, or constant with a linear cooldown at the end."""
-    if step < config.warmup_steps:
-        return config.learning_rate * (step + 1) / (config.warmup_steps + 1)
-    if config.cooldown > 0:
-        fraction = min((1 - step / config.steps) / config.cooldown, 1.0)
-    else:
-        progress = min((step - config.warmup_steps) / max(config.steps - config.warmup_steps, 1), 1.0)
-        fraction = 0.5 * (1 + math.cos(math.pi * progress))
-    return config.min_learning_rate + fraction * (config.learning_rate - config.min_learning_rate)
+class Muon(torch.optim.AdamW):
+    """Muon for parameter groups of kind="muon", whose parameters must be matrices; AdamW for the other groups.
 
-
-def note_new_rate(saved, config):
-    """Print if the options of a resumed run change the learning rate of its next step, as more --steps do.
-
-    saved: contents of the checkpoint. config: Config of the resumed run.
-    """
-    step = saved["step"]
-    old, new = (f"{learning_rate(step, each):.2g}" for each in (SimpleNamespace(**saved["config"]), config))
-    if old != new:
-        print(f"note: the learning rate of step {step} changes from {old} to {new}", file=sys.stderr)
-
-
-class AdamW(torch.optim.AdamW):
-    """torch's AdamW without decorators, which import torch._dynamo: that takes seconds, and not every run needs it."""
-
-    step, add_param_group, zero_grad, state_dict, load_state_dict = (
-        inspect.unwrap(getattr(torch.optim.AdamW, name))
-        for name in ("step", "add_param_group", "zero_grad", "state_dict", "load_state_dict")
-    )
-
-
-class Muon(AdamW):
-    """Muon for parameter groups with a "momentum", whose parameters must be matrices; AdamW for the other groups.
-
-    The "lr" of a Muon group is on AdamW's scale: the entries of a step have a root mean square of 0.2 lr. A parameter
-    with the attribute `heights`, numbers of rows, is split into that many matrices (q, k and v), none taller than wide.
-    Parameters of one shape take a step together, which ends with their gradients None. Gradients are divided by
-    `grad_scale`, and if `found_inf` is 1, nothing changes: both as in a fused AdamW.
+    The "lr" of a Muon group is on AdamW's scale: the entries of a step have a root mean square of 0.2 lr. Its "heights"
+    have a list of numbers of rows for each parameter, which is split into matrices of so many rows, none taller than
+    wide if there are several. Parameters of one shape take a step together, which ends with their gradients None.
+    Gradients are divided by `grad_scale`, and if `found_inf` is 1, nothing changes: both as in a fused AdamW.
 
     Sources: Jordan et al. 2024, Muon: an optimizer for hidden layers in neural networks (step and coefficients); Liu et
     al. 2025, Muon is scalable for LLM training, section 2.2 (size of a step).
@@ -251,42 +215,37 @@ class Muon(AdamW):
     @torch.no_grad()
     def step(self):
         for group in self.param_groups:
-            if "momentum" in group:
-                own = [p for p in group["params"] if p.grad is not None]
-                self._step(own, group)
-                for p in own:
-                    p.grad = None  # so that AdamW skips it
-        super().step()
+            if group["kind"] != "muon":
+                continue
+            alike = {}  # (shape, heights) -> parameters
+            for p, heights in zip(group["params"], group["heights"], strict=True):
+                if p.grad is not None:
+                    alike.setdefault((p.shape, *heights), []).append(p)
+            for (shape, *heights), some in alike.items():
+                together = max(1, BATCH_ELEMENTS // shape.numel())
+                for first in range(0, len(some), together):
+                    self._step_together(some[first : first + together], heights, group)
+        super().step()  # of the parameters that still have a gradient
 
-    def _step(self, parameters, group):
-        alike = {}  # shape and heights -> parameters
+    def _step_together(self, parameters, heights, group):
+        """Muon's step for parameters of one shape and with the same heights; of spread ones, for this rank's rows."""
+        scale, skip, like = getattr(self, "grad_scale", None), getattr(self, "found_inf", None), parameters[0]
+        weights, gradients = [*parameters], [p.grad for p in parameters]
         for p in parameters:
             if not self.state[p]:
                 self.state[p]["momentum"] = torch.zeros_like(p)
-            alike.setdefault((p.shape, *getattr(p, "heights", ())), []).append(p)
-        for (shape, *_), some in alike.items():
-            together = max(1, BATCH_ELEMENTS // shape.numel())
-            for first in range(0, len(some), together):
-                self._step_together(some[first : first + together], group)
-
-    def _step_together(self, parameters, group):
-        """Muon's step for parameters of one shape and with the same heights; of spread ones, for this rank's rows."""
-        weights, like = [local(p) for p in parameters], parameters[0]
-        momenta = [local(self.state[p]["momentum"]) for p in parameters]
-        gradients = [local(p.grad) for p in parameters]
-        dtype = torch.bfloat16 if weights[0].is_cuda else weights[0].dtype
+            p.grad = None  # so that AdamW skips it
+        momenta = [self.state[p]["momentum"] for p in parameters]
+        orthogonalise = partial(orthogonal, heights=heights)
+        if isinstance(like, DTensor):  # of FSDP
+            weights, momenta, gradients = local(weights), local(momenta), local(gradients)
+            orthogonalise = partial(on_whole_matrices, orthogonalise, parameter=like)
+        dtype = torch.bfloat16 if like.is_cuda else like.dtype
         blended = weights[0].new_empty(len(weights), *weights[0].shape, dtype=dtype)
-        skip = getattr(self, "found_inf", None)
         for momentum, gradient, out in zip(momenta, gradients, blended, strict=True):
-            blend(momentum, gradient, out, 1 - group["momentum"], getattr(self, "grad_scale", None), skip)
-        heights = getattr(like, "heights", [len(like)])
-
-        def each_orthogonal(matrices):
-            return torch.cat([orthogonal(matrix) for matrix in matrices.split(heights, dim=1)], dim=1)
-
-        directions = on_whole_matrices(each_orthogonal, blended, like) if is_spread(like) else each_orthogonal(blended)
+            blend(momentum, gradient, out, 1 - group["momentum"], scale, skip)
         size = 0.2 * math.sqrt(max(*heights, like.shape[1]))  # RMS of a direction: 1 / sqrt(larger side)
-        for weight, direction in zip(weights, directions, strict=True):
+        for weight, direction in zip(weights, orthogonalise(blended), strict=True):
             update(weight, direction, group["lr"], size, group["weight_decay"], skip)
 
 
@@ -318,13 +277,19 @@ def update(weight, direction, rate, size, decay, skip):
     weight.copy_(new if skip is None else torch.where(skip > 0, weight, new))
 
 
-def orthogonal(matrices):
-    """Matrices [n, rows, columns] with their singular values moved close to 1, by five Newton-Schulz iterations."""
-    wide = matrices.shape[-2] <= matrices.shape[-1]
-    x = matrices if wide else matrices.mT  # so that x @ x.mT is the smaller product
-    x = x / (x.norm(dim=(-2, -1), keepdim=True) + 1e-7)  # which may be 0
-    a, b, c = QUINTIC
-    for _ in range(5):
-        square = x @ x.mT
-        x = torch.baddbmm(x, torch.baddbmm(square, square, square, beta=b, alpha=c), x, beta=a)
-    return x if wide else x.mT
+def orthogonal(matrices, heights=None):
+    """Matrices [n, rows, columns] with their singular values moved close to 1, by five Newton-Schulz iterations.
+
+    heights: numbers of rows, as many as each is to be cut into; None takes it whole.
+    """
+    directions = []
+    for x in matrices.split(heights or matrices.shape[1], dim=1):
+        tall = x.shape[1] > x.shape[2]
+        x = x.mT if tall else x  # so that x @ x.mT is the smaller product
+        x = x / (x.norm(dim=(1, 2), keepdim=True) + 1e-7)  # which may be 0
+        a, b, c = QUINTIC
+        for _ in range(5):
+            square = x @ x.mT
+            x = torch.baddbmm(x, torch.baddbmm(square, square, square, beta=b, alpha=c), x, beta=a)
+        directions.append(x.mT if tall else x)
+    return torch.cat(directions, dim=1)

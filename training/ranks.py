@@ -1,21 +1,19 @@
-"""The processes (ranks) of a run: their devices, what rank 0 does for the others, and signals."""
+"""The processes (ranks) of a run: their devices, what they exchange, how they end, and signals."""
 
 import gc
 import os
 import signal
 import sys
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from datetime import timedelta
-from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 import torch.distributed.nn  # before any group exists: imported later, it would keep the group in default arguments
 
-from data.corpus import open_corpus
 from device import resolve_device
-from errors import UserError, require
+from errors import UserError, command, require
 
 SAVE, STOP = 1, 2  # what a signal asks for; STOP saves too
 HANDLED = signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1
@@ -42,8 +40,26 @@ class Ranks(NamedTuple):
             value = shared[0]
         return value
 
+    def wait(self):
+        """Until all ranks have come here."""
+        if self.world > 1:
+            dist.barrier(self.control)
 
-def start_distributed(config):
+    def add_up(self, tensor):
+        """Replace a tensor on the device by its sum over all ranks."""
+        if self.world > 1:
+            dist.all_reduce(tensor)
+
+    def add_up_gradients(self, network, is_last):
+        """The context of a micro-batch. DDP adds up gradients at the last one of a step.
+
+        FSDP adds up those of each, because no rank has room for all of them.
+        """
+        waits = self.world > 1 and not self.sharded and not is_last
+        return network.no_sync() if waits else nullcontext()
+
+
+def start_ranks(config):
     """Ranks: join torchrun's process group, if there is one, and take this process's device."""
     device = resolve_device(config.device)
     world = int(os.environ.get("WORLD_SIZE", 1))
@@ -70,57 +86,33 @@ def start_distributed(config):
     return Ranks(dist.get_rank(), world, device, control, fsdp)
 
 
-def end_distributed():
-    """Leave the process group and end its threads, which crash a process if they outlive Python.
-
-    They end with the last reference to the group. Caches of DTensor keep the meshes of FSDP, and a mesh its groups.
-    """
-    if dist.is_initialized():
-        gc.collect()
-        for mesh in [each for each in gc.get_objects() if type(each).__name__ == "DeviceMesh"]:
-            getattr(mesh, "_pg_registry", {}).clear()
-        dist.destroy_process_group()
-
-
-def open_on_all_ranks(config, ranks, saved, argv):
-    """The Corpus. The first rank of each host prepares it if need be, and then the other ranks open it.
-
-    Args:
-        saved: contents of the checkpoint to resume from, or {}. The tokens that it was trained on are found by their
-            sha256, wherever their text is now, unless a text or tokenizer is named: by argv, or in config after a crash
-            before the first checkpoint with it.
-    """
-    before, sha256 = saved.get("config"), None
-    if before and not {flag.partition("=")[0] for flag in argv} & {"--data", "--input", "--tokenizer"}:
-        same_tokenizer = config.tokenizer in (before["tokenizer"], f"run:{config.resume}")
-        if same_tokenizer and (config.data, config.input) == (before["data"], before["input"]):
-            sha256 = saved["tokens_sha256"]
-    open_here = partial(open_corpus, config.data, config.tokenizer, config.input or None, sha256=sha256)
-    is_first = os.environ.get("LOCAL_RANK", "0") == "0"
-    corpus = open_here(verify=config.verify) if is_first else None
-    expected = ranks.broadcast(corpus and corpus.sha256)
-    if ranks.world > 1:
-        dist.barrier(ranks.control)  # until the first rank of every host is done
-    corpus = corpus or open_here(sha256=expected)  # without another look at the text
-    same = corpus.sha256 == expected
-    require(same, f"the tokens in {corpus.folder} differ from rank 0's; give all hosts the same text, or one GPT_DATA")
-    return corpus
-
-
-def fail(sentence):
-    """End the program with one sentence on standard error and exit code 1.
+@contextmanager
+def rank_command(out_of_memory):
+    """errors.command() for a process among others: it names the rank that fails, and leaves the group of processes.
 
     Before the ranks have joined, all ranks of a host fail alike, and only the first one prints.
     """
-    if dist.is_initialized() and dist.get_rank() > 0:
-        print(f"error on rank {dist.get_rank()}: {sentence}", file=sys.stderr)
-    elif dist.is_initialized() or os.environ.get("LOCAL_RANK", "0") == "0":
-        print(f"error: {sentence}", file=sys.stderr)
-    sys.exit(1)
+
+    def fail(sentence):
+        if dist.is_initialized() and dist.get_rank() > 0:
+            print(f"error on rank {dist.get_rank()}: {sentence}", file=sys.stderr)
+        elif dist.is_initialized() or is_first_on_host():
+            print(f"error: {sentence}", file=sys.stderr)
+        sys.exit(1)
+
+    try:
+        with command(out_of_memory, fail), _lost_rank():
+            yield
+    finally:
+        _leave_group()
+
+
+def is_first_on_host():
+    return os.environ.get("LOCAL_RANK", "0") == "0"
 
 
 @contextmanager
-def lost_rank():
+def _lost_rank():
     """Turn the RuntimeError that shows that another rank has ended into a UserError."""
     try:
         yield
@@ -130,6 +122,18 @@ def lost_rank():
             raise
         reason = str(error).splitlines()[0]
         raise UserError(f"another rank has ended and prints why ({reason})") from error
+
+
+def _leave_group():
+    """Leave the process group and end its threads, which crash a process if they outlive Python.
+
+    They end with the last reference to the group. Caches of DTensor keep the meshes of FSDP, and a mesh its groups.
+    """
+    if dist.is_initialized():
+        gc.collect()
+        for mesh in [each for each in gc.get_objects() if type(each).__name__ == "DeviceMesh"]:
+            getattr(mesh, "_pg_registry", {}).clear()
+        dist.destroy_process_group()
 
 
 class Signals:

@@ -17,6 +17,7 @@ from data.files import atomic_file
 from data.loader import windowed
 from device import resolve_dtype
 from errors import quote
+from generation import Generator
 from training.curves import best_of, in_words, plot_losses, read_metrics
 
 # Dense bf16/fp16 tensor-core TFLOP/s from the vendors' data sheets, by the first of these parts in the device's name.
@@ -27,6 +28,7 @@ PEAK_TFLOPS = {
     "RTX 3080": 60,
 }  # fmt: skip
 
+SAMPLE_PROMPT, SAMPLE_TOKENS = 16, 100  # of --sample_every
 WANDB_SECONDS = 60  # to wait for wandb at the end of a run
 PLOT_SECONDS = 30  # between two drawings of loss.png; one takes as long as a hundred steps of a small network
 
@@ -35,7 +37,7 @@ class Report:
     """Writes the reports of a run; ranks other than 0 write nothing. start: first step of this process."""
 
     def __init__(self, folder, config, model, corpus, ranks, start):
-        self.folder, self.config, self.enabled = folder, config, ranks.rank == 0
+        self.folder, self.config, self.corpus, self.enabled = folder, config, corpus, ranks.rank == 0
         self.val = windowed(corpus.val, config.block_size)
         self.bits_per_nat = self.val.counted / self.val.text_bytes / math.log(2)
         self.tokens_per_step = config.batch_size * config.block_size
@@ -54,11 +56,11 @@ class Report:
         self.waiting = []  # records before the end of the first step; until then a resumed run stays as it was
         self.began -= self.kept[-1].get("seconds", 0) if self.kept else 0  # the time between processes does not count
 
-    def describe(self, model, corpus, batches, ranks, micro_batch):
+    def describe(self, model, batches, ranks, micro_batch):
         """Print the first lines of a run: what is trained, where, on which data."""
         if not self.enabled:
             return
-        config, device = self.config, ranks.device
+        config, corpus, device = self.config, self.corpus, ranks.device
         chip = torch.cuda.get_device_name(device) if ranks.on_gpu else f"{torch.get_num_threads()} threads"
         dtype = str(resolve_dtype(config.dtype, device)).removeprefix("torch.")
         how = " with FSDP" if ranks.sharded else " with DDP" if ranks.world > 1 else ""
@@ -154,17 +156,26 @@ class Report:
             self._draw()
             self.plotted = time.perf_counter()
 
-    def sample(self, step, write):
-        """Print what write() returns, a sample of the model's text."""
+    def sample(self, step, model):
+        """Print the start of the validation text, continued by a GPT; torch's random state does not change."""
         if not self.enabled:
             return
         with self.pause(), only_warn("writing a sample"):
-            show(f"sample after {step} steps:\n{printable(write())}\n")
+            tokenizer = self.corpus.tokenizer
+            prompt = self.corpus.val.windows([0], min(SAMPLE_PROMPT, self.config.block_size))[0].tolist()
+            model.eval()
+            try:
+                generator = Generator(model, tokenizer, seed=self.config.seed, graph=False)
+                with torch.compiler.set_stance("force_eager"):  # it is compiled for the shapes of training only
+                    tokens = [token for [token] in generator.tokens([prompt], SAMPLE_TOKENS)]
+            finally:
+                model.train()
+            show(f"sample after {step} steps:\n{printable(tokenizer.decode(prompt + tokens))}\n")
 
-    def close(self, step, write=None):
+    def close(self, step, model=None):
         """Print how the run ended, then draw loss.png; in this order, as torchrun kills a stopping rank after 30 s.
 
-        write: returns a sample of the model's text, which the end of a finished run shows; or None.
+        model: GPT whose text the end of a finished run shows, or None.
         """
         if not self.enabled:
             return
@@ -179,8 +190,8 @@ class Report:
             show(f"trained for {trained}; losses are drawn in {self.folder / 'loss.png'}")
             flag = " --chat" if self.config.data == "chat" else ""
             show(f"sample from it: python sample.py {quote(self.folder)}{flag}")
-            if write:
-                self.sample(step, write)
+            if model:
+                self.sample(step, model)
         if self.waiting is None:
             self._draw()
         if self.wandb:
@@ -243,7 +254,7 @@ def show(text, end="\n", file=None):
 def show_progress(fields):
     """Print a progress line; on a terminal, its first fields, as many as fit, and the next line will replace it."""
     if not sys.stdout.isatty():
-        return show("  ".join(fields))
+        return print("  ".join(fields), flush=True)
     room = get_terminal_size().columns - 1  # a full line would wrap on some terminals
     while len(fields) > 1 and len("  ".join(fields)) > room:
         fields = fields[:-1]
