@@ -63,8 +63,6 @@ PARTS = {
     "depths": recipe("modern", "depths", "' --seeds 1 2", tokenizer="bpe:8192"),
     "sampling_text": "benchmarks/sampling.py --parts text --nanogpt {nanogpt} --transformers",
     "sampling_attention": "benchmarks/sampling.py --parts attention",
-    "start": "benchmarks/commands.py start",
-    "prepare": "benchmarks/commands.py prepare {books}/test.txt {ranks}",
     "two_gpus_ddp": "benchmarks/distributed.py --gpus 1 2 --parts ddp",
     "two_gpus_xl": "benchmarks/distributed.py --gpus 1 2 --parts xl",
 }

@@ -5,7 +5,7 @@ import shlex
 import shutil
 
 import pytest
-from helpers import FAST, ROOT, finish, losses, metrics, start
+from helpers import FAST, ROOT, finish, start
 from problems import ON_GPU
 
 from benchmarks import draw
@@ -33,17 +33,6 @@ def test_small(command, folder):
     assert re.search(r"\d\.\d", output)
     own = process.pid if script != "training.py" else "small"  # other tests make such folders at the same time
     assert not (ROOT / "runs" / f"bench-{own}").exists()
-
-
-@pytest.mark.slow
-def test_the_mean_of_one_run_has_its_loss_and_teaches(folder):
-    distill = dict(script=ROOT / "benchmarks/distill.py")
-    finish(start(folder, **FAST, name="teacher"))
-    printed, _ = finish(start(folder, "runs/teacher", **distill))
-    best = min(record["val_loss"] for record in metrics(folder, "teacher") if "val_loss" in record)
-    assert f"1 runs: {best:.4f} nats/token" in printed
-    finish(start(folder, "runs/teacher", "--", **FAST, name="student", **distill))
-    assert losses(folder, "student")[-1] < losses(folder, "student")[0]
 
 
 def test_pages_and_charts_are_drawn():
