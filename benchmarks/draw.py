@@ -11,7 +11,6 @@ import re
 from functools import partial
 from pathlib import Path
 from statistics import mean, stdev
-from textwrap import fill
 
 import numpy as np
 
@@ -21,8 +20,6 @@ ROOT = Path(__file__).parents[1]
 ATTENTION = ("attention_64", "attention_128", "attention_128_rest", "attention_256")  # CSV files
 MACHINE = ("chip", "commit", "torch", "triton")  # columns of every CSV file
 HIDDEN = ("job", "target", "curve")  # columns that no page shows
-SCRIPTS = ("train.py", "model.py", "sample.py", "evaluate.py", "plot.py")
-FOLDERS = ("training", "data", "generation", "hf", "kernels", "attention", "benchmarks", "tests")
 OURS = {"hopper": "our Hopper", "triton": "our Triton"}
 PEERS = OURS | {"flash": "SDPA flash", "cudnn": "SDPA cuDNN", "flash4": "flash-attn-4"}
 ALL_PEERS = PEERS | {"flex": "FlexAttention", "fla": "FLA"}
@@ -162,16 +159,6 @@ def steps(root):
     return markdown(list(table.values()), names)
 
 
-def code(root):
-    """A sentence on lines of code, rounded so that a small change leaves the page as it is."""
-    counts = []
-    for name in (*SCRIPTS, *(f"{name}/" for name in FOLDERS)):
-        paths = (root / name).rglob("*.py") if "/" in name else [root / name]
-        count = sum(len(path.read_text().splitlines()) for path in paths)
-        counts.append(f"`{name}` {round(count, -1 if count < 1000 else -2):,}")
-    return f"{fill(', '.join(counts) + '.', 120)}\n\n"
-
-
 # name of a marker -> what draws its table; other names are those of CSV files
 TABLES = {
     "attention": partial(attention, CASES, ALL_PEERS, "both"),
@@ -185,9 +172,7 @@ TABLES = {
     "fp8": partial(runs, "fp8", by=("name", "seed", "tokens")),  # with each seed a pair
     "recipe": partial(runs, "recipe_control", "recipe_seeds", only=("control", "recipe")),
     "depths": partial(runs, "depths", hide=("tokens/s", "s in all")),  # some shared a machine
-    "start": partial(from_csv, "start", "prepare"),
     "sampling_attention": partial(from_csv, "sampling_attention", context="32,768"),
-    "code": code,
 }
 
 
