@@ -16,13 +16,18 @@ import requests
 from helpers import ROOT, make_gpt2_small, run_script
 
 pytest.importorskip("transformers")
-from hub_server import files_of, running  # needs the extra hub
+import pyarrow  # this and the next ones need the extra hub
+from hub_server import files_of, running
+from pyarrow import parquet
 from test_hub import FINEWEB, file_of
 from test_weights import gpt2
 
 from data import sources
 
 pytestmark = pytest.mark.slow
+CONVERSATIONS = [
+    [dict(role="user", content=f"What is {n}?"), dict(role="assistant", content="A number.")] for n in range(100)
+]
 SHORT = "--device cpu --steps 4 --eval_every 2 --eval_batches 1 --batch_size 4 --block_size 128"
 
 
@@ -64,13 +69,16 @@ def short(words, run):
 
 @pytest.fixture
 def hub(folder, monkeypatch, data_root):
-    """A hub with documents of FineWeb-Edu, a tiny GPT-2, and a tokenizer gpt2 of 257 tokens."""
+    """A hub with documents of FineWeb-Edu, conversations, a tiny GPT-2, and a tokenizer gpt2 of 257 tokens."""
     make_gpt2_small(monkeypatch)
     monkeypatch.setattr(requests, "get", Mock(side_effect=requests.ConnectionError("offline")))
     gpt2(folder / "tiny", vocab_size=257, n_positions=128)
     files = files_of(folder / "tiny")
     documents = {"sample/10BT/000_00000.parquet": file_of([f"Page {n}: the river bends.\n" * 9 for n in range(1500)])}
-    with running(monkeypatch, data_root / "downloads", {"openai-community/gpt2": files, FINEWEB: documents}):
+    parquet.write_table(pyarrow.table({"messages": CONVERSATIONS}), file := io.BytesIO())
+    conversations = {"data/everyday-conversations/train.parquet": file.getvalue()}
+    repositories = {"openai-community/gpt2": files, FINEWEB: documents, "HuggingFaceTB/smoltalk": conversations}
+    with running(monkeypatch, data_root / "downloads", repositories):
         yield
 
 
@@ -79,9 +87,8 @@ def test_commands(page, run, folder, hub, monkeypatch, capsys):
     for name in ("configs", "data"):
         (folder / name).symlink_to(ROOT / name)
     (folder / "start.txt").write_text("the sea")
-    turns = [dict(role="user", content="What?"), dict(role="assistant", content="The sea.")]
-    lines = [json.dumps(dict(messages=turns + turns[:n])) + "\n" for n in range(2)]
-    (folder / "FILE.jsonl").write_text("".join(lines * 20))
+    lines = [json.dumps(dict(messages=messages)) + "\n" for messages in CONVERSATIONS]
+    (folder / "FILE.jsonl").write_text("".join(lines))
     (folder / "corpus.txt").write_bytes(sources.PLAY_FILE.read_bytes()[:80_000])
     (folder / "books/train").mkdir(parents=True)
     for name, part in (("a", slice(60_000)), ("b", slice(60_000, None))):
