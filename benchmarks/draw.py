@@ -37,38 +37,53 @@ CASES = [
     ("D 128, window of 1,024", "d128 window 1024", 16_384),
     ("D 128, full", "d128 full", 4096),
 ]
+FITTED = ("depth 2", "depth 4", "depth 6")  # runs that the power law is fitted to
+LOSSES = {  # job and trainer -> what the chart calls them
+    ("books", "nanoGPT"): "nanoGPT",
+    ("control", "Kestrel"): "configs/gpt2_books.py: the same network, tuned",
+    ("dial", "Kestrel"): "configs/modern.py: our recipe for this size",
+}
 
 
-def read(root, *names):
+def read(*names):
     """The rows of these CSV files, one after the other."""
-    paths = [root / "benchmarks" / "results" / f"{name}.csv" for name in names]
-    return [row for path in paths if path.exists() for row in csv.DictReader(path.open(newline=""))]
+    rows = []
+    for name in names:
+        with open(ROOT / "benchmarks" / "results" / f"{name}.csv", newline="") as file:
+            rows += csv.DictReader(file)
+    return rows
 
 
-def markdown(rows, names):
+def markdown(rows, names, hide=()):
     """A Markdown table of the rows, and a line that says where they were measured. names: of the CSV files.
 
-    What differs from row to row of chip, commit and versions becomes a column.
+    What differs from row to row of chip, commit and versions becomes a column. Columns without any value and those in
+    `hide` are left out.
     """
-
-    def shown(name):
+    columns = []
+    for name in dict.fromkeys(name for row in rows for name in row):
         cells = {row.get(name) for row in rows}
-        return name not in (*HIDDEN, *MACHINE) and any(cells) and (name != "caches" or len(cells) > 1)
-
-    columns = list(filter(shown, dict.fromkeys(name for row in rows for name in row)))
-    values = {name: dict.fromkeys(row[name].partition("+")[0] for row in rows if row.get(name)) for name in MACHINE}
-    columns += [name for name in MACHINE if len(values[name]) > 1]
-    lines = [columns, ["---"] * len(columns), *([row.get(name) or "-" for name in columns] for row in rows)]
+        if any(cells) and name not in (*hide, *MACHINE) and not (name == "caches" and len(cells) == 1):
+            columns.append(name)
+    same = []
+    for name in MACHINE:
+        values = list(dict.fromkeys(row[name].partition("+")[0] for row in rows))
+        if len(values) > 1:
+            columns.append(name)
+        else:
+            same.append(f"{name} {values[0]}".removeprefix("chip "))
+    lines = [columns, ["---"] * len(columns)]
+    for row in rows:
+        lines.append([row.get(name) or "-" for name in columns])
     text = "".join(f"| {' | '.join(cells)} |\n" for cells in lines)
-    same = [f"{name} {next(iter(x))}".removeprefix("chip ") for name, x in values.items() if len(x) == 1]
-    return text + (f"\n({', '.join([*same, ' '.join(f'`{name}`' for name in names)])}) " if same else "\n")
+    files = " ".join(f"`{name}`" for name in names)
+    return f"{text}\n({', '.join([*same, files])}) "
 
 
-def from_csv(*names, root, **keep):
+def from_csv(*names, **keep):
     """The table of CSV files as it stands there, of rows that have these values."""
-    names = [name for name in names if read(root, name)]
-    rows = [row for row in read(root, *names) if all(row[name] == value for name, value in keep.items())]
-    return markdown(rows, names)
+    rows = [row for row in read(*names) if all(row[name] == value for name, value in keep.items())]
+    return markdown(rows, names, hide=HIDDEN)
 
 
 def mean_and_deviation(values):
@@ -100,60 +115,50 @@ def means(rows, by=("name", "tokens")):
     return table
 
 
-def runs(*names, root, only=(), hide=(), **by):
+def runs(*names, only=(), hide=(), **by):
     """The means of CSV files of benchmarks/recipes.py, of runs with these names, without the columns `hide`."""
-    rows = means([row for row in read(root, *names) if not only or row["name"] in only], **by)
-    return markdown([row | dict.fromkeys(hide, "") for row in rows], names)
+    rows = [row for row in read(*names) if not only or row["name"] in only]
+    return markdown(means(rows, **by), names, hide)
 
 
-def speeds(rows, direction):
-    """{(panel, length): {implementation: TFLOP/s}}"""
-    found = {}
-    for row in rows:
-        if row["direction"] == direction:
-            found.setdefault((row["panel"], int(row["length"])), {})[row["implementation"]] = float(row["tflops"])
-    return found
-
-
-def attention(cases, peers, *directions, root):
+def attention(cases, peers, *directions):
     """TFLOP/s of cases by peers; with several directions those of each, as in 304/291."""
-    rows = read(root, *ATTENTION)
-    found = [speeds(rows, direction) for direction in directions]
-    machines, table = {row["panel"]: {name: row[name] for name in MACHINE} for row in rows}, []
+    rows, table = read(*ATTENTION), []
     for text, panel, length in cases:
-        if (panel, length) in found[0]:
-            rates = [speed[panel, length] for speed in found]
-            cells = {
-                label: "/".join(f"{rate[name]:.0f}" for rate in rates) if name in rates[0] else ""
-                for name, label in peers.items()
-            }
-            table.append(machines[panel] | {"case": text, "tokens": f"{length:,}"} | cells)
+        here = [row for row in rows if row["panel"] == panel and int(row["length"]) == length]
+        if not here:  # not measured yet
+            continue
+        cells = {"case": text, "tokens": f"{length:,}"}
+        for name, label in peers.items():
+            speeds = {row["direction"]: row["tflops"] for row in here if row["implementation"] == name}
+            cells[label] = "/".join(f"{float(speeds[way]):.0f}" for way in directions if way in speeds)
+        table.append(cells | {name: here[0][name] for name in MACHINE})
     return markdown(table, ["attention_*"])
 
 
 def curve(row):
-    """{step: (seconds, loss)} of the validations of a row of benchmarks/training.py."""
+    """[(step, seconds, loss)] of the validations of a row of benchmarks/training.py."""
     points = (point.split(":") for point in row["curve"].split())
-    return {int(step): (seconds, loss) for step, seconds, loss in points}
+    return [(int(step), float(seconds), float(loss)) for step, seconds, loss in points]
 
 
-def books(root):
+def books():
     """Losses of GPT-2 on books, at every second evaluation if there are many."""
     table = []
-    for row in read(root, "books"):
+    for row in read("books"):
         points = curve(row)
-        chosen = list(points)[:: 1 + (len(points) > 6)]
-        losses = {f"step {step:,}": f"{float(points[step][1]):.3f}" for step in chosen}
-        table.append({"validation loss": row["trainer"]} | losses | row | {"trainer": "", "best loss": ""})
-    return markdown(table, ["books"])
+        chosen = points[:: 2 if len(points) > 6 else 1]
+        losses = {f"step {step:,}": f"{loss:.3f}" for step, _, loss in chosen}
+        table.append({"validation loss": row["trainer"]} | losses | row)
+    return markdown(table, ["books"], hide=(*HIDDEN, "trainer", "best loss"))
 
 
-def steps(root):
+def steps():
     """Parts of a step of two networks, side by side."""
     names, table = ["step_gpt2", "step_char"], {}
     heads = [("GPT-2, 32 x 1,024 tokens", "floor, GPT-2"), ("shakespeare_char, 64 x 256 tokens", "floor, char")]
     for name, (text, floor) in zip(names, heads, strict=True):
-        for row in read(root, name):
+        for row in read(name):
             cells = {text: row.pop("ms"), floor: row.pop("floor")}
             table[row["part"]] = table.get(row["part"], {"part": row["part"]}) | cells | row
     return markdown(list(table.values()), names)
@@ -176,55 +181,56 @@ TABLES = {
 }
 
 
-def drawn(text, root):
+def drawn(text):
     """A page with its tables drawn anew."""
 
     def table(found):
-        draw = TABLES.get(found[1]) or partial(from_csv, found[1])
-        return f"<!-- {found[1]} -->\n\n{draw(root=root)}<!-- end -->"
+        name = found[1]
+        draw = TABLES.get(name) or partial(from_csv, name)
+        return f"<!-- {name} -->\n\n{draw()}<!-- end -->"
 
     return re.sub(r"<!-- (\w+) -->\n.*?<!-- end -->", table, text, flags=re.DOTALL)
 
 
-def plain_axes(title):
-    """A figure with a white background of its own, for pages in the dark, and letters that a phone can show."""
+def chart(title, lines, columns, **settings):
+    """A figure of lines (label, points (x, y), options of plot()), with settings of its axis.
+
+    It has a white background of its own, for pages in the dark, and letters that a phone can show.
+    """
     from matplotlib import rcParams
     from matplotlib.figure import Figure
 
-    rcParams.update({"font.size": 13, "svg.hashsalt": "kestrel"})
-    axis = (figure := Figure(figsize=(7, 4.5), layout="constrained", facecolor="white")).subplots()
-    axis.set_title(title, fontsize=13)
+    rcParams.update({"font.size": 13, "axes.titlesize": 13, "svg.hashsalt": "kestrel"})
+    figure = Figure(figsize=(7, 4.5), layout="constrained", facecolor="white")
+    axis = figure.subplots()
+    for label, points, options in lines:
+        axis.plot(*zip(*points, strict=True), label=label, **options)
+    axis.set(title=title, **settings)
     axis.grid(alpha=0.3)
     axis.spines[["top", "right"]].set_visible(False)
-    return figure, axis
-
-
-def with_legend(figure, axis, columns):
-    figure.legend(*axis.get_legend_handles_labels(), loc="outside lower center", ncols=columns, frameon=False)
+    figure.legend(loc="outside lower center", ncols=columns, frameon=False)
     return figure
 
 
 def attention_chart(rows):
-    rows = [row for row in rows if row["panel"] == "d128 causal"]
-    figure, axis = plain_axes(f"{rows[0]['chip']}, head dim 128, causal: TFLOP/s by tokens")
-    found = {length: cell for (_, length), cell in speeds(rows, "both").items()}
+    rows = [row for row in rows if row["panel"] == "d128 causal" and row["direction"] == "both"]
+    lines = []
     for name, label in ALL_PEERS.items():
-        points = [(length, cell[name]) for length, cell in sorted(found.items()) if name in cell]
-        axis.plot(*zip(*points, strict=True), label=label, linewidth=3 if name in OURS else 1.5, marker="o")
-    axis.set_xscale("log", base=2)
-    axis.set_xticks(list(found), [f"{length:,}" for length in found])
-    axis.set_ylim(bottom=0)
-    return with_legend(figure, axis, columns=3)
+        some = [row for row in rows if row["implementation"] == name]
+        points = [(f"{int(row['length']):,}", float(row["tflops"])) for row in some]
+        lines.append((label, points, dict(linewidth=3 if name in OURS else 1.5, marker="o")))
+    title = f"{rows[0]['chip']}, head dim 128, causal: TFLOP/s by tokens"
+    return chart(title, lines, columns=3, ylim=(0, None))
 
 
 def losses_chart(rows):
     """Validation losses against seconds since the start of the process."""
-    figure, axis = plain_axes(f"{rows[0]['chip']}: validation loss (nats/token) by seconds")
+    lines = []
     for row in rows:
-        points = [(float(seconds), float(loss)) for seconds, loss in curve(row).values()]
-        axis.plot(*zip(*points, strict=True), label=LOSSES[row["job"], row["trainer"]], linewidth=2, marker="o")
-    axis.set_ylim(top=6)  # the first losses are those of guessing
-    return with_legend(figure, axis, columns=1)
+        points = [(seconds, loss) for _, seconds, loss in curve(row)]
+        lines.append((LOSSES[row["job"], row["trainer"]], points, dict(linewidth=2, marker="o")))
+    title = f"{rows[0]['chip']}: validation loss (nats/token) by seconds"
+    return chart(title, lines, columns=1, ylim=(None, 6))  # the first losses are those of guessing
 
 
 def power_law(points):
@@ -240,37 +246,30 @@ def power_law(points):
 
 def depths_chart(rows):
     """Losses of the dial by operations of a run, with a power law fitted to the depths FITTED."""
-    figure, axis = plain_axes(f"{rows[0]['chip']}: validation loss (nats/token) by C, PFLOP of a run")
     points = {}
     for row in rows:
         point = float(row["gflops"]) * int(row["tokens"]) / 1e6, float(row["loss"])
         points.setdefault(row["name"], []).append(point)
     a, b, c = power_law([point for name in FITTED for point in points[name]])
     every = [x for some in points.values() for x, _ in some]
-    x = np.geomspace(min(every), max(every))
-    axis.plot(x, a + b / x**c, color="gray", label=f"{a:.2f} + {b:.2f} / C^{c:.2f}")
+    law = [(x, a + b / x**c) for x in np.geomspace(min(every), max(every))]
+    lines = [(f"{a:.2f} + {b:.2f} / C^{c:.2f}", law, dict(color="gray"))]
     for name, some in points.items():
-        label = f"{name}, fitted" if name in FITTED else name
-        axis.plot(*zip(*some, strict=True), "o", label=label, fillstyle="full" if name in FITTED else "none")
-    axis.set_xscale("log")
-    return with_legend(figure, axis, columns=3)
+        fitted = name in FITTED
+        options = dict(marker="o", linestyle="none", fillstyle="full" if fitted else "none")
+        lines.append((f"{name}, fitted" if fitted else name, some, options))
+    title = f"{rows[0]['chip']}: validation loss (nats/token) by C, PFLOP of a run"
+    return chart(title, lines, columns=3, xscale="log")
 
 
-FITTED = ("depth 2", "depth 4", "depth 6")
-LOSSES = {  # job and trainer -> what the chart calls them
-    ("books", "nanoGPT"): "nanoGPT",
-    ("control", "Kestrel"): "configs/gpt2_books.py: the same network, tuned",
-    ("dial", "Kestrel"): "configs/modern.py: our recipe for this size",
-}
-
-
-def chart_rows(root):
+def chart_rows():
     """{file: (its rows, what draws it)} of the charts that have all their data."""
-    losses = [row for row in read(root, "books", "control", "dial") if (row["job"], row["trainer"]) in LOSSES]
-    charts, depths = {CHART: (read(root, *ATTENTION), attention_chart)}, read(root, "depths")
+    charts = {CHART: (read(*ATTENTION), attention_chart)}
+    depths = read("depths")
     if {row["name"] for row in depths} > set(FITTED):
         charts["docs/images/depths.svg"] = depths, depths_chart
-    if len(losses) == len(LOSSES) and len({row["chip"] for row in losses}) == 1:  # whose seconds can be compared
+    losses = [row for row in read("books", "control", "dial") if (row["job"], row["trainer"]) in LOSSES]
+    if len({row["chip"] for row in losses}) == 1:  # seconds of different chips cannot be compared
         charts["docs/images/losses.svg"] = losses, losses_chart
     return charts
 
@@ -279,14 +278,15 @@ def digest(rows):
     return hashlib.sha256(repr(rows).encode()).hexdigest()[:16]
 
 
-def main(root=ROOT):
+def main():
     for page in PAGES:
-        old = (root / page).read_text()
-        if (new := drawn(old, root)) != old:
-            (root / page).write_text(new)
+        path = ROOT / page
+        old = path.read_text()
+        if (new := drawn(old)) != old:
+            path.write_text(new)
             print(f"drew the tables of {page}")
-    for name, (rows, draw) in chart_rows(root).items():
-        path = root / name
+    for name, (rows, draw) in chart_rows().items():
+        path = ROOT / name
         if not path.exists() or digest(rows) not in path.read_text():
             draw(rows).savefig(path, metadata=dict(Date=None, Description=digest(rows)))
             print(f"drew {name}")
