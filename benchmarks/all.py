@@ -13,15 +13,14 @@ chip or version.
 only after a first run.
 """
 
-import argparse
-import csv
 import shlex
 import subprocess
 import sys
 import time
 from pathlib import Path
 
-from harness import ROOT, machine
+import harness
+from harness import ROOT, machine, save
 
 from benchmarks import draw
 
@@ -71,7 +70,7 @@ PARTS = {
 def begin_anew(path):
     """Delete a CSV file whose rows are not all of this chip, commit and versions."""
     here = machine().items()
-    if path.exists() and any(here - row.items() for row in csv.DictReader(path.open(newline=""))):
+    if any(here - row.items() for row in draw.rows_of(path)):
         path.unlink()
 
 
@@ -90,15 +89,13 @@ def measure(part, paths):
     code = process.wait()
     if code == 0 and printed and "--csv" not in argv:
         head, _, *rows = printed
-        with open(path, "w", newline="") as file:
-            writer = csv.writer(file, lineterminator="\n")
-            writer.writerows([[*machine(), *head], *([*machine().values(), *row] for row in rows)])
+        save([machine() | dict(zip(head, row, strict=True)) for row in rows], path)
     print(f"{part}: exit code {code}, {time.perf_counter() - start:.0f} s", flush=True)
     return code == 0
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = harness.parser(__doc__)
     parser.add_argument("parts", nargs="*", metavar="PART")
     parser.add_argument("--list", action="store_true")
     for name in ("text", "books", "ranks", "nanogpt"):

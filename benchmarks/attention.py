@@ -9,9 +9,7 @@ TFLOP/s count 4 D operations per visible (query, key) pair in the forward and 2.
 causal mask shows half of all pairs.
 """
 
-import argparse
 import contextlib
-import csv
 import math
 import statistics
 from functools import partial
@@ -20,8 +18,9 @@ from pathlib import Path
 from timeit import repeat
 from typing import NamedTuple
 
+import harness
 import torch
-from harness import DEVICE, machine, milliseconds, sdpa, synchronize, table
+from harness import DEVICE, machine, milliseconds, save, sdpa, synchronize, table
 from torch.nn.attention import SDPBackend
 
 from attention import attention
@@ -237,17 +236,8 @@ def overhead(names):
     table(["pass", *(f"{name}, us" for name in calls)], rows)  # "triton" is the column of its version
 
 
-def save(rows, path):
-    """Write a CSV file anew, with all rows so far."""
-    columns = list(dict.fromkeys(name for row in rows for name in row))
-    with open(path, "w", newline="") as file:
-        writer = csv.DictWriter(file, columns, lineterminator="\n")
-        writer.writeheader()
-        writer.writerows(rows)
-
-
 def main():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = harness.parser(__doc__)
     parser.add_argument("--cells", nargs="+", default=[""], help="parts of panel names")
     parser.add_argument("--implementations", nargs="+", default=list(IMPLEMENTATIONS), choices=IMPLEMENTATIONS)
     parser.add_argument("--csv", type=Path, help="write to this file")

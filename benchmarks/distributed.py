@@ -9,7 +9,6 @@ Text is data/play.txt, whose bytes are the tokens. Shares of linear scaling need
 and kill -9 on several GPUs are checked by tests/test_distributed.py, also with NCCL.
 """
 
-import argparse
 import os
 import shutil
 import signal
@@ -20,7 +19,8 @@ import time
 from pathlib import Path
 from statistics import median
 
-from harness import FOLDER, ROOT, machine, table
+import harness
+from harness import FOLDER, ROOT, table
 
 from training.curves import read_metrics
 
@@ -98,12 +98,11 @@ def rows(args, cases):
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = harness.parser(__doc__)
     parser.add_argument("--gpus", type=int, nargs="+", default=[1, 2, 4])
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=PARTS)
     parser.add_argument("--small", action="store_true", help="tiny networks on a CPU, to try this script")
     args = parser.parse_args()
-    print(*machine().values(), sep=", ")
     for name in args.parts:
         table(HEAD, rows(args, PARTS[name]))
 

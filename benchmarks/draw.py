@@ -45,13 +45,17 @@ LOSSES = {  # job and trainer -> what the chart calls them
 }
 
 
+def rows_of(path):
+    """The rows of a CSV file; none if there is no such file."""
+    if not path.exists():
+        return []
+    with open(path, newline="") as file:
+        return list(csv.DictReader(file))
+
+
 def read(*names):
-    """The rows of these CSV files, one after the other."""
-    rows = []
-    for name in names:
-        with open(ROOT / "benchmarks" / "results" / f"{name}.csv", newline="") as file:
-            rows += csv.DictReader(file)
-    return rows
+    """The rows of these CSV files of results, one after the other."""
+    return [row for name in names for row in rows_of(ROOT / "benchmarks" / "results" / f"{name}.csv")]
 
 
 def markdown(rows, names, hide=()):

@@ -1,5 +1,7 @@
-"""What the benchmarks share: the machine, clocks, tables and SDPA."""
+"""What the benchmarks share: command lines, the machine, clocks, tables and SDPA."""
 
+import argparse
+import csv
 import os
 import subprocess
 import sys
@@ -33,10 +35,25 @@ def machine():
     return dict(chip=chip, commit=commit, torch=torch.__version__, triton=version("triton"))
 
 
+def parser(doc):
+    """For the command line of a script whose docstring is its --help."""
+    return argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
+
+
 def table(head, rows):
-    """Print a Markdown table, each row as soon as it is there."""
+    """Print the machine and a Markdown table, each row as soon as it is there."""
+    print(*machine().values(), sep=", ")
     for cells in chain([head, ["---"] * len(head)], rows):
         print("|", " | ".join(map(str, cells)), "|", flush=True)
+
+
+def save(rows, path):
+    """Write a CSV file anew, with the columns of all rows."""
+    columns = list(dict.fromkeys(name for row in rows for name in row))
+    with open(path, "w", newline="") as file:
+        writer = csv.DictWriter(file, columns, lineterminator="\n")
+        writer.writeheader()
+        writer.writerows(rows)
 
 
 def synchronize():

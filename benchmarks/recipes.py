@@ -10,7 +10,6 @@ development books at the end of a run, which are the validation part of books/tr
 --test. Seconds count from the start of the process to its end, with compilation, evaluations and checkpoints.
 """
 
-import argparse
 import csv
 import hashlib
 import json
@@ -24,36 +23,17 @@ import sys
 import time
 from itertools import product
 from pathlib import Path
-from typing import NamedTuple
 
+import harness
 from harness import FOLDER, ROOT, machine
 
-from benchmarks.draw import markdown, means
+from benchmarks.draw import markdown, means, rows_of
 from errors import command, require
 from training.config import load_config
 from training.curves import read_metrics
 
 SUFFIXES = (".txt", ".md")  # of books
 TEST_SHARE = 0.04  # of the books
-
-
-class Outcome(NamedTuple):
-    """One run, and a line of the CSV file."""
-
-    name: str
-    seed: int
-    tokens: int  # trained on
-    loss: float  # nats per token on the development books, at the end
-    bits: float  # per byte, on the same
-    test: float  # nats per token on the test books; NaN without --test
-    seconds: float  # of the whole process
-    rate: float  # tokens per second, the median of the reports
-    gflops: float  # per token, forward and backward
-    command: str  # options of train.py
-    chip: str = ""
-    commit: str = ""
-    torch: str = ""
-    triton: str = ""
 
 
 def split(books, folder, megabytes):
@@ -96,7 +76,10 @@ def printed_by(*command):
 
 
 def run(name, argv, seed, tokens, length, args):
-    """The Outcome of one run of train.py. argv: config file and options. length: more options. args: of the series."""
+    """One run of train.py, as a row of the CSV file.
+
+    argv: config file and options. length: more options. args: of the series.
+    """
     start, test_loss = time.perf_counter(), math.nan
     options = [f"--{key}={value}" for key, value in dict(length, seed=seed, keep=1, name=FOLDER.name).items()]
     try:
@@ -110,27 +93,28 @@ def run(name, argv, seed, tokens, length, args):
     finally:
         shutil.rmtree(FOLDER, ignore_errors=True)
     rates = [record["tokens_per_second"] for record in reports]
-    return Outcome(
-        name, seed, tokens, losses[-1]["val_loss"] or math.nan, losses[-1]["val_bpb"] or math.nan, test_loss,
-        seconds, statistics.median(rates[len(rates) // 2 :]),
-        reports[-1]["tflops"] / reports[-1]["tokens_per_second"] * 1e3, shlex.join(argv), **machine(),
-    )  # fmt: skip
-
-
-def read_outcomes(path):
-    """The Outcomes of a CSV file."""
-    if not path.exists():
-        return []
-    kinds = Outcome.__annotations__
-    with open(path, newline="") as file:
-        return [Outcome(**{name: kinds[name](value) for name, value in row.items()}) for row in csv.DictReader(file)]
+    return dict(
+        name=name,
+        seed=seed,
+        tokens=tokens,  # trained on
+        loss=losses[-1]["val_loss"] or math.nan,  # nats per token on the development books, at the end
+        bits=losses[-1]["val_bpb"] or math.nan,  # per byte, on the same
+        test=test_loss,  # nats per token on the test books; NaN without --test
+        seconds=seconds,  # of the whole process
+        rate=statistics.median(rates[len(rates) // 2 :]),  # tokens per second
+        gflops=reports[-1]["tflops"] / reports[-1]["tokens_per_second"] * 1e3,  # per token, forward and backward
+        command=shlex.join(argv),  # options of train.py
+        **machine(),
+    )
 
 
 def series(args):
     """All runs of a file of changes, or those for which --seconds leaves time, and their table."""
     start, longest, shown = time.perf_counter(), 0.0, []
-    done = [x for x in read_outcomes(args.csv) if not (args.test and math.isnan(x.test))]
-    done = {(x.name, x.seed, x.tokens, x.command): x for x in done}
+    done = {}
+    for row in rows_of(args.csv):
+        if not (args.test and math.isnan(float(row["test"]))):
+            done[row["name"], int(row["seed"]), int(row["tokens"]), row["command"]] = row
     for seed, (name, options) in product(args.seeds, args.changes.items()):
         argv = [args.base, *args.options, *options]
         config = load_config(argv)  # a mistake shows before the run
@@ -142,27 +126,28 @@ def series(args):
             steps = max(1, round(args.tokens / config.batch_size / config.block_size))
             tokens = steps * config.batch_size * config.block_size
             length = dict(steps=steps, eval_every=steps, log_every=max(1, steps // 100))
-        outcome = done.get((name, seed, tokens, shlex.join(argv)))
-        if outcome is None:
+        row = done.get((name, seed, tokens, shlex.join(argv)))
+        if row is None:
             if time.perf_counter() - start + longest > args.seconds:
                 print(f"{name} seed {seed}: no time is left", flush=True)
                 continue
             try:
-                outcome = run(name, argv, seed, tokens, length, args)
+                row = run(name, argv, seed, tokens, length, args)
             except subprocess.CalledProcessError as error:
                 print(f"{name} seed {seed}: {error.stderr[-2000:]}", flush=True)
                 continue
-            head = [] if args.csv.exists() else [Outcome._fields]
+            head = [] if args.csv.exists() else [row]
             with open(args.csv, "a", newline="") as file:
-                csv.writer(file, lineterminator="\n").writerows([*head, outcome])
-            longest = max(longest, outcome.seconds)
-        shown.append(outcome)
-        print(f"{name} seed {seed}: loss {outcome.loss:.4f}, {outcome.seconds:.1f} s", flush=True)
-    print(f"\n{markdown(means(outcome._asdict() for outcome in shown), [args.csv.stem])}")
+                csv.writer(file, lineterminator="\n").writerows([*head, row.values()])
+            longest = max(longest, row["seconds"])
+        shown.append(row)
+        print(f"{name} seed {seed}: loss {float(row['loss']):.4f}, {float(row['seconds']):.1f} s", flush=True)
+    if shown:
+        print(f"\n{markdown(means(shown), [args.csv.stem])}")
 
 
 def main(argv):
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = harness.parser(__doc__)
     if argv[:1] == ["split"]:
         parser.add_argument("split")
         parser.add_argument("books", type=Path)

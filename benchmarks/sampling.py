@@ -10,15 +10,15 @@ a 1,000-token prompt, for ours) and attention. All sample with temperature 0.8 f
 attention are timed as CUDA graphs, without the host's work, over copies of the cache, more than the L2 cache can hold.
 """
 
-import argparse
 import itertools
 import statistics
 from functools import partial
 from runpy import run_path
 from types import SimpleNamespace
 
+import harness
 import torch
-from harness import DEVICE, machine, sdpa, seconds_of, table
+from harness import DEVICE, sdpa, seconds_of, table
 from torch.nn.attention import SDPBackend
 from triton.testing import do_bench_cudagraph
 
@@ -143,13 +143,12 @@ def attention_rows(sizes):
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = harness.parser(__doc__)
     parser.add_argument("--parts", nargs="+", default=["text", "attention"], choices=["text", "attention"])
     parser.add_argument("--transformers", action="store_true", help="also time Hugging Face's GPT-2")
     parser.add_argument("--nanogpt", help="a checkout of nanoGPT, timed in the same process")
     parser.add_argument("--small", action="store_true", help="sizes for a CPU")
     args = parser.parse_args()
-    print(*machine().values(), sep=", ")
     sizes, others = SMALL if args.small else GPT2, {}
     if args.transformers:
         others["Transformers"] = transformers_generate(sizes)

@@ -13,7 +13,7 @@ from bisect import bisect
 from dataclasses import asdict
 
 import torch
-from harness import DEVICE, FOLDER, machine, seconds_of, synchronize, table
+from harness import DEVICE, FOLDER, seconds_of, synchronize, table
 from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
 
@@ -128,7 +128,6 @@ def show_parts(recorded, whole, options, rates):
     least["whole step"] = sum(least.values())
     rows = [[part, f"{ms:.2f}", f"{least.get(part, 0):.2f}"] for part, ms in spent.items()]
     memory = torch.cuda.max_memory_allocated()  # 0 without a GPU
-    print(*machine().values(), sep=", ")
     table(["part", "ms", "floor"], [*rows, ["peak memory, GB", f"{memory / 1e9:.2f}", ""]])
 
 

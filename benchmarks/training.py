@@ -13,7 +13,6 @@ runs/bench-JOB. With --whole the table also has the best loss, the seconds of th
 step:seconds:loss of each evaluation.
 """
 
-import argparse
 import math
 import os
 import pickle
@@ -29,8 +28,9 @@ from pathlib import Path
 from statistics import median
 from typing import NamedTuple
 
+import harness
 import numpy as np
-from harness import ROOT, machine, table
+from harness import ROOT, table
 
 from benchmarks.draw import mean_and_deviation
 from data.corpus import open_corpus
@@ -127,7 +127,7 @@ def run(command, folder, job, whole, caches):
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = harness.parser(__doc__)
     parser.add_argument("--text", type=Path, required=True, help="tiny Shakespeare, or other text for GPT-2")
     parser.add_argument("--ranks", type=Path, help="r50k_base.tiktoken; without it, it is downloaded")
     parser.add_argument("--nanogpt", type=Path, help="a checkout of nanoGPT, run by turns with ours")
@@ -170,7 +170,6 @@ def main():
             rows.append([name, trainer, state, target, *cells, *([outcomes[-1].curve] if args.whole else [])])
         if not args.whole:
             shutil.rmtree(ROOT / "runs" / folder_name)
-    print("", *machine().values())
     whole = ["best loss", "s in all", "curve"] if args.whole else []
     table(["job", "trainer", "caches", "target", "ms a step", "s to the target", *whole], rows)
 
