@@ -19,8 +19,7 @@ import sys
 import time
 from pathlib import Path
 
-import harness
-from harness import ROOT, machine, save
+from harness import ROOT, command_line, machine, save
 
 from benchmarks import draw
 
@@ -95,7 +94,7 @@ def measure(part, paths):
 
 
 def main():
-    parser = harness.parser(__doc__)
+    parser = command_line(__doc__)
     parser.add_argument("parts", nargs="*", metavar="PART")
     parser.add_argument("--list", action="store_true")
     for name in ("text", "books", "ranks", "nanogpt"):

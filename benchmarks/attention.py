@@ -10,17 +10,15 @@ causal mask shows half of all pairs.
 """
 
 import contextlib
-import math
 import statistics
 from functools import partial
-from itertools import product
+from itertools import accumulate, product
 from pathlib import Path
 from timeit import repeat
 from typing import NamedTuple
 
-import harness
 import torch
-from harness import DEVICE, machine, milliseconds, save, sdpa, synchronize, table
+from harness import DEVICE, command_line, machine, milliseconds, save, sdpa, synchronize, table
 from torch.nn.attention import SDPBackend
 
 from attention import attention
@@ -81,7 +79,7 @@ def document_starts(cell):
     while sum(lengths) < TOKENS:
         lengths.append(int(torch.randint(mean // 2, mean * 3 // 2, (1,), generator=generator)))
     lengths[-1] -= sum(lengths) - TOKENS
-    return torch.tensor([0, *torch.tensor(lengths).cumsum(0).tolist()], dtype=torch.int32, device=DEVICE)
+    return torch.tensor([0, *accumulate(lengths)], dtype=torch.int32, device=DEVICE)
 
 
 # Each of these returns a function of q, k, v [B, T, H, D]; NotImplementedError says what it cannot compute.
@@ -89,8 +87,7 @@ def document_starts(cell):
 
 def ours(impl, cell, starts):
     packed = {} if starts is None else dict(cu_seqlens=starts, max_seqlen=int(starts.diff().max()))
-    options = dict(causal=cell.causal, window=cell.window, impl=impl, **packed)
-    return partial(attention, **options)
+    return partial(attention, causal=cell.causal, window=cell.window, impl=impl, **packed)
 
 
 def pytorch(backend, cell, starts):
@@ -228,16 +225,16 @@ def overhead(names):
             _, ways = directions(IMPLEMENTATIONS[name](cell, None), (q, k, v), torch.randn_like(q))
             ways["backward"]()
             calls[name] = ways
-    least = dict.fromkeys(product(("forward", "backward"), calls), math.inf)
-    for _, (way, name) in product(range(10), least):
-        median = statistics.median(repeat(calls[name][way], synchronize, repeat=50, number=1))
-        least[way, name] = min(least[way, name], 1e6 * median)
-    rows = ([way, *(f"{least[way, name]:.0f}" for name in calls)] for way in ("forward", "backward"))
+    medians = {key: [] for key in product(("forward", "backward"), calls)}
+    for _, (way, name) in product(range(10), medians):
+        seconds = repeat(calls[name][way], synchronize, repeat=50, number=1)
+        medians[way, name].append(statistics.median(seconds))
+    rows = ([way, *(f"{1e6 * min(medians[way, name]):.0f}" for name in calls)] for way in ("forward", "backward"))
     table(["pass", *(f"{name}, us" for name in calls)], rows)  # "triton" is the column of its version
 
 
 def main():
-    parser = harness.parser(__doc__)
+    parser = command_line(__doc__)
     parser.add_argument("--cells", nargs="+", default=[""], help="parts of panel names")
     parser.add_argument("--implementations", nargs="+", default=list(IMPLEMENTATIONS), choices=IMPLEMENTATIONS)
     parser.add_argument("--csv", type=Path, help="write to this file")

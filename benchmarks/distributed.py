@@ -19,13 +19,11 @@ import time
 from pathlib import Path
 from statistics import median
 
-import harness
-from harness import FOLDER, ROOT, table
+from harness import FOLDER, ROOT, command_line, table
 
 from training.curves import read_metrics
 
 REPORTS, SECONDS = 6, 200  # of a run, before it is killed
-HEAD = ["run", "GPUs", "ms a step", "tokens/s", "of linear", "GB per GPU"]
 TEXT = dict(
     data="text", input=ROOT / "data/play.txt", tokenizer="bytes", vocab_size=50304, block_size=1024, warmup_steps=10,
     learning_rate=3e-4, min_learning_rate=3e-5, compile="blocks", steps=10**6, eval_every=10**6, eval_batches=1,
@@ -98,13 +96,13 @@ def rows(args, cases):
 
 
 def main():
-    parser = harness.parser(__doc__)
+    parser = command_line(__doc__)
     parser.add_argument("--gpus", type=int, nargs="+", default=[1, 2, 4])
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=PARTS)
     parser.add_argument("--small", action="store_true", help="tiny networks on a CPU, to try this script")
     args = parser.parse_args()
     for name in args.parts:
-        table(HEAD, rows(args, PARTS[name]))
+        table(["run", "GPUs", "ms a step", "tokens/s", "of linear", "GB per GPU"], rows(args, PARTS[name]))
 
 
 if __name__ == "__main__":

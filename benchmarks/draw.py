@@ -147,25 +147,26 @@ def curve(row):
 
 
 def books():
-    """Losses of GPT-2 on books, at every second evaluation if there are many."""
+    """Losses of GPT-2 on books, at every second evaluation."""
     table = []
     for row in read("books"):
-        points = curve(row)
-        chosen = points[:: 2 if len(points) > 6 else 1]
-        losses = {f"step {step:,}": f"{loss:.3f}" for step, _, loss in chosen}
+        losses = {f"step {step:,}": f"{loss:.3f}" for step, _, loss in curve(row)[::2]}
         table.append({"validation loss": row["trainer"]} | losses | row)
     return markdown(table, ["books"], hide=(*HIDDEN, "trainer", "best loss"))
 
 
 def steps():
     """Parts of a step of two networks, side by side."""
-    names, table = ["step_gpt2", "step_char"], {}
-    heads = [("GPT-2, 32 x 1,024 tokens", "floor, GPT-2"), ("shakespeare_char, 64 x 256 tokens", "floor, char")]
-    for name, (text, floor) in zip(names, heads, strict=True):
+    columns = {
+        "step_gpt2": ("GPT-2, 32 x 1,024 tokens", "floor, GPT-2"),
+        "step_char": ("shakespeare_char, 64 x 256 tokens", "floor, char"),
+    }
+    table = {}
+    for name, (text, floor) in columns.items():
         for row in read(name):
-            cells = {text: row.pop("ms"), floor: row.pop("floor")}
-            table[row["part"]] = table.get(row["part"], {"part": row["part"]}) | cells | row
-    return markdown(list(table.values()), names)
+            cells = table.setdefault(row["part"], row)
+            cells[text], cells[floor] = row["ms"], row["floor"]
+    return markdown(list(table.values()), columns, hide=("ms", "floor"))
 
 
 # name of a marker -> what draws its table; other names are those of CSV files

@@ -35,7 +35,7 @@ def machine():
     return dict(chip=chip, commit=commit, torch=torch.__version__, triton=version("triton"))
 
 
-def parser(doc):
+def command_line(doc):
     """For the command line of a script whose docstring is its --help."""
     return argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
 

@@ -24,8 +24,7 @@ import time
 from itertools import product
 from pathlib import Path
 
-import harness
-from harness import FOLDER, ROOT, machine
+from harness import FOLDER, ROOT, command_line, machine
 
 from benchmarks.draw import markdown, means, rows_of
 from errors import command, require
@@ -44,8 +43,10 @@ def split(books, folder, megabytes):
     this order, up to this size.
     """
     paths = [path for path in books.rglob("*") if path.suffix.lower() in SUFFIXES and path.stat().st_size]
-    names = {path: path.relative_to(books).as_posix().encode() for path in paths}
-    places = {path: int.from_bytes(hashlib.sha256(name).digest()[:8]) for path, name in names.items()}
+    places = {}
+    for path in paths:
+        name = path.relative_to(books).as_posix()
+        places[path] = int.from_bytes(hashlib.sha256(name.encode()).digest()[:8])
     require(places, f"{books} has no books; their names must end in {' or '.join(SUFFIXES)}")
     (folder / "train").mkdir(parents=True)
     taken, room = {"train": [], "test": []}, megabytes * 1e6
@@ -147,7 +148,7 @@ def series(args):
 
 
 def main(argv):
-    parser = harness.parser(__doc__)
+    parser = command_line(__doc__)
     if argv[:1] == ["split"]:
         parser.add_argument("split")
         parser.add_argument("books", type=Path)

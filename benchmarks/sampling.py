@@ -16,9 +16,8 @@ from functools import partial
 from runpy import run_path
 from types import SimpleNamespace
 
-import harness
 import torch
-from harness import DEVICE, sdpa, seconds_of, table
+from harness import DEVICE, command_line, sdpa, seconds_of, table
 from torch.nn.attention import SDPBackend
 from triton.testing import do_bench_cudagraph
 
@@ -30,7 +29,6 @@ from weights import to_bfloat16
 L2_BYTES = 2**28  # several times the L2 cache of any GPU
 ON_GPU = DEVICE == "cuda"
 DTYPE = torch.bfloat16
-BACKENDS = SDPBackend.FLASH_ATTENTION, SDPBackend.CUDNN_ATTENTION
 
 # prompt, long_prompt, new: tokens. contexts: of decode(). repeats: of generation.
 GPT2 = SimpleNamespace(
@@ -46,23 +44,24 @@ HEADS = {
 }  # fmt: skip
 
 
-def prompts(batch, length, vocabulary):
-    return torch.randint(vocabulary, (batch, length), generator=torch.Generator().manual_seed(1))
+def prompts(sizes, batch, length):
+    generator = torch.Generator().manual_seed(1)
+    return torch.randint(sizes.model["vocab_size"], (batch, length), generator=generator)
 
 
 def time_ours(sizes, batch):
     """Medians: new tokens per second with and without the prompt's time, seconds to the long prompt's first token."""
-    vocabulary = sizes.model["vocab_size"]
     model = to_bfloat16(GPT(GPTConfig(**sizes.model))).to(DEVICE).eval()
-    generator = Generator(model, SimpleNamespace(n_vocab=vocabulary), batch)  # tokens() needs no more of a tokenizer
-    texts = prompts(batch, sizes.prompt, vocabulary).tolist()
-    long_texts = prompts(1, sizes.long_prompt, vocabulary).tolist() * batch
+    tokenizer = SimpleNamespace(n_vocab=sizes.model["vocab_size"])  # tokens() needs no more of it
+    generator = Generator(model, tokenizer, batch)
+    texts = prompts(sizes, batch, sizes.prompt).tolist()
+    long_texts = prompts(sizes, 1, sizes.long_prompt).tolist() * batch
     generator.warm_up()
     found = []
     for _ in range(1 + sizes.repeats):
         tokens = generator.tokens(texts, sizes.new)
-        first = seconds_of(lambda tokens=tokens: next(tokens))
-        rest = seconds_of(lambda tokens=tokens: list(tokens))
+        first = seconds_of(partial(next, tokens))
+        rest = seconds_of(partial(list, tokens))
         long_first = seconds_of(lambda: next(generator.tokens(long_texts, 1)))
         found.append((batch * sizes.new / (first + rest), batch * (sizes.new - 1) / rest, long_first))
     return [statistics.median(values) for values in zip(*found[1:], strict=True)]  # the first run warms up
@@ -70,7 +69,7 @@ def time_ours(sizes, batch):
 
 def time_generate(generate, sizes, batch):
     """New tokens per second, with the time of the prompt, of generate(prompts, new tokens)."""
-    given = prompts(batch, sizes.prompt, sizes.model["vocab_size"]).to(DEVICE)
+    given = prompts(sizes, batch, sizes.prompt).to(DEVICE)
     generate(given, 8)  # to warm up
     return batch * sizes.new / seconds_of(lambda: generate(given, sizes.new))  # once: it takes seconds
 
@@ -132,9 +131,11 @@ def attention_rows(sizes):
         q = torch.randn(batch, 1, heads, dim, device=DEVICE, dtype=DTYPE)
         caches = torch.randn(copies, 2, batch, context, kv_heads, dim, device=DEVICE, dtype=DTYPE)
         lengths = torch.full((batch,), context, dtype=torch.int32, device=DEVICE)
-        flash, cudnn = (partial(sdpa, backend, q) for backend in BACKENDS)
+        ours = partial(decode, q, lengths=lengths)
+        flash = partial(sdpa, SDPBackend.FLASH_ATTENTION, q)
+        cudnn = partial(sdpa, SDPBackend.CUDNN_ATTENTION, q)
         rates = []
-        for call in (lambda k, v, q=q, lengths=lengths: decode(q, k, v, lengths), flash, cudnn):
+        for call in (ours, flash, cudnn):
             try:
                 rates.append(f"{size / graph_seconds([partial(call, *cache) for cache in caches]) / 1e9:,.0f}")
             except RuntimeError:
@@ -143,7 +144,7 @@ def attention_rows(sizes):
 
 
 def main():
-    parser = harness.parser(__doc__)
+    parser = command_line(__doc__)
     parser.add_argument("--parts", nargs="+", default=["text", "attention"], choices=["text", "attention"])
     parser.add_argument("--transformers", action="store_true", help="also time Hugging Face's GPT-2")
     parser.add_argument("--nanogpt", help="a checkout of nanoGPT, timed in the same process")

@@ -10,7 +10,6 @@ import shutil
 import sys
 import time
 from bisect import bisect
-from dataclasses import asdict
 
 import torch
 from harness import DEVICE, FOLDER, seconds_of, synchronize, table
@@ -52,7 +51,7 @@ def parts_of(names):
     return parts
 
 
-def floors(options, copy_rate, matmul_rate):
+def floors(config, copy_rate, matmul_rate):
     """{part: the least milliseconds} of a step of N tokens at rates in bytes and FLOP per second.
 
     For a GPT with GPT-2's options, in bfloat16 with float32 weights, and an activation inside the matmuls. Other
@@ -68,8 +67,8 @@ def floors(options, copy_rate, matmul_rate):
         optimizer and clipping  32 P bytes: gradients are read twice, weights and two moments read and written
         casts and copies        12 W + 6 V C bytes: weights to bfloat16, and gradients of W back to float32
     """
-    L, C, T, V = (options[name] for name in ("n_layer", "n_embd", "block_size", "vocab_size"))
-    N, W = options["batch_size"] * T, 12 * L * C**2
+    L, C, T, V = config.n_layer, config.n_embd, config.block_size, config.vocab_size
+    N, W = config.batch_size * T, 12 * L * C**2
     flop, byte = 1000 / matmul_rate, 1000 / copy_rate
     return {
         "attention": 14 * C * L * N * T / 2 * flop,
@@ -86,11 +85,12 @@ def measured_rates():
     size = 8192 if DEVICE == "cuda" else 256
     a, b, c = (torch.randn(size, size, device=DEVICE).bfloat16() for _ in range(3))
     source, target = (torch.zeros(size, 8 * size, device=DEVICE) for _ in range(2))
-    copy, matmul = (
-        min(seconds_of(lambda call=call: [call() for _ in range(100)]) for _ in range(2)) / 100
-        for call in (lambda: target.copy_(source), lambda: torch.mm(a, b, out=c))
-    )
-    return 2 * source.nbytes / copy, 2 * size**3 / matmul
+
+    def seconds(call):
+        return min(seconds_of(lambda: [call() for _ in range(100)]) for _ in range(2)) / 100
+
+    copy_rate = 2 * source.nbytes / seconds(lambda: target.copy_(source))
+    return copy_rate, 2 * size**3 / seconds(lambda: torch.mm(a, b, out=c))
 
 
 def watched(run_step, config, rates):
@@ -107,15 +107,15 @@ def watched(run_step, config, rates):
             recorded.start()
         if calls == 3 * STEPS:
             recorded.stop()
-            show_parts(recorded, 1000 * (clock[1] - clock[0]) / STEPS, asdict(config), rates)
+            show_parts(recorded, 1000 * (clock[1] - clock[0]) / STEPS, config, rates)
             sys.exit()
         return run_step(micro_batches)
 
     return run
 
 
-def show_parts(recorded, whole, options, rates):
-    """Print the table of STEPS recorded steps. whole: milliseconds of a step. options: of the run. rates: measured."""
+def show_parts(recorded, whole, config, rates):
+    """Print the table of STEPS recorded steps. whole: milliseconds of a step. rates: measured."""
     kernels = sorted(
         (event for event in recorded.events() if event.device_type == DeviceType.CUDA and not event.is_user_annotation),
         key=lambda event: event.time_range.start,
@@ -124,7 +124,7 @@ def show_parts(recorded, whole, options, rates):
     for part, kernel in zip(parts_of([kernel.name for kernel in kernels]), kernels, strict=True):
         spent[part] += kernel.time_range.elapsed_us() / 1000 / STEPS
     spent |= {"gaps": whole - sum(spent.values()), "whole step": whole}
-    least = floors(options, *rates)
+    least = floors(config, *rates)
     least["whole step"] = sum(least.values())
     rows = [[part, f"{ms:.2f}", f"{least.get(part, 0):.2f}"] for part, ms in spent.items()]
     memory = torch.cuda.max_memory_allocated()  # 0 without a GPU

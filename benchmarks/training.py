@@ -28,9 +28,8 @@ from pathlib import Path
 from statistics import median
 from typing import NamedTuple
 
-import harness
 import numpy as np
-from harness import ROOT, table
+from harness import ROOT, command_line, table
 
 from benchmarks.draw import mean_and_deviation
 from data.corpus import open_corpus
@@ -126,8 +125,54 @@ def run(command, folder, job, whole, caches):
     return Outcome(ms, to_target, min(losses), seconds, " ".join(curve))
 
 
+def commands(name, run_folder, args, scratch):
+    """{trainer: (its command, the folder it runs in)} of a job; ours without the seed."""
+    job, text, tokenizer = JOBS[name], args.text.resolve(), JOBS[name].tokenizer
+    if tokenizer == "gpt2" and args.ranks:
+        tokenizer = f"gpt2:{args.ranks.resolve()}"
+    ours = [
+        "train.py", *job.ours.split(), "--data=text", f"--input={text}", f"--tokenizer={tokenizer}",
+        f"--name={run_folder.name}", *(SMALL.split() if args.small else []),
+    ]  # fmt: skip
+    trainers = {"Kestrel": (ours, ROOT)}
+    if args.options:
+        trainers[shlex.join(args.options)] = [*ours, *args.options], ROOT
+    if args.nanogpt and job.nanogpt:
+        folder = Path(scratch) / name
+        shutil.copytree(args.nanogpt, folder, ignore=shutil.ignore_patterns(".git", "data", "out*"))
+        nanogpt_data(folder / "data" / "bench", open_corpus("text", tokenizer, text))
+        trainers["nanoGPT"] = ["train.py", *job.nanogpt.split(), "--dataset=bench"], folder
+    return trainers
+
+
+def job_rows(name, args, scratch):
+    """Run a job's trainers by turns, and return their rows of the table."""
+    job, run_folder = JOBS[name], ROOT / "runs" / f"bench-{'small' if args.small else name}"
+    trainers = commands(name, run_folder, args, scratch)
+    found = {trainer: [] for trainer in trainers}
+    for number, (trainer, (command, folder)) in product(range(args.rounds), trainers.items()):
+        if folder == ROOT:  # nanoGPT's seed is fixed
+            command = [*command, f"--seed={1337 + number}"]
+            shutil.rmtree(run_folder, ignore_errors=True)
+        cache = tempfile.mkdtemp(dir=scratch)
+        caches = dict(TORCHINDUCTOR_CACHE_DIR=cache, TRITON_CACHE_DIR=cache + "/triton") if args.cold else {}
+        found[trainer].append(run(command, folder, job, args.whole, caches))
+        print(name, trainer, found[trainer][-1], flush=True)
+    if not args.whole:
+        shutil.rmtree(run_folder)
+    rows = []
+    for trainer, outcomes in found.items():
+        numbers = [outcome[: 4 if args.whole else 2] for outcome in outcomes]
+        cells = [mean_and_deviation(values) for values in zip(*numbers, strict=True)]
+        if args.whole:
+            cells.append(outcomes[-1].curve)
+        target = f"{job.target} {job.unit}" if job.target else ""
+        rows.append([name, trainer, "empty" if args.cold else "full", target, *cells])
+    return rows
+
+
 def main():
-    parser = harness.parser(__doc__)
+    parser = command_line(__doc__)
     parser.add_argument("--text", type=Path, required=True, help="tiny Shakespeare, or other text for GPT-2")
     parser.add_argument("--ranks", type=Path, help="r50k_base.tiktoken; without it, it is downloaded")
     parser.add_argument("--nanogpt", type=Path, help="a checkout of nanoGPT, run by turns with ours")
@@ -138,38 +183,10 @@ def main():
     parser.add_argument("--cold", action="store_true", help="begin each run with empty caches of compiled kernels")
     parser.add_argument("--small", action="store_true", help="networks that a CPU trains, to try this script")
     args = parser.parse_args()
-    text, rows, scratch = args.text.resolve(), [], tempfile.TemporaryDirectory()
-    for name in args.jobs:
-        job = JOBS[name]
-        tokenizer = f"gpt2:{args.ranks.resolve()}" if job.tokenizer == "gpt2" and args.ranks else job.tokenizer
-        ours = [*job.ours.split(), "--data=text", f"--input={text}", f"--tokenizer={tokenizer}"]
-        folder_name = f"bench-{'small' if args.small else name}"
-        ours += [f"--name={folder_name}", "--seed=SEED", *(SMALL.split() if args.small else [])]
-        trainers = {"Kestrel": (["train.py", *ours], ROOT)}
-        if args.options:
-            trainers[shlex.join(args.options)] = (["train.py", *ours, *args.options], ROOT)
-        if args.nanogpt and job.nanogpt:
-            folder = Path(scratch.name) / name
-            shutil.copytree(args.nanogpt, folder, ignore=shutil.ignore_patterns(".git", "data", "out*"))
-            nanogpt_data(folder / "data" / "bench", open_corpus("text", tokenizer, text))
-            trainers["nanoGPT"] = (["train.py", *job.nanogpt.split(), "--dataset=bench"], folder)
-        found = {trainer: [] for trainer in trainers}
-        for number, (trainer, (command, folder)) in product(range(args.rounds), trainers.items()):
-            command = [flag.replace("SEED", f"{1337 + number}") for flag in command]  # nanoGPT's is fixed
-            if folder == ROOT:
-                shutil.rmtree(ROOT / "runs" / folder_name, ignore_errors=True)
-            cache = tempfile.mkdtemp(dir=scratch.name)
-            caches = dict(TORCHINDUCTOR_CACHE_DIR=cache, TRITON_CACHE_DIR=cache + "/triton") if args.cold else {}
-            found[trainer].append(run(command, folder, job, args.whole, caches))
-            print(name, trainer, found[trainer][-1], flush=True)
-        for trainer, outcomes in found.items():
-            numbers = [outcome[: 4 if args.whole else 2] for outcome in outcomes]
-            cells = [mean_and_deviation(values) for values in zip(*numbers, strict=True)]
-            state = "empty" if args.cold else "full"
-            target = f"{job.target} {job.unit}" if job.target else ""
-            rows.append([name, trainer, state, target, *cells, *([outcomes[-1].curve] if args.whole else [])])
-        if not args.whole:
-            shutil.rmtree(ROOT / "runs" / folder_name)
+    rows = []
+    with tempfile.TemporaryDirectory() as scratch:
+        for name in args.jobs:
+            rows += job_rows(name, args, scratch)
     whole = ["best loss", "s in all", "curve"] if args.whole else []
     table(["job", "trainer", "caches", "target", "ms a step", "s to the target", *whole], rows)
 
