@@ -72,11 +72,10 @@ def hasten_interpreter():
         patched.add(module)
         return scope
 
-    if hasattr(interpreter, "_LangPatchScope"):  # other versions of Triton work differently
-        interpreter._patch_lang = patch_lang
-    options = interpreter.interpreter_builder.options
-    if hasattr(options, "sanitize_overflow") and not options.debug:
-        interpreter.interpreter_builder.options = dataclasses.replace(options, sanitize_overflow=False)
+    interpreter._patch_lang = patch_lang
+    builder = interpreter.interpreter_builder
+    if not builder.options.debug:
+        builder.options = dataclasses.replace(builder.options, sanitize_overflow=False)
 
 
 if not torch.cuda.is_available() and find_spec("triton"):
