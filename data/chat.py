@@ -82,10 +82,6 @@ def read_messages(messages):
     return turns
 
 
-def is_messages(value):
-    return isinstance(value, list) and bool(value) and isinstance(value[0], dict) and not KEYS.isdisjoint(value[0])
-
-
 def conversation_of(row, fields):
     """A row as a document: its turns, [[token of the role, text], ...], in JSON."""
     require(isinstance(row, dict), f"it is no JSON object; write {FORM}")

@@ -5,14 +5,14 @@ import os
 import shutil
 import sys
 from contextlib import suppress
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import tiktoken
 
 from data.build import VERSION, Options, build, read_manifest, write_manifest
 from data.chat import turns_of, with_turns
-from data.documents import BadRecord, flags
+from data.documents import BadRecord
 from data.external import index_tokens
 from data.files import data_folder, lock_file
 from data.hub import DATASETS, HUB
@@ -49,38 +49,31 @@ def open_corpus(name, tokenizer_spec, input=None, *, sha256=None, verify=False):
     """
     if sha256 and (corpus := _find_tokens(sha256, tokenizer_spec, verify)):
         return corpus
+    place = f" --input {quote(input)}" if input else ""
+    command = f"python -m data.prepare {name}{place} --tokenizer {quote(tokenizer_spec)}"
+    exists = input and Path(input).exists()
     folder, reason = corpus_folder(name, tokenizer_spec, input), "it is not prepared yet"
-    manifest = read_manifest(folder)
-    if manifest:
+    if manifest := read_manifest(folder):
         try:
             corpus = load_corpus(folder, manifest, verify)
-            exists = input and Path(input).exists()  # a prepared text may be deleted
+            # a prepared text may be deleted
             if not exists or find_source(name, input).sha256 == manifest["request"]["source_sha256"]:
                 if corpus.source == PLAY:
-                    remedy = f"python -m data.prepare shakespeare --tokenizer {quote(tokenizer_spec)}"
-                    print(f"NOTICE: this is {PLAY}; {remedy} downloads tiny Shakespeare", file=sys.stderr)
+                    print(f"NOTICE: this is {PLAY}; {command} downloads tiny Shakespeare", file=sys.stderr)
                 return corpus
             reason = "its files have changed"
         except UserError as error:
             reason = str(error)
-    elif manifest := read_manifest(_unfinished(folder)):
-        reason = "its preparation was interrupted"
-    elif input:  # with another tokenizer it may be prepared by data.prepare, which has more options than train.py
-        others = folder.parent.glob(f"{name}-*-{_digest(input)}*/manifest.json")
-        manifest = next(filter(None, (read_manifest(path.parent) for path in sorted(others))), None)
     if name in DATASETS or str(input).startswith(HUB):
-        words = name if name in DATASETS else f"{name} --input {quote(input)}"
-        remedy = f"python -m data.prepare {words} --tokenizer {quote(tokenizer_spec)} (--tokens 1B prepares a part)"
-        raise UserError(f"{name} cannot be used: {reason}; type {remedy}")
-    require(not input or Path(input).exists(), f"{input} does not exist; check --input")
-    options = Options(**manifest["request"]["options"]) if manifest else Options()
-    print(f"tokenizing {name} with {tokenizer_spec}{_typed(options)}: {reason}", file=sys.stderr)
+        raise UserError(f"{name} cannot be used: {reason}; type {command} (--tokens 1B prepares a part)")
+    require(not input or exists, f"{input} does not exist; check --input")
+    options = _last_options(folder, name, input)
+    changes = _differences(asdict(options), asdict(Options()))
+    print(f"tokenizing {name} with {tokenizer_spec}{changes and f', {changes}'}: {reason}", file=sys.stderr)
     try:
         return prepare(name, tokenizer_spec, input, options)
     except BadRecord as error:
-        words = f"python -m data.prepare {name} --input {quote(input)} --tokenizer {quote(tokenizer_spec)}"
-        force = " --force" if manifest else ""
-        raise UserError(f"{error.sentence} by {words}{_typed(replace(options, **error.options))}{force}") from None
+        raise UserError(f"{error} to {command}") from None
 
 
 def prepare(name, tokenizer_spec, input=None, options=None, threads=None, replace=True):
@@ -121,10 +114,18 @@ def prepare(name, tokenizer_spec, input=None, options=None, threads=None, replac
         lock.release()
 
 
-def _typed(options):
-    """The options that are not the defaults, as they are typed, after a blank."""
-    found = flags({k: v for k, v in asdict(options).items() if v != getattr(Options, k)})
-    return found and f" {found}"
+def _last_options(folder, name, input):
+    """The Options with which this text was last prepared, if only in part or for another tokenizer."""
+    others = sorted(folder.parent.glob(f"{name}-*-{_digest(input)}*")) if input else []
+    for path in (folder, _unfinished(folder), *others):
+        if manifest := read_manifest(path):
+            return Options(**manifest["request"]["options"])
+    return Options()
+
+
+def _differences(options, others):
+    """The options, as text, that have another value in `others`."""
+    return ", ".join(f"{name}={value}" for name, value in options.items() if value != others.get(name, value))
 
 
 def _unfinished(folder):
@@ -135,8 +136,8 @@ def _unfinished(folder):
 def _require_options(folder, options):
     """UserError if a folder has tokens that were prepared with other options."""
     if manifest := read_manifest(folder):
-        tokens, old = sum(manifest[split]["tokens"] for split in SPLITS), manifest["request"]["options"]
-        others = ", ".join(f"{name}={value}" for name, value in old.items() if value != options.get(name, value))
+        tokens = sum(manifest[split]["tokens"] for split in SPLITS)
+        others = _differences(manifest["request"]["options"], options)
         remedy = "replace them with --force, or keep both by setting GPT_DATA to another folder"
         require(not (tokens and others), f"{folder} has {tokens:,} tokens, prepared with {others}; {remedy}")
 
@@ -175,18 +176,23 @@ def _digest(input):
 
 def load_corpus(folder, manifest, verify=False):
     """The Corpus that a manifest describes; UserError if a shard is missing or has another size or, verify, sha256."""
-    splits, tokenizer = [], from_state(manifest["tokenizer"])
-    sizes = "{:,} for training and {:,} for validation".format(*(manifest[split]["tokens"] for split in SPLITS))
+    tokenizer, splits = from_state(manifest["tokenizer"]), []
     turns = turns_of(tokenizer) if manifest.get("chat") else None
-    for split, use in zip(SPLITS, ("training", "validation"), strict=True):
-        entry, arrays, about = manifest[split], [], f"the {use} split ({sizes})"
+    for split in SPLITS:
+        entry, arrays = manifest[split], []
         for shard in entry["shards"]:
             path = folder / shard["file"]
             arrays.append(map_shard(path, manifest["dtype"], shard["tokens"], shard.get("offset", HEADER_BYTES)))
             require(not verify or file_sha256(path) == shard["sha256"], f"{path} is damaged: its sha256 is another")
-        splits.append(Tokens(tuple(arrays), entry["documents"], entry["text_bytes"], turns, about))
-    source, bad_lines = manifest["request"]["source"], manifest.get("bad", 0)
-    return Corpus(*splits, tokenizer, folder, _tokens_sha256(manifest), source, bad_lines)
+        splits.append(Tokens(tuple(arrays), entry["documents"], entry["text_bytes"], turns, f"the split {split}"))
+    return Corpus(
+        *splits,
+        tokenizer=tokenizer,
+        folder=folder,
+        sha256=_tokens_sha256(manifest),
+        source=manifest["request"]["source"],
+        bad_lines=manifest.get("bad", 0),
+    )
 
 
 def _tokens_sha256(manifest):

@@ -15,14 +15,14 @@ import io
 import json
 import re
 import zlib
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from functools import partial
 from importlib import import_module
 from itertools import groupby
 from pathlib import Path
 from typing import NamedTuple
 
-from data.chat import KEYS, conversation_of, is_messages
+from data.chat import KEYS, conversation_of
 from data.files import optional
 from data.tokenizer import CHUNK, chunks
 from errors import UserError, quote, require
@@ -41,15 +41,11 @@ KINDS = {  # by the first bytes: what a file is, and what to do
     rb"BZh[1-9](1AY&SY|\x17rE8P\x90)": "compressed by bzip2; end its name in .bz2",
     rb"\xfd7zXZ\0": "compressed by xz; end its name in .xz",
     rb"\x28\xb5\x2f\xfd": "compressed by zstd; end its name in .zst",
-    rb".{257}ustar": "a tar archive; unpack it",
-    rb"PK[\3\5]": "a ZIP archive or an Office document; unpack it, or save it as text",
-    rb"Rar!\x1a|7z\xbc\xaf": "an archive; unpack it",
+    rb".{257}ustar|PK[\3\5]|Rar!\x1a|7z\xbc\xaf": "an archive or an Office document; unpack it, or save it as text",
     rb"%PDF-": "a PDF document; convert it to text",
     rb"PAR1\x15|PARE": PARQUET,
-    rb"ARROW1\0|\xff{4}": "an Arrow file; save it as Parquet",
-    rb"\x93NUMPY": "a NumPy array; save it as text",
-    rb"\xff\xfe|\xfe\xff": "UTF-16 text; convert it with iconv",
     rb"version https://git-lfs": "a pointer of Git LFS; get the file by git lfs pull",
+    rb"\xff\xfe|\xfe\xff": "UTF-16; convert it to UTF-8",
     rb"[^\0]*\0": BINARY,
 }
 
@@ -118,9 +114,7 @@ def _opened(path, is_text=True):
         except UnicodeDecodeError as error:
             raise UserError(f"{path} is not UTF-8 text ({error}); convert it with iconv") from None
         except tuple(damaged) as error:
-            remedy = "get the file again, or correct its suffix"
-            if "too much memory" in str(error):  # pyarrow has no setting for the window of zstd --long
-                remedy = f"type zstd -d --long=31 {quote(path)}, and take the file without .zst"
+            remedy = "get the file again, correct its suffix, or unpack it"
             raise UserError(f"{path} cannot be read ({error}); {remedy}") from None
 
 
@@ -160,16 +154,7 @@ def _separated(path, separator):
 
 
 class BadRecord(UserError):
-    """A line or row without a text. options: of data.build.Options; with these values, the file can be read."""
-
-    def __init__(self, sentence, **options):
-        super().__init__(f"{sentence} by {flags(options)}")
-        self.sentence, self.options = sentence, options
-
-
-def flags(options):
-    """Options as they are typed."""
-    return " ".join(f"--{k}" if v is True else f"--{k} {quote(v)}" for k, v in options.items())
+    """A line or row without a text. The sentence ends with options of data.prepare that help."""
 
 
 def _parsed(path, kind, items, fields, chat, skip_bad):
@@ -178,18 +163,21 @@ def _parsed(path, kind, items, fields, chat, skip_bad):
     for block, read in items:
         texts, bad = [], 0
         for item in block:
-            number, row = number + 1, None
+            number += 1
             if kind == "line" and not item.strip():
                 continue
             try:
                 row = json.loads(item) if kind == "line" else {name: value.as_py() for name, value in item.items()}
-                if (text := text_of(row, fields)).strip():
+                text = text_of(row, fields)
+                if text.strip():
                     texts.append(text)
             except (ValueError, RecursionError) as error:
                 if number == 1 and kind == "line":
-                    _require_lines(path, item, row, error)
+                    _require_lines(path, item, error)
                 if not skip_bad:
-                    raise _bad(f"{path}, {kind} {number}", row, fields, chat, error, number == 1) from None
+                    rule = f"{path}, {kind} {number} has no {'conversation' if chat else 'UTF-8 text'} in {fields[0]!r}"
+                    remedy = "mend it, or give --text_field FIELD or --skip_bad"
+                    raise BadRecord(f"{rule} ({error or type(error).__name__}); {remedy}") from None
                 bad += 1
         yield Block(texts, read, bad)
 
@@ -205,22 +193,12 @@ def _text_of(row, fields):
     return text
 
 
-def _bad(where, row, fields, chat, error, first):
-    """The error for a line or row. first: of the file, so that the text of all may be in another field."""
-    wanted, readable = ("conversation", is_messages) if chat else ("UTF-8 text", lambda value: isinstance(value, str))
-    row, wanted = row if isinstance(row, dict) else {}, f"{where} has no {wanted} in {fields[0]!r}"
-    others = {name: len(value) for name, value in row.items() if readable(value)}
-    if first and others and not any(row.get(field) for field in fields):
-        return BadRecord(f"{wanted}, but in {', '.join(others)}; read it", text_field=max(others, key=others.get))
-    return BadRecord(f"{wanted} ({error or type(error).__name__}); mend it, or leave out what is bad", skip_bad=True)
-
-
-def _require_lines(path, line, row, error):
+def _require_lines(path, line, error):
     """UserError if the first line shows that a file is one JSON value, or has objects of several lines."""
-    is_array = line.lstrip(b"\xef\xbb\xbf \t").startswith(b"[") and not is_messages(row)
+    is_array = line.lstrip(b"\xef\xbb\xbf \t").startswith(b"[")
     goes_on = isinstance(error, json.JSONDecodeError) and error.pos >= len(error.doc.rstrip())
     lines = quote(f"{path.name.split('.')[0]}-lines.jsonl")
-    command = f"zcat -f {quote(path)} | jq -c '{'.[]' if is_array else '.'}' > {lines}"
+    command = f"zcat -f {quote(path)} | jq -c 'arrays[], objects' > {lines}"
     rule = f"{path} has not one JSON object per line"
     require(not is_array and not goes_on, f"{rule}; type {command}, and take that file")
 
@@ -239,26 +217,17 @@ def _rows(path, names, chat):
         _refuse(path, file.read(HEAD), PARQUET, BINARY)
     try:
         with parquet.ParquetFile(path, **options) as file:
-            size, done, schema = path.stat().st_size, 0, file.schema_arrow
+            size, done, known = path.stat().st_size, 0, file.schema_arrow.names
+            columns = [name for name in names if name in known]
             if chat:  # of a message only what is read: the rest may have types that Python lacks
-                leaves = [file.schema.column(index).path.split(".") for index in range(len(file.schema))]
-                columns = [".".join(leaf) for leaf in leaves if leaf[0] in names and KEYS & {*leaf[1:]}]
-            else:
-                columns = [x.name for x in schema if x.name in names and _is_text(pyarrow, x.type)]
+                leaves = [file.schema.column(index).path for index in range(len(file.schema))]
+                columns = [leaf for leaf in leaves if leaf.split(".")[0] in columns and KEYS & {*leaf.split(".")}]
             if not columns:
-                types = ", ".join(f"{column.name} ({column.type})" for column in schema)
-                sentence = f"{path} has no {'conversations' if chat else 'text'} in a column {names[0]!r}, only {types}"
-                raise BadRecord(f"{sentence}; name a column", text_field="COLUMN")
+                rule = f"{path} has no {'conversations' if chat else 'text'} in a column {names[0]!r}"
+                raise BadRecord(f"{rule}, only {', '.join(known)}; give --text_field COLUMN")
             for batch in file.iter_batches(ROWS, columns=columns):
                 done += len(batch)
-                values = batch.columns if chat else [batch.column(0).cast(pyarrow.large_binary())]
-                rows = [dict(zip(batch.schema.names, row, strict=True)) for row in zip(*values, strict=True)]
+                rows = [dict(zip(batch.schema.names, row, strict=True)) for row in zip(*batch.columns, strict=True)]
                 yield rows, size * done // file.metadata.num_rows
     except (pyarrow.ArrowException, OSError) as error:
         raise UserError(f"{path} cannot be read ({str(error).splitlines()[0]}); get the file again") from None
-
-
-def _is_text(pyarrow, type):
-    """Whether the values are bytes; a text may be another than UTF-8."""
-    with suppress(pyarrow.ArrowException):
-        return pyarrow.nulls(0, type).cast(pyarrow.large_binary()) is not None

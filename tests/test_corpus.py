@@ -212,7 +212,7 @@ def test_the_card_of_a_data_set_is_left_out(tmp_path, capsys, name):
 
 @pytest.mark.parametrize("name, suffix", [("text", ".jsonl"), ("text", ".parquet"), ("chat", ".jsonl")])
 def test_a_text_in_another_field(tmp_path, capsys, name, suffix):
-    """The error of training is a command that prepares the text, also for another tokenizer and when it has changed."""
+    """The error of training has a command that prepares the text with an option, also for another tokenizer."""
     path, field = tmp_path / f"my texts{suffix}", "the 'body'"
     texts = make_documents(200)
     if name == "chat":
@@ -223,23 +223,20 @@ def test_a_text_in_another_field(tmp_path, capsys, name, suffix):
         path.write_text("".join(json.dumps({"id": "b", field: text}) + "\n" for text in texts))
     with pytest.raises(UserError) as error:
         open_corpus(name, "bytes+eot", path)
-    words = shlex.split(str(error.value)[str(error.value).index("python -m data.prepare") :])[3:]
-    prepare_main(
-        tyro.cli(
-            Command, args=[*(field if x == "COLUMN" else x for x in words), "--val_share", "0.4"], use_underscores=True
-        )
-    )
+    assert field in str(error.value) and "--text_field" in str(error.value)
+    words = shlex.split(str(error.value).split("to python -m data.prepare")[1])
+    words += ["--text_field", field, "--val_share", "0.4"]
+    prepare_main(tyro.cli(Command, args=words, use_underscores=True))
     for spec in ("bytes+eot", "bpe:300"):
         assert open_corpus(name, spec, path).val.documents > 50
-    assert f"--val_share 0.4 --text_field {shlex.quote(field)}" in capsys.readouterr().err
+    assert f"val_share=0.4, text_field={field}" in capsys.readouterr().err
 
 
 def test_a_short_split_is_named(tmp_path):
     found = prepare("text", "bytes", write_lines(tmp_path / "x.jsonl", ["one", "two, longer " * 20]))
     assert {len(found.train), len(found.val)} == {5, 242}
-    short, use = (found.train, "training") if len(found.train) == 5 else (found.val, "validation")
-    rule = f"the {use} split .{len(found.train)} for training and {len(found.val)} for validation.; .*--val_share"
-    with pytest.raises(UserError, match=rule):
+    short, split = (found.train, "train") if len(found.train) == 5 else (found.val, "val")
+    with pytest.raises(UserError, match=f"block_size=16 must be below 5, .* of the split {split}; .*--val_share"):
         validation_batches(short, 16, 1)
 
 

@@ -13,7 +13,6 @@ import subprocess
 import tarfile
 import zipfile
 
-import numpy as np
 import pyarrow
 import pytest
 from pyarrow import parquet
@@ -100,9 +99,8 @@ def test_parquet_columns(tmp_path, kind, small):
     texts = pyarrow.array([None, *TEXTS, None, "", *TEXTS], types.get(kind) or getattr(pyarrow, kind)())
     parquet.write_table(pyarrow.table({"id": range(len(texts)), "body": texts}), tmp_path / "a", row_group_size=3)
     assert read((tmp_path / "a").rename(tmp_path / "a.parquet"), "body") == TEXTS * 2
-    for column in ("text", "id"):  # which is missing, and of numbers
-        message = error_of(tmp_path / "a.parquet", column)
-        assert f"{column!r}, only id (int64), body (" in message and message.endswith("--text_field COLUMN")
+    assert "'text', only id, body; give --text_field" in error_of(tmp_path / "a.parquet")
+    assert "row 2 has no UTF-8 text in 'id' (it is of the type int" in error_of(tmp_path / "a.parquet", "id")
 
 
 @pytest.mark.parametrize("line_end, mark", [("\n", ""), ("\r\n", "\ufeff")])
@@ -174,16 +172,14 @@ def in_tar(file, **options):
 
 TABLE = pyarrow.table({"text": TEXTS})
 FOREIGN = {  # contents, and a word of the error
-    "tar": (saved(in_tar), "tar"),
-    "zip": (saved(lambda file: zipfile.ZipFile(file, "w").writestr("book.txt", LINES)), "ZIP"),
+    "tar": (saved(in_tar), "an archive"),
+    "zip": (saved(lambda file: zipfile.ZipFile(file, "w").writestr("book.txt", LINES)), "an archive"),
     "pdf": (b"%PDF-1.4\n" + LINES.encode(), "PDF"),
-    "npy": (saved(lambda file: np.save(file, np.arange(9))), "NumPy"),
     "parquet": (saved(lambda file: parquet.write_table(TABLE, file)), "Parquet"),
-    "arrow file": (saved(lambda file: pyarrow.ipc.new_file(file, TABLE.schema).close()), "Arrow"),
-    "arrow stream": (saved(lambda file: pyarrow.ipc.new_stream(file, TABLE.schema).close()), "Arrow"),
     "Git LFS": (b"version https://git-lfs.github.com/spec/v1\noid sha256:00\nsize 9\n", "git lfs pull"),
-    "UTF-16": (LINES.encode("utf-16-le"), "UTF-16"),
-    "UTF-16 of PowerShell": (LINES.encode("utf-16"), "UTF-16 text"),
+    "UTF-16": (LINES.encode("utf-16-le"), "binary"),
+    "UTF-16 of PowerShell": (LINES.encode("utf-16"), "is UTF-16"),
+    "arrow": (saved(lambda file: pyarrow.ipc.new_file(file, TABLE.schema).close()), "binary"),
     **{f"in {suffix}": (pack(LINES.encode()), "compressed by") for suffix, pack in PACK.items()},
 }
 
@@ -192,8 +188,8 @@ FOREIGN = {  # contents, and a word of the error
 def test_another_format_is_refused_by_its_contents(tmp_path, contents, word):
     """Whatever its name says, also within a compressed file."""
     for name in ("a.txt", "a", "a.tar.gz", "a.md.xz", "a.jsonl", "a.parquet"):
-        if name == f"a.{word.lower()}" or (word == "UTF-16" and name in ("a.jsonl", "a.parquet")):
-            continue
+        if name == f"a.{word.lower()}" or (word == "binary" and name in ("a.jsonl", "a.parquet")):
+            continue  # as which it is read
         path = tmp_path / name
         path.write_bytes(PACK.get(path.suffix, bytes)(contents))
         assert word in error_of(path) and word in error_of(path, "text", "", True)
@@ -248,7 +244,7 @@ def test_json_that_is_not_in_lines(tmp_path, contents, name, skip_bad):
 def test_a_zst_file_with_a_large_window(tmp_path):
     """Which pyarrow does not read; these are the bytes of echo the sea | zstd --long=28."""
     (tmp_path / "a.zst").write_bytes(bytes.fromhex("28b52ffd0490410000746865207365610abc3f35e0"))
-    assert f"type zstd -d --long=31 {tmp_path}/a.zst" in error_of(tmp_path / "a.zst")
+    assert "too much memory" in error_of(tmp_path / "a.zst") and "unpack it" in error_of(tmp_path / "a.zst")
 
 
 @pytest.mark.parametrize("kind", ["binary", "string", "dictionary"])
