@@ -10,7 +10,7 @@ messages and a question, as the prompt of an answer does when the context is ful
 """
 
 import json
-from itertools import chain
+from itertools import chain, pairwise
 
 import numpy as np
 
@@ -171,26 +171,26 @@ def split(answers, block_size):
         (parts [parts, 4] int64: where the conversation begins, where its first system messages end, where the first
         question of the part begins and where its last answer ends; the number of tokens in answers that do not fit).
     """
-    starts, bodies, begins, ends = answers.T
-    before = np.append(0, ends[:-1])
-    new = np.diff(starts, prepend=-1) > 0  # the first answer of a conversation
-    first = np.flatnonzero(new | (begins - 1 > before))  # answers of exchanges; others follow an answer
-    counts = np.diff(first, append=len(answers))
-    questions = np.repeat(np.where(new, bodies, before)[first], counts)  # of each answer: where its exchange begins
-    closes = np.repeat(ends[first + counts - 1], counts)  # and ends
-    parts, lost = [[-1] * 4], 0
-    rows = np.column_stack([answers, questions, closes])
-    for start, body, begin, end, question, close in map(np.ndarray.tolist, rows):
-        room, last = block_size - (body - start), parts[-1]
-        if last[0] == start and close - last[2] <= room:  # the whole exchange fits into the part before
-            question = last[2]
-        if end - question > room:
-            lost += end - begin
-        elif last[2] == question:
-            last[3] = end
-        else:
-            parts.append([start, body, question, end])
-    return np.array(parts[1:]).reshape(-1, 4), lost
+    before = np.append(-1, answers[:-1, 3])  # where the answer before ends
+    first = np.flatnonzero(answers[:, 2] - 1 > before)  # answers of exchanges; others follow an answer
+    parts, lost = [], 0
+    for low, high in pairwise([*first.tolist(), len(answers)]):
+        exchange = answers[low:high].tolist()
+        start, body, *_ = exchange[0]
+        question, close = max(body, int(before[low])), exchange[-1][3]
+        room = block_size - (body - start)
+        if parts and parts[-1][0] == start and close - parts[-1][2] <= room:  # it fits into the part before
+            parts[-1][3] = close
+            continue
+        part = [start, body, question, 0]
+        for _, _, begin, end in exchange:
+            if end - question <= room:
+                part[3] = end
+            else:
+                lost += end - begin
+        if part[3]:
+            parts.append(part)
+    return np.array(parts, np.int64).reshape(-1, 4), lost
 
 
 def best_fit(sizes, room):

@@ -61,55 +61,60 @@ def find_source(name, input=None, sample="10BT"):
     """
     if name == "shakespeare":
         return _find_shakespeare(input)
-    chat, place = name == "chat", str(input or "")
     if name in DATASETS and not input:
-        place = DATASETS[name].format(sample)
-        return _on_the_hub(f"{name} {sample}" if name == "fineweb-edu" else name, place, chat)
-    if place.startswith(HUB) and name != "tokens":
-        return _on_the_hub(place.removeprefix(HUB), place, chat)
+        return _on_the_hub(f"{name} {sample}" if name == "fineweb-edu" else name, DATASETS[name].format(sample))
     rule = f"must be shakespeare; {' or '.join(DATASETS)}, without --input; or text, chat or tokens, with --input"
     require(name in ("text", "chat", "tokens") and input, f"corpus {name!r} {rule}")
-    path = Path(input)
+    path, chat = Path(input), name == "chat"
     if name == "tokens":
         require(path.is_dir(), f"--data tokens needs --input FOLDER, and {path} is no folder")
         return _of_files(path, [file for split in SPLITS for file in token_files(path, split)])
+    if str(input).startswith(HUB):
+        return _on_the_hub(str(input).removeprefix(HUB), str(input), chat)
+    if path.is_dir():
+        return _in_folder(path, chat)
     rule = f"{path} is no file, but a pipe or device, which cannot be read twice; write it to a file"
-    require(path.is_file() or path.is_dir() or not path.exists(), rule)
-    if not path.is_dir():
-        return _of_files(path.parent, [path], path.resolve().name, chat=chat)
-    files, suffixes = _files_below(path), [suffix for suffix in SUFFIXES if suffix in RECORDS or not chat]
-    known = [file for file in files if suffix_of(file) in suffixes and file.name[0] != "." and file.is_file()]
-    data_sets = {folder for file in known if suffix_of(file) in RECORDS for folder in file.parents}
-    known = [file for file in known if not (CARD.fullmatch(file.name) and file.parent in data_sets)]
-    require(known, f"{path} has no file to read; their names must end in one of {' '.join(suffixes)}")
-    return _of_files(path, known, others=len(files) - len(known), chat=chat)
+    require(path.is_file() or not path.exists(), rule)
+    return _of_files(path.parent, [path], path.resolve().name, chat=chat)
 
 
-def _files_below(folder):
-    """The files in a folder and its visible sub-folders, sorted. Links are followed; a folder is read once."""
+def _in_folder(folder, chat):
+    """The Source of the files in a folder and its visible sub-folders. Links are followed; a folder is read once."""
     files, seen = [], set()
 
     def fail(error):
         raise error
 
     for root, folders, names in os.walk(folder, onerror=fail, followlinks=True):
-        about = os.stat(root)
-        new = (about.st_dev, about.st_ino) not in seen
-        seen.add((about.st_dev, about.st_ino))
-        files += [Path(root, name) for name in names if new]
-        folders[:] = sorted(name for name in folders if new and name[0] != ".")
-    lost = next((file for file in files if file.name[0] != "." and not file.exists()), None)
-    require(not lost, f"{lost} is a link to a file that is not there; mend or remove it")
-    return sorted(files)
+        place = os.path.realpath(root)
+        if place in seen:
+            folders.clear()
+            continue
+        seen.add(place)
+        files += [Path(root, name) for name in names]
+        folders[:] = sorted(name for name in folders if name[0] != ".")
+    suffixes = [suffix for suffix in SUFFIXES if suffix in RECORDS or not chat]
+    known, data_sets = [], set()
+    for file in sorted(files):
+        if file.name[0] != ".":
+            require(file.exists(), f"{file} is a link to a file that is not there; mend or remove it")
+            if suffix_of(file) in suffixes and file.is_file():
+                known.append(file)
+                data_sets.update(file.parents if suffix_of(file) in RECORDS else ())
+    known = [file for file in known if not (CARD.fullmatch(file.name) and file.parent in data_sets)]
+    require(known, f"{folder} has no file to read; their names must end in one of {' '.join(suffixes)}")
+    return _of_files(folder, known, others=len(files) - len(known), chat=chat)
 
 
-def _on_the_hub(title, place, chat):
+def _on_the_hub(title, place, chat=False):
     found = re.fullmatch(r"hub:([^/]+/[^/]+)/?(.*?)/?", place)
     require(found, f"input={place!r} must be hub:OWNER/NAME or hub:OWNER/NAME/FOLDER, as the hub writes them")
-    commit, files = list_dataset(*found.groups())
-    about = [f"{found[1]}@{commit}/{path}, sha256 {sha256}" for path, (_, sha256) in files.items()]
-    digest, downloads = hashlib.sha256(repr(about).encode()).hexdigest(), data_folder(f"downloads/{found[1]}")
-    fetch = partial(download_file, found[1], commit, files, downloads)
+    repository, folder = found.groups()
+    commit, files = list_dataset(repository, folder)
+    about = [f"{repository}@{commit}/{path}, sha256 {sha256}" for path, (_, sha256) in files.items()]
+    digest = hashlib.sha256(repr(about).encode()).hexdigest()
+    downloads = data_folder(f"downloads/{repository}")
+    fetch = partial(download_file, repository, commit, files, downloads)
     offsets = [0, *accumulate(size for size, _ in files.values())]
     return Source(title, downloads, list(files), offsets, digest, fetch=fetch, chat=chat)
 
@@ -130,9 +135,8 @@ def _find_shakespeare(input):
         with suppress(requests.RequestException):
             answer = requests.get(SHAKESPEARE_URL, timeout=(3, 10))  # seconds to connect, and between bytes
             answer.raise_for_status()
-            if hashlib.sha256(answer.content).hexdigest() == SHAKESPEARE_SHA256:
-                with atomic_file(path) as file:
-                    file.write(answer.content)
+            with atomic_file(path) as file:
+                file.write(answer.content)
     if _is_shakespeare(path):
         return _of_files(path.parent, [path], "tiny Shakespeare")
     require(not input, f"{input} is not tiny Shakespeare (its sha256 differs); for another text give --data text")
