@@ -88,24 +88,26 @@ def make_tokenizer(spec, texts=(), many_documents=False):
         texts: iterable of str; `char` takes its characters from them and `bpe` is trained on them.
         many_documents: whether the last of the N tokens of `bpe` is end-of-text. A single document needs none.
     """
-    if spec.startswith("run:") and (name := spec.removeprefix("run:")) in GPT2_SIZES:
-        spec = "gpt2"
-    elif spec.startswith("run:"):
-        path = find_run(name)
-        tokenizer = tokenizer_of(folder := path if path.is_dir() else path.parent)
+    kind, _, argument = spec.partition(":")
+    if kind == "run" and argument not in GPT2_SIZES:
+        path = find_run(argument)
+        folder = path if path.is_dir() else path.parent
+        tokenizer = tokenizer_of(folder)
         rule = "run:PATH must be a run, or a Hugging Face folder whose tokenizer.json has all tokens"
         require(tokenizer, f"{folder / STORED} does not exist; {rule}")
         return tokenizer
-    name = tokenizer_name(spec)
-    kind, _, ends = name.partition("+")
-    if kind == "bytes":
-        return _encoding(name, LINE_PATTERN, [bytes([value]) for value in range(256)], bool(ends))
-    if kind == "char":
-        characters = set(chain.from_iterable(texts))
-        return _encoding(name, CHARACTER_PATTERN, sorted(map(str.encode, characters)), bool(ends))
+    if kind == "run":
+        kind, argument = "gpt2", ""
     if kind == "gpt2":
-        return _encoding(name, GPT2_PATTERN, _gpt2_ranks(spec.partition(":")[2]), ends=True)
-    return _train_bpe(name, int(name.partition(":")[2]), texts, many_documents)
+        return _encoding(kind, GPT2_PATTERN, _gpt2_ranks(argument), ends=True)
+    name = tokenizer_name(spec)
+    if kind == "bpe":
+        return _train_bpe(name, int(argument), texts, many_documents)
+    ends = name.endswith("+eot")
+    if name.startswith("bytes"):
+        return _encoding(name, LINE_PATTERN, [bytes([value]) for value in range(256)], ends)
+    characters = set(chain.from_iterable(texts))
+    return _encoding(name, CHARACTER_PATTERN, sorted(map(str.encode, characters)), ends)
 
 
 def tokenizer_of(folder):
