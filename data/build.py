@@ -81,7 +81,15 @@ def build(folder, source, request, tokenizer_spec, options, threads):
     """
     if source.others:
         print(f"files of {source.title} that are left out: {source.others:,}", file=sys.stderr)
-    read = partial(_blocks, source, options, never_merges(request["tokenizer"]))
+    offsets, anywhere = source.offsets, never_merges(request["tokenizer"])
+
+    def read(numbers):
+        """Yield the Blocks of some files; Block.read counts all files."""
+        how = options.text_field, options.separator, options.skip_bad, source.chat, anywhere
+        for number in numbers:
+            for block in read_blocks(source.path(number), *how):
+                yield block._replace(read=offsets[number] + block.read)
+
     manifest = read_manifest(folder)
     if not manifest or manifest["request"] != request:
         manifest = {"request": request} | _new_manifest(source, tokenizer_spec, options.val_share, read)
@@ -89,7 +97,7 @@ def build(folder, source, request, tokenizer_spec, options, threads):
         folder.mkdir()
     for path in folder.glob(".*.tmp"):  # of a process that was killed
         path.unlink()
-    threads, offsets, first = threads or os.cpu_count(), source.offsets, manifest["finished"]
+    threads, first = threads or os.cpu_count(), manifest["finished"]
     encoder = partial(encode_block, from_state(manifest["tokenizer"]), manifest)
     limit, size = parse_tokens(options.tokens), parse_tokens(options.shard_tokens)
     writers = {split: ShardWriter(folder, split, manifest["dtype"], size, manifest[split]) for split in SPLITS}
@@ -157,45 +165,41 @@ def hash_of(block, text):
     return int.from_bytes(digest[:8], "big")
 
 
-def _blocks(source, options, anywhere, indices):
-    """Yield the Blocks of some files; Block.read counts all files."""
-    for index in indices:
-        how = options.text_field, options.separator, options.skip_bad, source.chat, anywhere
-        for block in read_blocks(source.path(index), *how):
-            yield block._replace(read=source.offsets[index] + block.read)
-
-
 def _new_manifest(source, tokenizer_spec, val_share, read):
     """Decide from the first documents how the corpus is split, and make its tokenizer.
 
     `threshold`: documents whose hash is below it are for validation. `cut`: of a single document, the characters for
     training; None if there are several documents.
     """
-    hashes, characters, bad, every_file = [], 0, 0, range(len(source.names))
-    for block in () if source.fetch else read(every_file):
+    every_file, many = range(len(source.names)), bool(source.fetch)  # a data set of the hub is large
+    hashes, characters, bad = [], 0, 0
+    for block in () if many else read(every_file):
         characters += sum(map(len, block.texts))
         bad += block.bad
         hashes += [hash_of(block, text) for text in block.texts if block.last]
-        if len(hashes) >= FEW:
+        many = len(hashes) >= FEW
+        if many:
             break
-    few = len(hashes) < FEW and not source.fetch
     rule = f"{source.title} has no text{f', only {bad:,} bad lines or rows' if bad else ''}"
-    require(hashes or not few, f"{rule}; --input must be a text file, or a folder with some")
-    share = val_share or (FEW_SHARE if few else SHARE)
+    require(many or hashes, f"{rule}; --input must be a text file, or a folder with some")
+    share = val_share or (SHARE if many else FEW_SHARE)
     threshold, cut = int(share * 2**64), None
     if len(hashes) == 1 and not source.chat:
         cut = int((1 - share) * characters)
-    elif few:  # at least one document for each split
+    elif not many:  # at least one document for each split
         threshold = min(max(threshold, min(hashes) + 1), max(hashes))
     from_all = tokenizer_spec.startswith("char") and not source.chat
     texts = _learned_texts(read(every_file), cut, threshold, from_all)
-    texts = ("\n".join(said for _, said in json.loads(text)) for text in texts) if source.chat else texts
+    if source.chat:
+        texts = ("\n".join(said for _, said in json.loads(text)) for text in texts)
     tokenizer = make_tokenizer(tokenizer_spec, texts, many_documents=cut is None)
-    tokenizer = with_turns(tokenizer) if source.chat else tokenizer
+    if source.chat:
+        tokenizer = with_turns(tokenizer)
     dtype = "<u2" if tokenizer.n_vocab <= 1 << 16 else "<u4"
     manifest = dict(finished=0, bad=0, cut=cut, threshold=threshold, dtype=dtype, tokenizer=to_state(tokenizer))
-    parts = {split: dict(shards=[], tokens=0, documents=0, text_bytes=0) for split in SPLITS}
-    return manifest | parts | {"chat": source.chat}
+    for split in SPLITS:
+        manifest[split] = dict(shards=[], tokens=0, documents=0, text_bytes=0)
+    return manifest | {"chat": source.chat}
 
 
 def _learned_texts(blocks, cut, threshold, from_all):

@@ -26,33 +26,37 @@ def index_tokens(source, tokenizer_spec):
     rule = f"tokenizer {tokenizer_spec!r} is made from text, which token files lack; name gpt2 or bytes"
     require(not tokenizer_spec.startswith(("char", "bpe")), rule)
     tokenizer = make_tokenizer(tokenizer_spec)
+    vocabulary, special = tokenizer.n_vocab, set(tokenizer._special_tokens.values())
+    lengths = [0 if index in special else len(tokenizer.decode_bytes([index])) for index in range(vocabulary)]
     manifest = {"tokenizer": to_state(tokenizer)}
-    special, end = set(tokenizer._special_tokens.values()), end_of_text(tokenizer)
-    lengths = [0 if i in special else len(tokenizer.decode_bytes([i])) for i in range(tokenizer.n_vocab)]
     for split in SPLITS:
-        shards, counts = [], np.zeros(tokenizer.n_vocab, np.int64)
+        shards, counts = [], np.zeros(vocabulary, np.int64)
         for path in token_files(source.folder, split):
             dtype, offset, tokens = _layout(path)
             same = manifest.setdefault("dtype", dtype) == dtype
             require(same, f"{path} has ids of another type than the files before it; take files of one program")
             require(tokens, f"{path} has no tokens; get the file again")
             ids = map_shard(path, dtype, tokens, offset)
+            rule = f"but {tokenizer_spec} has {vocabulary:,} tokens; name the --tokenizer that made it"
             for start in range(0, tokens, CHUNK):
                 found = ids[start : start + CHUNK]
-                known = f"{tokenizer_spec} has {len(counts):,} tokens; name the --tokenizer that made it"
-                require(found.max() < len(counts), f"{path} has the id {found.max()}, but {known}")
-                counts += np.bincount(found, minlength=len(counts))
+                require(found.max() < vocabulary, f"{path} has the id {found.max()}, {rule}")
+                counts += np.bincount(found, minlength=vocabulary)
             shards.append(dict(file=str(path.resolve()), tokens=tokens, sha256=file_sha256(path), offset=offset))
-        documents = 1 if end is None else max(1, int(counts[end]))
-        text_bytes = int(counts @ np.array(lengths))
-        manifest[split] = dict(shards=shards, tokens=int(counts.sum()), documents=documents, text_bytes=text_bytes)
+        end = end_of_text(tokenizer)
+        manifest[split] = dict(
+            shards=shards,
+            tokens=int(counts.sum()),
+            documents=1 if end is None else max(1, int(counts[end])),
+            text_bytes=int(counts @ lengths),
+        )
     return manifest
 
 
 def _layout(path):
     """(dtype, offset, tokens) of a token file."""
-    magic, version, tokens = [*np.fromfile(path, "<i4", count=3), 0, 0, 0][:3]
+    magic, version, tokens, *_ = [*np.fromfile(path, "<i4", count=3).tolist(), 0, 0, 0]
     for dtype, known in FORMATS.items():
         if (magic, version) == known:
-            return dtype, HEADER_BYTES, int(tokens)
+            return dtype, HEADER_BYTES, tokens
     return "<u2", 0, path.stat().st_size // 2
