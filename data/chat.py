@@ -149,11 +149,10 @@ class Windows:
         """[len(starts), length] array of ids, for starts that are multiples of block_size."""
         rows = np.full((len(starts), length), self.turns.end, self.tokens.shards[0].dtype)
         for row, window in zip(rows, starts // self.block_size, strict=True):
-            ids = []
-            for start, body, question, end in self.parts[self.packed[window]].tolist():
-                for first, last in ((start, body), (question, end)):
-                    ids += self.tokens[first:last].tolist()
-                ids.append(self.turns.end_of_text)
+            pieces = []
+            for start, body, question, end in self.parts[self.packed[window]]:
+                pieces += [self.tokens[start:body], self.tokens[question:end], [self.turns.end_of_text]]
+            ids = np.concatenate(pieces)
             row[: len(ids)] = ids
         return rows
 

@@ -131,8 +131,10 @@ def _whole(path, anywhere):
     for piece in read_text(path, anywhere):
         sha256.update(piece.encode())
         length += len(piece)
-        blank &= not piece.strip()
-    for piece in () if blank else read_text(path, anywhere):
+        blank = blank and not piece.strip()
+    if blank:
+        return
+    for piece in read_text(path, anywhere):
         end = offset + len(piece)
         yield Block([piece], path.stat().st_size * end // length, 0, sha256.digest(), offset, end == length)
         offset = end

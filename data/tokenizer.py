@@ -166,7 +166,7 @@ def encode(tokenizer, text):
             require(known, f"the char tokenizer has no token for {character!r}; leave this character out")
     pieces = chunks([text], anywhere=never_merges(tokenizer.name))
     ids = [tokenizer.encode_to_numpy(piece, disallowed_special=()) for piece in pieces]
-    return np.concatenate(ids) if ids else np.empty(0, np.uint32)
+    return np.concatenate([np.empty(0, np.uint32), *ids])
 
 
 def mend(text):

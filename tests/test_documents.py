@@ -241,12 +241,6 @@ def test_json_that_is_not_in_lines(tmp_path, contents, name, skip_bad):
     assert read(tmp_path / shlex.split(command)[-1]) == ["one", "two"]
 
 
-def test_a_zst_file_with_a_large_window(tmp_path):
-    """Which pyarrow does not read; these are the bytes of echo the sea | zstd --long=28."""
-    (tmp_path / "a.zst").write_bytes(bytes.fromhex("28b52ffd0490410000746865207365610abc3f35e0"))
-    assert "too much memory" in error_of(tmp_path / "a.zst") and "unpack it" in error_of(tmp_path / "a.zst")
-
-
 @pytest.mark.parametrize("kind", ["binary", "string", "dictionary"])
 def test_row_that_is_not_utf8(tmp_path, kind, small):
     path, rows = tmp_path / "a.parquet", pyarrow.array([b"one", None, b"two", b"three", b"Stra\xdfe", b"four"])
