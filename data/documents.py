@@ -160,7 +160,7 @@ class BadRecord(UserError):
 
 
 def _parsed(path, kind, items, fields, chat, skip_bad):
-    """Blocks of lines or rows. kind: line or row. items: ([bytes, or {column: value}], bytes read) of each block."""
+    """Blocks of lines or rows. kind: line or row. items: ([bytes, or RecordBatch], bytes read) of each block."""
     number, text_of = 0, conversation_of if chat else _text_of
     for block, read in items:
         texts, bad = [], 0
@@ -169,7 +169,7 @@ def _parsed(path, kind, items, fields, chat, skip_bad):
             if kind == "line" and not item.strip():
                 continue
             try:
-                row = json.loads(item) if kind == "line" else {name: value.as_py() for name, value in item.items()}
+                row = json.loads(item) if kind == "line" else item.to_pylist()[0]
                 text = text_of(row, fields)
                 if text.strip():
                     texts.append(text)
@@ -212,7 +212,7 @@ def _lines(path):
 
 
 def _rows(path, names, chat):
-    """([{column: value}], bytes read) of blocks of rows, of those of these columns that a file has."""
+    """([RecordBatch of a row], bytes read) of blocks of rows, with those of these columns that a file has."""
     pyarrow, parquet = optional("pyarrow", path), optional("pyarrow.parquet", path)
     options = dict(pre_buffer=False, buffer_size=BLOCK_BYTES, page_checksum_verification=True)
     with open(path, "rb") as file:
@@ -229,7 +229,6 @@ def _rows(path, names, chat):
                 raise BadRecord(f"{rule}, only {', '.join(known)}; give --text_field COLUMN")
             for batch in file.iter_batches(ROWS, columns=columns):
                 done += len(batch)
-                rows = [dict(zip(batch.schema.names, row, strict=True)) for row in zip(*batch.columns, strict=True)]
-                yield rows, size * done // file.metadata.num_rows
+                yield [batch.slice(row, 1) for row in range(len(batch))], size * done // file.metadata.num_rows
     except (pyarrow.ArrowException, OSError) as error:
         raise UserError(f"{path} cannot be read ({str(error).splitlines()[0]}); get the file again") from None
