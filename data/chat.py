@@ -10,6 +10,7 @@ messages and a question, as the prompt of an answer does when the context is ful
 """
 
 import json
+from bisect import bisect_left, insort
 from itertools import chain, pairwise
 
 import numpy as np
@@ -194,17 +195,21 @@ def split(answers, block_size):
 
 def best_fit(sizes, room):
     """Put each index, from the largest size on, where the least room is enough; returns lists of indices."""
-    bins, by_room, rooms = [], [[] for _ in range(room + 1)], 0  # bit n of rooms: by_room[n] has a bin
+    bins, by_room = [], [[] for _ in range(room + 1)]
+    rooms = []  # sorted: those for which by_room has a bin
     for index in np.argsort(-sizes, kind="stable").tolist():
         size = int(sizes[index])
-        if enough := rooms >> size:
-            left = size + (enough & -enough).bit_length() - 1
+        at = bisect_left(rooms, size)
+        if at < len(rooms):
+            left = rooms[at]
             chosen = by_room[left].pop()
-            rooms ^= 0 if by_room[left] else 1 << left
+            if not by_room[left]:
+                rooms.pop(at)
         else:
             left, chosen = room, []
             bins.append(chosen)
         chosen.append(index)
+        if not by_room[left - size]:
+            insort(rooms, left - size)
         by_room[left - size].append(chosen)
-        rooms |= 1 << left - size
     return bins
