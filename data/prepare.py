@@ -9,6 +9,7 @@ from errors import catch_ctrl_c, command
 if __name__ == "__main__":
     catch_ctrl_c()
 
+import sys
 import time
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -20,13 +21,17 @@ from data.build import Options
 from data.corpus import prepare
 from data.documents import MESSAGES
 from data.hub import HUB
+from flags import parse_flags
 
 
 @dataclass(frozen=True, kw_only=True)
-class Command(Options):
-    """Tokenize a corpus for train.py, and print its sizes. An interrupted preparation continues where it was."""
+class PrepareConfig(Options):
+    """python -m data.prepare CORPUS [--input PATH] [--option value ...]
 
-    name: tyro.conf.Positional[Annotated[str, tyro.conf.arg(metavar="CORPUS")]]
+    Tokenizes a corpus for train.py, and prints its sizes. An interrupted preparation continues where it was.
+    """
+
+    corpus: Annotated[str, tyro.conf.Positional]
     """The corpus: shakespeare, fineweb-edu or openwebtext; with --input, text, chat (conversations) or tokens (of
     nanoGPT, llm.c or modded-nanogpt, used where they are); or hub:OWNER/NAME or hub:OWNER/NAME/FOLDER, a data set of
     the Hugging Face hub, which has texts or, with --text_field messages, conversations."""
@@ -43,13 +48,13 @@ class Command(Options):
     """Replace a corpus, or an unfinished one, that was prepared with other options or from other files."""
 
 
-def main(command):
+def main(config):
     began = time.perf_counter()
-    options = Options(**{field.name: getattr(command, field.name) for field in fields(Options)})
-    name, place = command.name, command.input
+    options = Options(**{field.name: getattr(config, field.name) for field in fields(Options)})
+    name, place = config.corpus, config.input
     if name.startswith(HUB):
         name, place = "chat" if options.text_field in MESSAGES else "text", name
-    corpus = prepare(name, command.tokenizer, place, options, command.threads, command.force)
+    corpus = prepare(name, config.tokenizer, place, options, config.threads, config.force)
     of_answers = " of answers" if corpus.train.turns else ""
     print(f"text       {corpus.source}, {corpus.train.text_bytes + corpus.val.text_bytes:,} bytes{of_answers}")
     print(f"tokenizer  {corpus.tokenizer.name}, vocabulary of {corpus.tokenizer.n_vocab:,}")
@@ -64,4 +69,4 @@ def main(command):
 
 if __name__ == "__main__":
     with command():
-        main(tyro.cli(Command, prog="python -m data.prepare", use_underscores=True))
+        main(parse_flags(PrepareConfig, sys.argv[1:]))
