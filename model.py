@@ -140,7 +140,7 @@ def offset_keys(k, before, is_first):
 
 
 @dataclass
-class Context:
+class Shared:
     """What the blocks of a forward pass need besides x."""
 
     rotary: tuple | None  # cos and sin of the positions
@@ -160,28 +160,28 @@ class Attention(nn.Module):
         if config.value_residual and index > 0:
             self.value_mix = nn.Parameter(torch.empty(1))  # of the first block's values, minus 1/2
 
-    def forward(self, x, context):
+    def forward(self, x, shared):
         (B, T, C), config = x.shape, self.config
-        rows = (B, T) if context.documents is None else (1, B * T)  # documents are packed in one row
+        rows = (B, T) if shared.documents is None else (1, B * T)  # documents are packed in one row
         dropout = config.dropout if self.training else 0.0
-        options = dict(window=self.window, dropout=dropout, cu_seqlens=context.documents, impl=config.attention)
+        options = dict(window=self.window, dropout=dropout, cu_seqlens=shared.documents, impl=config.attention)
         qkv = self.qkv(x)
-        if not (context.rotary or context.layers or config.qk_norm or config.value_residual):
+        if not (shared.rotary or shared.layers or config.qk_norm or config.value_residual):
             y = attention_qkv(qkv.view(*rows, -1), config.n_head, config.kv_heads, **options)
             return self.project(y.reshape(B, T, C))
         q, k, v = qkv.view(B, T, -1, self.head_dim).split(self.heads, dim=2)  # slices, no copies
         if config.value_residual and self.is_first:
-            context.first_v = v
+            shared.first_v = v
         elif config.value_residual:
-            v = v.lerp(context.first_v, (0.5 + self.value_mix).type_as(v))
+            v = v.lerp(shared.first_v, (0.5 + self.value_mix).type_as(v))
         if config.qk_norm:
             q, k = (F.rms_norm(z, (self.head_dim,), eps=config.norm_eps or None) for z in (q, k))
-        if context.rotary:
-            q, k = (rotate(z, *context.rotary) for z in (q, k))
+        if shared.rotary:
+            q, k = (rotate(z, *shared.rotary) for z in (q, k))
         if config.key_offset and T > 1:  # for a single token, the cache does it
-            k = offset_keys(k, k.roll(1, dims=1), context.rotary[1][..., :1] == 0)  # sin is 0 only at position 0
-        if context.layers:
-            y = context.layers[self.index].attend(q, k, v, self.window)
+            k = offset_keys(k, k.roll(1, dims=1), shared.rotary[1][..., :1] == 0)  # sin is 0 only at position 0
+        if shared.layers:
+            y = shared.layers[self.index].attend(q, k, v, self.window)
         else:
             q, k, v = (z.reshape(*rows, -1, self.head_dim) for z in (q, k, v))
             y = attention(q, k, v, **options)  # [B, T, H, D]
@@ -212,8 +212,8 @@ class Block(nn.Module):
         self.mlp = MLP(config)
         self.drop = Dropout(config.dropout)
 
-    def forward(self, x, context):
-        x = x + self.drop(self.attention(self.norm_1(x), context))
+    def forward(self, x, shared):
+        x = x + self.drop(self.attention(self.norm_1(x), shared))
         x = x + self.drop(self.mlp(self.norm_2(x)))
         return x
 
@@ -286,12 +286,12 @@ class GPT(nn.Module):
         else:
             rotary = self.rotary_cos[positions], self.rotary_sin[positions]
         x = embedded = self.drop(F.rms_norm(x, x.shape[-1:], eps=config.norm_eps or None) if config.embed_norm else x)
-        context = Context(rotary, documents, layers)
+        shared = Shared(rotary, documents, layers)
         for index, block in enumerate(self.blocks):
             if config.embed_skip:
                 a, b = self.skips[2 * index : 2 * index + 2].float().split(1)
                 x = ((1 + a) * x + b * embedded).type_as(x)
-            x = block(x, context)
+            x = block(x, shared)
         return self.norm(x).type_as(x)
 
     def logits(self, hidden):
