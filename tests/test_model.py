@@ -31,7 +31,7 @@ def make_model(config):
     """An untrained network; what begins at 0 is drawn at random, so that it has an effect."""
     model = GPT(config, seed=0).eval()
     for name, parameter in model.named_parameters():
-        if name.endswith(("skips", "share")):
+        if name.endswith(("skips", "value_mix")):
             parameter.data.normal_(std=0.3)
     return model
 
