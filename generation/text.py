@@ -2,19 +2,24 @@
 
 import codecs
 
-from data.tokenizer import END_OF_TEXT, end_of_text, mend
-from data.tokenizer import encode as encode_ordinary
-from errors import UserError
+from data.tokenizer import END_OF_TEXT, encode, end_of_text, mend
+from errors import UserError, require
 
 NEW_TEXT = "\n"
 
 
-def encode(tokenizer, text):
-    """Token ids of a prompt. Where the tokenizer has an end of text, "<|endoftext|>" is that token, not plain text."""
+def encode_prompt_text(tokenizer, text):
+    """Token ids of a prompt. Where the tokenizer has an end of text, "<|endoftext|>" is that token, not plain text.
+
+    An empty prompt is the end-of-text token; UserError if there is none.
+    """
     text, end, ids = mend(text), end_of_text(tokenizer), []
     for part in [text] if end is None else text.split(END_OF_TEXT):
-        ids += [end, *encode_ordinary(tokenizer, part).tolist()]
-    return ids[1:]
+        ids += [end, *encode(tokenizer, part).tolist()]
+    if len(ids) > 1:
+        return ids[1:]
+    require(end is not None, "the prompt is empty; give at least one character")
+    return [end]
 
 
 def opening(tokenizer):
@@ -49,20 +54,16 @@ class TextStream:
             return self.finish()
         self.held += self.decoder.decode(self.tokenizer.decode_bytes([token]))
         found = [self.held.find(text) for text in self.stop if text in self.held]
-        if found:
-            self.ended = True
-            piece, self.held = self.held[: min(found)], ""
-            return piece
-        wait = max((overlap(self.held, text) for text in self.stop), default=0)
-        cut = len(self.held) - wait
+        self.ended = bool(found)
+        begun = max((overlap(self.held, text) for text in self.stop), default=0)
+        cut = min(found, default=len(self.held) - begun)
         piece, self.held = self.held[:cut], self.held[cut:]
         return piece
 
     def finish(self):
         """The rest of the text, after the last token."""
         self.ended = True
-        piece, self.held = self.held + self.decoder.decode(b"", final=True), ""
-        return piece
+        return self.held + self.decoder.decode(b"", final=True)
 
 
 def overlap(text, stop):

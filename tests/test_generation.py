@@ -17,6 +17,7 @@ from errors import UserError
 from generation import Generator, Sampling, generate, generate_batch
 from generation import choose as choose_module
 from generation.choose import choose, exponential, mix, sample_keys
+from generation.engine import Engine
 from generation.score import score
 from model import GPT, GPTConfig
 from weights import to_bfloat16
@@ -221,7 +222,7 @@ def script(monkeypatch, *texts):
     """Let sample i of the next batch have the tokens of its text, then letters x."""
     steps = zip(*([*text, *[ord("x")] * 60] for text in texts), strict=False)
     choose = lambda *args: torch.tensor(next(steps))  # noqa: E731
-    monkeypatch.setitem(Generator.stream.__globals__, "choose", choose)
+    monkeypatch.setitem(Engine.tokens.__globals__, "choose", choose)
 
 
 def test_samples_end_at_the_end_of_text(monkeypatch):

@@ -14,7 +14,7 @@ from data.corpus import prepare
 from data.tokenizer import end_of_text, make_tokenizer, to_state
 from errors import UserError
 from export import export
-from generation.text import encode
+from generation.text import encode_prompt_text
 from hf.architectures import parameters_of, read_config
 from hf.tokenizer_json import tokenizer_json
 from sample import generate
@@ -167,7 +167,7 @@ def test_a_folder_like_gpt2_has_one_tokenizer(folder, data_root, monkeypatch, ca
     assert to_state(tokenizer) == to_state(make_tokenizer(spec)) == to_state(make_tokenizer("run:theirs"))
     assert tokenizer.name == name and end_of_text(tokenizer) == 256
     for text in ("covidnineteen is [MASK] bad", TEXT):
-        assert encode(tokenizer, text) == theirs(text)["input_ids"]
+        assert encode_prompt_text(tokenizer, text) == theirs(text)["input_ids"]
     found = prepare("text", "run:theirs", "corpus.txt", Options(val_share=0.3))
     options = dict(data="text", input="corpus.txt", device="cpu", steps=1, batch_size=4, init_from="theirs")
     assert in_process(capsys, **options).returncode == 0

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from data import tokenizer
 from data.tokenizer import END_OF_TEXT, end_of_text, from_state, make_tokenizer, to_state
 from errors import UserError
-from generation.text import encode as encode_prompt
+from generation.text import encode_prompt_text
 
 VERSE = "".join(f"ANNE:\nThe river bends at mile {mile}, and not before.\n\n" for mile in range(80))
 ODD = "naïve 東京 🦉\r\n\ttabs  and   spaces\x00 <|endoftext|> 12345's\n\n\n"
@@ -67,14 +67,14 @@ def test_a_million_blanks():
     text = "sea" + " \t\u3000" * 333_400 + "sea"
     for made in (make_tokenizer("bpe:259", [text]), GPT2_CUT):
         ids = tokenizer.encode(made, text)
-        assert made.decode(ids.tolist()) == text and encode_prompt(made, text) == ids.tolist()
+        assert made.decode(ids.tolist()) == text and encode_prompt_text(made, text) == ids.tolist()
 
 
 def test_prompt_that_is_not_utf8():
     """Python turns such bytes of a command line into halves of surrogate pairs."""
-    assert BYTES.decode(encode_prompt(BYTES, "Stra\udcdfe")) == "Stra\ufffde"
+    assert BYTES.decode(encode_prompt_text(BYTES, "Stra\udcdfe")) == "Stra\ufffde"
     with pytest.raises(UserError, match="no token for"):
-        encode_prompt(make_tokenizer("char", ["Strae"]), "Stra\udcdfe")
+        encode_prompt_text(make_tokenizer("char", ["Strae"]), "Stra\udcdfe")
 
 
 def test_tokenizer_of_a_run(tmp_path):
