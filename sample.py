@@ -25,7 +25,7 @@ import itertools
 import signal
 import sys
 from contextlib import suppress
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
@@ -171,10 +171,9 @@ def main(config):
     prompt = "" if typed else read_prompt(config.prompt)
     model, tokenizer, contents = load(config.run, config.device)
     print(f"{contents['path']} on {model.embed.weight.device}", file=sys.stderr)
-    sampling = Sampling(**{field.name: getattr(config, field.name) for field in fields(Sampling)})
     if prompt == NEW_TEXT:
         prompt = opening(tokenizer)
-    generator = Generator(model, tokenizer, config.num_samples, sampling, config.seed)
+    generator = Generator(model, tokenizer, config.num_samples, config, config.seed)  # it is a Sampling, too
     if typed:
         interact(generator, config)
     else:

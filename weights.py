@@ -4,7 +4,6 @@ import sys
 import zipfile
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import NamedTuple
 
 import torch
 
@@ -12,21 +11,11 @@ from data.files import GPT2_SIZES, RUNS, find_run
 from data.tokenizer import is_untrained
 from device import resolve_device, resolve_dtype
 from errors import UserError, require
-from hf.read import download_files, read_folder, restore
-from model import GPT, GPTConfig, RMSNorm
+from hf.read import Pretrained, download_files, read_folder, restore
+from model import GPT, RMSNorm
 
 FORMAT = 2  # of checkpoints; 1 had each block's embedding skip in the block
 NOT_OF_WEIGHTS = ("dropout", "attention", "mask_documents", "end_of_text")  # options that weights do not determine
-
-
-class Pretrained(NamedTuple):
-    """A trained network, on the CPU."""
-
-    path: Path
-    config: GPTConfig
-    weights: dict  # a GPT's state_dict
-    tokenizer: object  # None if it is unknown
-    contents: dict  # of the checkpoint, or only "path"
 
 
 def read(name, weights=True):
@@ -44,22 +33,17 @@ def read(name, weights=True):
         for folder in (f"{RUNS}/{name}", f"./{name}"):
             if weights and Path(folder).is_dir():
                 print(f"note: {name} is OpenAI's model; yours is {folder}", file=sys.stderr)
-        path = download_files(f"openai-community/{name}", ["config.json", "model.safetensors"][: 1 + weights])
-        return _of_folder(path, weights)
+        files = ["config.json", "model.safetensors"] if weights else ["config.json"]
+        return read_folder(download_files(f"openai-community/{name}", files), weights)
     path = find_run(name)
     if (path.suffix == ".safetensors" and path.is_file()) or any(path.glob("model*.safetensors")):
-        return _of_folder(path, weights)
+        return read_folder(path, weights)
     found = [file for file in (path, path / "best.pt") if file.is_file()] + checkpoints(path)
     missing = "has no checkpoint and no model.safetensors" if path.is_dir() else "does not exist"
     require(found, f"{path} {missing}; name a run with a checkpoint, a model's folder, or {', '.join(GPT2_SIZES)}")
     contents = load_first(found, weights)
     config, tokenizer = restore(contents["path"], contents.get("model_config"), contents.get("tokenizer"))
     return Pretrained(contents["path"], config, contents["model"] if weights else {}, tokenizer, contents)
-
-
-def _of_folder(path, weights):
-    file, *found = read_folder(path, weights)
-    return Pretrained(file, *found, {"path": file})
 
 
 def load(run="", device="auto", dtype="auto"):

@@ -39,15 +39,11 @@ def score(model, texts, batch_size, stride=None):
     total = sum(len(ids) - start for ids, start in texts)
     bar = tqdm(total=total, unit_scale=True, delay=0.1, disable=None, leave=False)  # after attention's line
     while batch := list(islice(windows, batch_size)):
-        numbers, rows, counts = zip(*batch, strict=True)
-        rows = [torch.from_numpy(ids.astype(np.int64)) for ids in rows]
-        tokens = pad_sequence(rows, batch_first=True)  # [B, T + 1]; zeros after the end: attention is causal
-        scored = torch.zeros_like(tokens, dtype=torch.bool)
-        for row, (ids, count) in enumerate(zip(rows, counts, strict=True)):
-            scored[row, len(ids) - count : len(ids)] = True
-        targets, owners = tokens[scored].to(device), torch.from_numpy(np.repeat(numbers, counts))
+        owners, inputs, targets = (pad_sequence(rows, True, -100) for rows in zip(*batch, strict=True))  # [B, T]
+        scored = targets >= 0
+        owners, targets = owners[scored], targets[scored].to(device)
         with autocast("auto", device.type):
-            hidden = model.hidden(tokens[:, :-1].to(device))[scored[:, 1:].to(device)]  # [N, C]
+            hidden = model.hidden(inputs.clamp(min=0).to(device))[scored.to(device)]  # [N, C]
             for part in zip(hidden.split(CHUNK), targets.split(CHUNK), owners.split(CHUNK), strict=True):
                 states, expected, owner = part
                 logits = model.logits(states)
@@ -61,7 +57,7 @@ def score(model, texts, batch_size, stride=None):
 
 
 def _windows(texts, block_size, stride):
-    """Yield (number of the text, ids of a window, how many of its last are scored).
+    """Yield (number of the text, inputs, targets) of each window, [T] int64 each; targets that are not scored are -100.
 
     All windows of a text have the same length. The longest are first, so that a batch has little padding.
     """
@@ -69,7 +65,10 @@ def _windows(texts, block_size, stride):
         ids, start = texts[number]
         while start < len(ids):
             end = min(max(start + (stride or block_size), block_size + 1), len(ids))
-            yield number, ids[max(0, end - block_size - 1) : end], end - start
+            window = torch.from_numpy(ids[max(0, end - block_size - 1) : end].astype(np.int64))
+            targets = window[1:].clone()
+            targets[: start - end] = -100
+            yield torch.full_like(targets, number), window[:-1], targets
             start = end
 
 

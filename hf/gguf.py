@@ -9,9 +9,8 @@ from data.files import optional
 from data.hub_tokenizer import HubTokenizer
 from data.tokenizer import CHARACTER_PATTERN, GPT2_PATTERN, GPT4_PATTERN, LINE_PATTERN, end_of_text, is_char
 from errors import require
-from hf.architectures import require_writable, switch_layout, their_weights
+from hf.architectures import EPSILONS, require_writable, switch_layout, their_weights
 from hf.tokenizer_json import letters_of, merged_pairs, vocabulary_of
-from model import LAYERNORM_EPSILON, RMSNORM_EPSILON
 
 # llama.cpp's names of our patterns. Bytes and characters are never merged, so that any pattern does.
 PATTERNS = {GPT4_PATTERN: "llama-bpe", GPT2_PATTERN: "gpt-2", LINE_PATTERN: "gpt-2", CHARACTER_PATTERN: "gpt-2"}
@@ -38,15 +37,16 @@ def make_writer(found, config, dtype):
     writer.add_block_count(config.n_layer)
     writer.add_feed_forward_length(config.mlp_width)
     writer.add_head_count(config.n_head)
+    epsilon = config.norm_eps or EPSILONS[config.norm]
     if kind == "gpt2":
-        writer.add_layer_norm_eps(config.norm_eps or LAYERNORM_EPSILON)
+        writer.add_layer_norm_eps(epsilon)
     else:
         writer.add_head_count_kv(config.kv_heads)
         writer.add_key_length(config.head_dim)
         writer.add_value_length(config.head_dim)
         writer.add_rope_dimension_count(config.head_dim)
         writer.add_rope_freq_base(config.rope_theta)
-        writer.add_layer_norm_rms_eps(config.norm_eps or RMSNORM_EPSILON)
+        writer.add_layer_norm_rms_eps(epsilon)
     names = gguf.get_tensor_name_map(gguf.MODEL_ARCH[kind.upper()], config.n_layer)
     for key, value in their_weights(found.weights, config).items():
         if kind in ("llama", "arcee") and key.endswith(("q_proj.weight", "k_proj.weight")):

@@ -4,6 +4,7 @@ Those of hf/export.py also have kestrel.json, with the network and the tokenizer
 """
 
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 
@@ -15,6 +16,16 @@ from hf.architectures import parameters_of, read_config, switch_layout
 from model import GPTConfig
 
 BUFFERS = (".attn.bias", ".attn.masked_bias", ".inv_freq")  # of masks and rotary positions, in older files
+
+
+class Pretrained(NamedTuple):
+    """A trained network, on the CPU."""
+
+    path: Path
+    config: GPTConfig
+    weights: dict  # a GPT's state_dict
+    tokenizer: object  # None if it is unknown
+    contents: dict  # of the checkpoint, or only "path"
 
 
 def download_files(repository, names):
@@ -29,7 +40,7 @@ def download_files(repository, names):
 
 
 def read_folder(path, weights=True):
-    """(path of the file, GPTConfig, weights, tokenizer or None) of a Hugging Face folder or its .safetensors file."""
+    """The Pretrained of a Hugging Face folder or its .safetensors file; without `weights` they are left out."""
     folder, file = (path.parent, path) if path.is_file() else (path, path / "model.safetensors")
     if (our_file := folder / STORED).exists():
         ours = read_json(our_file)
@@ -40,7 +51,8 @@ def read_folder(path, weights=True):
         count = tokenizer.n_vocab if tokenizer else 0
         rule = f"which is more than vocab_size={config.vocab_size} of config.json; get both from one model"
         require(count <= config.vocab_size, f"{folder} has {count} tokens, {rule}")
-    return file, config, _read_weights(file, config) if weights else {}, tokenizer
+    state = _read_weights(file, config) if weights else {}
+    return Pretrained(file, config, state, tokenizer, {"path": file})
 
 
 def restore(path, network, tokenizer):
