@@ -103,18 +103,17 @@ def show(text):
 
 def print_samples(generator, prompt, config):
     """Print the first sample as it is made, then the others; a prompt that was typed stands on the screen already."""
-    prompts, others = [prompt] * config.num_samples, [""] * config.num_samples
-    pieces = generator.stream(prompts, config.max_tokens, config.stop, config.ignore_eot)  # it checks the prompt
-    if not config.interactive:
-        show(prompt)
-    for number, piece in pieces:
+    prompts, texts = [prompt] * config.num_samples, [prompt] * config.num_samples
+    before = "" if config.interactive else prompt
+    for number, piece in generator.stream(prompts, config.max_tokens, config.stop, config.ignore_eot):
         if number == 0:
-            show(piece)
+            show(before + piece)
+            before = ""
         else:
-            others[number] += piece
+            texts[number] += piece
     print()
-    for text in others[1:]:
-        print(f"---------------\n{prompt}{text}")
+    for text in texts[1:]:
+        print(f"---------------\n{text}")
 
 
 def print_speed(generator):

@@ -172,8 +172,7 @@ class Engine:
     def _threads(self, tokens):
         """Limit the CPU threads to as many as pay for this number of tokens."""
         before = torch.get_num_threads()
-        if not self.on_gpu:
-            torch.set_num_threads(min(before, max(1, self.weights * tokens // THREAD_WORK)))
+        torch.set_num_threads(min(before, max(1, self.weights * tokens // THREAD_WORK)))
         try:
             yield
         finally:

@@ -84,18 +84,11 @@ class Generator(Engine):
             newest = max(block_size // 2, 1)
             self._note(f"past {block_size} tokens (block_size), the model reads only the newest {newest}")
         stop = [text for text in ((stop,) if isinstance(stop, str) else stop) if text]
-        self.warm_up()  # after the check of the prompts
-        return self._pieces(texts, max_tokens, [TextStream(self.tokenizer, stop, ends) for _ in prompts])
+        streams = [TextStream(self.tokenizer, stop, ends) for _ in prompts]
 
-    def _encode(self, prompt, room):
-        if isinstance(prompt, str):
-            return encode_prompt_text(self.tokenizer, prompt)
-        return encode_prompt(self.tokenizer, prompt, room)
-
-    def _pieces(self, texts, max_tokens, streams):
-        """What stream() yields."""
+        self.warm_up()
         started = time.perf_counter()
-        self.prompt_tokens = sum(map(len, {self.context(text, self.config.block_size) for text in texts}))
+        self.prompt_tokens = sum(map(len, {self.context(text, block_size) for text in texts}))
         self.new_tokens = self.new_seconds = 0
         for step, tokens in enumerate(self.tokens(texts, max_tokens)):
             seconds = time.perf_counter() - started
@@ -118,3 +111,8 @@ class Generator(Engine):
         if text not in self.noted:
             self.noted.add(text)
             print(f"note: {text}", file=sys.stderr)
+
+    def _encode(self, prompt, room):
+        if isinstance(prompt, str):
+            return encode_prompt_text(self.tokenizer, prompt)
+        return encode_prompt(self.tokenizer, prompt, room)

@@ -3,13 +3,11 @@
 Letters: B rows, V vocabulary.
 """
 
-import torch
 import triton
 import triton.language as tl
 
-from attention.gpu import can_overlap
 from attention.launcher import wait_for_inputs
-from attention.ops import refuse_unseen
+from generation.launch import launch
 
 BLOCK = 1024
 
@@ -25,16 +23,13 @@ def gumbel_scores(logits, best, least, keys, positions, temperature, log_min_p):
         logits: [B, V] float32 on a GPU, the last dimension contiguous. best, least: [B, 1] float32; least may be None.
         keys, positions: [B] int64. temperature, log_min_p: float, the second -inf for no limit.
     """
-    refuse_unseen("gumbel_scores", logits, best, least, keys, positions)
     rows, vocabulary = logits.shape
     scores = logits.new_empty(rows, vocabulary + 1)
-    overlap = can_overlap(logits.device)
-    with torch.cuda.device_of(logits):
-        gumbel_kernel[rows, triton.cdiv(vocabulary + 1, BLOCK)](
-            logits, best.contiguous(), None if least is None else least.contiguous(), keys, positions, scores,
-            logits.stride(0), vocabulary, 1 / temperature, log_min_p, BLOCK, overlap, num_warps=4,
-            launch_pdl=overlap, enable_fp_fusion=True,
-        )  # fmt: skip
+    launch(
+        gumbel_kernel, (rows, triton.cdiv(vocabulary + 1, BLOCK)), logits, best.contiguous(),
+        None if least is None else least.contiguous(), keys, positions, scores, logits.stride(0), vocabulary,
+        1 / temperature, log_min_p, BLOCK, num_warps=4,
+    )  # fmt: skip
     return scores
 
 

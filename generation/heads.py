@@ -4,14 +4,12 @@ into the cache, in one kernel.
 Letters: B rows, S slots of the cache, H query heads, G key/value heads, D head dim.
 """
 
-import torch
 import triton
 import triton.language as tl
 
-from attention.gpu import can_overlap
 from attention.launcher import wait_for_inputs
-from attention.ops import refuse_unseen
 from attention.tiles import INTERPRETED
+from generation.launch import launch
 
 
 def store_heads(qkv, k, v, slots, rotary=None, qk_norm=False):
@@ -26,18 +24,15 @@ def store_heads(qkv, k, v, slots, rotary=None, qk_norm=False):
     Returns:
         q [B, 1, H, D].
     """
-    refuse_unseen("store_heads", qkv, k, v, slots)
     qkv, batch, dim = qkv.contiguous(), len(qkv), k.shape[-1]
     kv_heads = k.shape[2]
     heads = qkv.shape[1] // dim - 2 * kv_heads
     q = qkv.new_empty(batch, 1, heads, dim)
     cos, sin = rotary or (None, None)
-    overlap = can_overlap(qkv.device)
-    with torch.cuda.device_of(qkv):
-        heads_kernel[batch, heads + 2 * kv_heads](
-            qkv, q, k, v, slots, cos, sin, k.stride(), v.stride(), heads, kv_heads, qk_norm, dim // 2,
-            triton.next_power_of_2(dim // 2), overlap, num_warps=1, launch_pdl=overlap, enable_fp_fusion=True,
-        )  # fmt: skip
+    launch(
+        heads_kernel, (batch, heads + 2 * kv_heads), qkv, q, k, v, slots, cos, sin, k.stride(), v.stride(), heads,
+        kv_heads, qk_norm, dim // 2, triton.next_power_of_2(dim // 2), num_warps=1,
+    )  # fmt: skip
     return q
 
 

@@ -16,11 +16,11 @@ import triton.language as tl
 from torch import nn
 from triton.language.extra.cuda import gdc_launch_dependents
 
-from attention.gpu import can_overlap, shared_memory
+from attention.gpu import shared_memory
 from attention.launcher import wait_for_inputs
-from attention.ops import refuse_unseen
 from attention.score import tanh
 from attention.tiles import INTERPRETED
+from generation.launch import launch
 from kernels.activation import activate_tile
 
 RESERVED = 8 * 2**10  # bytes of shared memory for everything but the stages
@@ -66,7 +66,6 @@ def linear(x, layer, *, norm=None, activation=None, gate=None, residual=None, so
     Returns:
         [B, N], from sums in float32.
     """
-    refuse_unseen("linear", x, layer.weight, residual)
     parameters = [getattr(module, name, None) for module in (layer, gate, norm) for name in ("weight", "bias")]
     x, *others = [None if t is None else t.contiguous() for t in (x, *parameters, residual)]
     rows, inputs, outputs = len(x), x.shape[1], layer.weight.shape[0]
@@ -78,15 +77,15 @@ def linear(x, layer, *, norm=None, activation=None, gate=None, residual=None, so
     while depth > 64 and 2 * depth > room:  # one stage alone would go to registers, and spill
         depth //= 2
     stages = max(1, min(tiles.stages, room // depth))
-    overlap, eps = can_overlap(x.device), 0.0
+    eps = 0.0
     if norm is not None:
         eps = torch.finfo(torch.float32).eps if norm.eps is None else norm.eps
-    with torch.cuda.device_of(x):
-        linear_kernel[triton.cdiv(outputs, tiles.outputs), triton.cdiv(rows, tiles.rows)](
-            x, *others, y, rows, outputs, eps, softcap or 0.0, inputs, norm is not None, isinstance(norm, nn.LayerNorm),
-            activation, softcap is not None, tiles.rows, tiles.outputs, depth, stages, overlap, num_warps=tiles.warps,
-            launch_pdl=overlap, enable_fp_fusion=True,
-        )  # fmt: skip
+    grid = triton.cdiv(outputs, tiles.outputs), triton.cdiv(rows, tiles.rows)
+    launch(
+        linear_kernel, grid, x, *others, y, rows, outputs, eps, softcap or 0.0, inputs, norm is not None,
+        isinstance(norm, nn.LayerNorm), activation, softcap is not None, tiles.rows, tiles.outputs, depth, stages,
+        num_warps=tiles.warps,
+    )  # fmt: skip
     return y
 
 

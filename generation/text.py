@@ -55,8 +55,8 @@ class TextStream:
         self.held += self.decoder.decode(self.tokenizer.decode_bytes([token]))
         found = [self.held.find(text) for text in self.stop if text in self.held]
         self.ended = bool(found)
-        begun = max((overlap(self.held, text) for text in self.stop), default=0)
-        cut = min(found, default=len(self.held) - begun)
+        begun = [n for text in self.stop for n in range(1, len(text)) if self.held.endswith(text[:n])]
+        cut = min(found, default=len(self.held) - max(begun, default=0))
         piece, self.held = self.held[:cut], self.held[cut:]
         return piece
 
@@ -64,8 +64,3 @@ class TextStream:
         """The rest of the text, after the last token."""
         self.ended = True
         return self.held + self.decoder.decode(b"", final=True)
-
-
-def overlap(text, stop):
-    """Length of the longest end of `text` with which a longer stop text begins."""
-    return next((n for n in range(min(len(stop) - 1, len(text)), 0, -1) if text.endswith(stop[:n])), 0)

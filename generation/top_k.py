@@ -11,10 +11,9 @@ import torch
 import triton
 import triton.language as tl
 
-from attention.gpu import can_overlap
 from attention.launcher import wait_for_inputs
-from attention.ops import refuse_unseen
 from attention.tiles import INTERPRETED
+from generation.launch import launch
 
 CHUNK = tl.constexpr(64)
 MOST = 256  # largest k: k chunks are held in registers
@@ -26,21 +25,16 @@ def best_and_kth(logits, k):
 
     k: int, at most V and MOST. The last dimension is contiguous.
     """
-    refuse_unseen("best_and_kth", logits)
     rows, vocabulary = logits.shape
     chunks = triton.cdiv(vocabulary, CHUNK.value)
     maxima, best, kth = (logits.new_empty(rows, n) for n in (chunks, 1, 1))
     selected = logits.new_empty(rows, k, dtype=torch.int32)
-    overlap = can_overlap(logits.device)
-    options = dict(OVERLAP=overlap, launch_pdl=overlap, enable_fp_fusion=True)
-    with torch.cuda.device_of(logits):
-        maxima_kernel[rows, triton.cdiv(chunks, 32)](
-            logits, maxima, logits.stride(0), vocabulary, chunks, 32, num_warps=4, **options
-        )
-        kth_kernel[(rows,)](
-            logits, maxima, selected, best, kth, logits.stride(0), vocabulary, chunks, k,
-            triton.next_power_of_2(chunks), triton.next_power_of_2(k), num_warps=16, **options,
-        )  # fmt: skip
+    grid = rows, triton.cdiv(chunks, 32)
+    launch(maxima_kernel, grid, logits, maxima, logits.stride(0), vocabulary, chunks, 32, num_warps=4)
+    launch(
+        kth_kernel, (rows,), logits, maxima, selected, best, kth, logits.stride(0), vocabulary, chunks, k,
+        triton.next_power_of_2(chunks), triton.next_power_of_2(k), num_warps=16,
+    )  # fmt: skip
     return best, kth
 
 

@@ -72,10 +72,10 @@ def test_kernels_that_nothing_sees_refuse_fake_tensors(device):
         x, layer = torch.randn(3, 24, device=device), nn.Linear(24, 24, device=device)
         cache, slots = torch.zeros(3, 6, 1, 8, device=device), torch.zeros(3, dtype=torch.int64, device=device)
         calls = {
-            "linear": lambda: linear(x, layer),
-            "store_heads": lambda: store_heads(x, cache, cache, slots),
-            "best_and_kth": lambda: best_and_kth(x, 2),
-            "gumbel_scores": lambda: gumbel_scores(x, x[:, :1], None, slots, slots, 1.0, 0.0),
+            "linear_kernel": lambda: linear(x, layer),
+            "heads_kernel": lambda: store_heads(x, cache, cache, slots),
+            "maxima_kernel": lambda: best_and_kth(x, 2),
+            "gumbel_kernel": lambda: gumbel_scores(x, x[:, :1], None, slots, slots, 1.0, 0.0),
             "blend_kernel": lambda: muon.blend(x, x, x, 0.5, None, None),
             "update_kernel": lambda: muon.update(x, x, x[0, 0], 0.5, 0.1, None),
         }
