@@ -63,7 +63,8 @@ def load(run="", device="auto", dtype="auto"):
     require_tokenizer(found)
     model = GPT(replace(found.config, attention="auto"), seed=None)  # this machine may have other kernels
     model.load_state_dict(found.weights)
-    model.source = str(found.path) + (f", step {step}," if (step := found.contents.get("step")) is not None else "")
+    step = found.contents.get("step")
+    model.source = str(found.path) if step is None else f"{found.path}, step {step},"
     if resolve_dtype(dtype, device) == torch.bfloat16:
         to_bfloat16(model)
     return model.to(device).eval(), found.tokenizer, found.contents
@@ -99,10 +100,10 @@ def network_options(name):
 def checkpoints(folder):
     """Paths of the folder's checkpoints with optimizer state, newest first."""
     folder = Path(folder)
-    steps = (path.stem.partition("-")[2] for path in folder.glob("checkpoint-*.pt"))
-    older = sorted((int(step) for step in steps if step.isdecimal()), reverse=True)
-    names = ["checkpoint.pt", *(f"checkpoint-{step}.pt" for step in older)]
-    return [path for name in names if (path := folder / name).exists()]
+    steps = [path.stem.removeprefix("checkpoint-") for path in folder.glob("checkpoint-*.pt")]
+    older = sorted((step for step in steps if step.isdecimal()), key=int, reverse=True)
+    newest = [path] if (path := folder / "checkpoint.pt").exists() else []
+    return newest + [folder / f"checkpoint-{step}.pt" for step in older]
 
 
 def load_first(paths, weights=True):
