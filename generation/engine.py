@@ -127,7 +127,7 @@ class Engine:
         """Start to compute the next tokens; returns where they will be on the host, and the event after which."""
         with torch.cuda.device_of(self.newest):  # the event is recorded on the stream of the current device
             self.logits, tokens = self.graph() if self.graph else self._step()
-            tokens = tokens.to("cpu", non_blocking=True)  # into pinned memory
+            tokens = tokens.to("cpu", non_blocking=self.on_gpu)  # into pinned memory; MPS has no event to wait for
             return tokens, torch.cuda.current_stream().record_event() if self.on_gpu else None
 
     @torch.inference_mode()
