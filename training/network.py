@@ -103,7 +103,7 @@ def checkpoint_activations(model, config):
     if config.checkpoint_activations == "selective":
         options["context_fn"] = partial(create_selective_checkpoint_contexts, keep_expensive)
     for block in model.blocks:  # not by functools.partial, which torch.compile would leave out
-        block.forward = lambda x, context, forward=block.forward: checkpoint(forward, x, context, **options)
+        block.forward = lambda x, shared, forward=block.forward: checkpoint(forward, x, shared, **options)
 
 
 def keep_expensive(context, op, *args, **kwargs):
