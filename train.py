@@ -34,11 +34,12 @@ from training.report import Report
 
 
 def take_step(network, optimizer, micro_batches, amp, ranks):
-    """One update; returns the loss in nats per token and the norm of its gradient, [] on the device.
+    """One update; returns the loss in nats per token and the norm of its gradient, as scalar tensors on the device.
 
-    micro_batches: of this rank, as training_batches() yields them. amp: torch.autocast.
+    network: the model, perhaps compiled and in DDP. micro_batches: of this rank, as training_batches() yields them.
+    amp: torch.autocast.
     """
-    optimizer.begin()  # sets the scales of FP8
+    optimizer.begin()  # sets FP8's scales of the weights
     loss = 0
     for inputs, targets, weight, seed, is_last in micro_batches:
         if seed is not None:  # of dropout; as_graph() seeds before each replay instead
@@ -46,10 +47,11 @@ def take_step(network, optimizer, micro_batches, amp, ranks):
         with ranks.add_up_gradients(network, is_last):
             with amp:
                 part = network(inputs, targets) * weight
-            optimizer.scale(part * ranks.world).backward()  # DDP and FSDP take means over ranks; float16 needs a scale
+            # DDP and FSDP take the mean of the ranks' gradients, in the backward pass; float16 needs a loss scale
+            optimizer.scale(part * ranks.world).backward()
         loss = loss + part.detach()
     ranks.add_up(loss)
-    grad_norm = optimizer.step(loss)  # clips, and skips the step if loss or norm is not finite
+    grad_norm = optimizer.step(loss)  # clips, and leaves all as it is if loss or norm is not finite
     optimizer.zero_grad()
     return loss, grad_norm
 
@@ -66,13 +68,6 @@ def learning_rate(step, config):
     return config.min_learning_rate + fraction * (config.learning_rate - config.min_learning_rate)
 
 
-def note_new_rate(step, old, new):
-    """Print if other options of a resumed run change the learning rate of its next step, as more --steps do."""
-    before, after = (f"{learning_rate(step, options):.2g}" for options in (old, new))
-    if before != after:
-        print(f"note: the learning rate of step {step} changes from {before} to {after}", file=sys.stderr)
-
-
 def training_batches(batches, steps, config, ranks, micro_batch):
     """Yield for each step the list of this rank's micro-batches: (inputs, targets, weight, seed, is_last).
 
@@ -82,7 +77,7 @@ def training_batches(batches, steps, config, ranks, micro_batch):
     inputs, targets: [micro_batch, block_size] int64 on the device; a target of -100 does not count.
     weight: [], the micro-batch's share of the targets of the step that count: those of all ranks add up to 1.
     seed: int, of dropout, or None without it. It depends on the run's seed, the step and the rows, so that a resumed
-    run draws the same masks, and so does another number of ranks.
+    run draws the same masks, as does another number of ranks with the same micro_batch.
     """
     count = config.batch_size // ranks.world  # sequences of this rank
     firsts = range(ranks.rank * count, (ranks.rank + 1) * count, micro_batch)  # at which a micro-batch begins
@@ -90,8 +85,8 @@ def training_batches(batches, steps, config, ranks, micro_batch):
     def load(step):
         inputs, targets = batches.batch(step, slice(firsts.start, firsts.stop))
         weights = (targets >= 0).view(len(firsts), -1).sum(1) / max(1, batches.counted(step))
-        tensors = inputs, targets, weights
-        return [x.pin_memory() for x in tensors] if ranks.on_gpu else tensors  # so that copies do not wait for a step
+        # pinned, so that the copies to the device do not wait for a step
+        return [x.pin_memory() if ranks.on_gpu else x for x in (inputs, targets, weights)]
 
     with ThreadPoolExecutor(1) as pool:
         ahead = pool.submit(load, steps.start)
@@ -117,8 +112,7 @@ def evaluate(model, batches, amp, ranks):
         index = min(first + ranks.rank, len(batches) - 1)  # a rank without a batch takes part: FSDP needs all ranks
         inputs, targets = batches[index]()
         count = int((targets >= 0).sum()) * (index == first + ranks.rank)
-        # compiling the evaluation takes longer than it saves
-        with torch.compiler.set_stance("force_eager"), amp:
+        with torch.compiler.set_stance("force_eager"), amp:  # compiling takes longer than it saves
             losses.append((model(inputs.to(ranks.device), targets.to(ranks.device)), count))
     model.train()
     if ranks.sharded:
@@ -141,31 +135,37 @@ def train(config, corpus, run, ranks):
         load_pretrained(model, config.init_from, corpus.tokenizer)
     optimizer = Optimizer(model, config, ranks)
     micro_batch = choose_micro_batch(model, config, ranks, run.saved.get("micro_batch"))
-    # validation_batches counts micro-batches, so that any micro-batch evaluates the same tokens
-    count = config.eval_batches * (config.batch_size // micro_batch)
+    count = config.eval_batches * (
+        config.batch_size // micro_batch
+    )  # of micro-batches; the tokens are the same for any
     validation = validation_batches(corpus.val, config.block_size, micro_batch, count or None)
 
     if run.saved and ranks.rank == 0:
-        note_new_rate(run.saved["step"], SimpleNamespace(**run.saved["config"]), config)
+        options, step = SimpleNamespace(**run.saved["config"]), run.saved["step"]
+        old, new = (f"{learning_rate(step, each):.2g}" for each in (options, config))
+        if old != new:  # as with more --steps
+            print(f"note: the learning rate of step {step} changes from {old} to {new}", file=sys.stderr)
     start, best = run.begin(config, corpus, model, optimizer)  # 0 and infinity for a new run
-    rate, loss, grad_norm, val_loss = None, None, None, best
+    rate = loss = grad_norm = val_loss = None
     network, amp = compile_and_wrap(model, config, ranks), autocast(config.dtype, ranks.device)
     run_step = as_graph(take_step, network, optimizer, amp, config, ranks, micro_batch)
     report = Report(run.folder, config, model, corpus, ranks, start)
     report.describe(model, batches, ranks, micro_batch)
     step_batches = training_batches(batches, range(start, config.steps), config, ranks, micro_batch)
     with Signals(ranks) as signals, closing(step_batches):
-        for step in range(start, config.steps + 1):  # as many updates have been made
-            logs = step > start and step % config.log_every == 0
+        for step in range(start, config.steps + 1):  # `step` updates are done: report, evaluate, save, make the next
+            last, new = step == config.steps, step > start
+            logs = new and step % config.log_every == 0
             if logs:
                 report.step(step, rate, loss, grad_norm, optimizer.skipped)
-            asked, last = signals.agreed(), step == config.steps
-            # a resumed run has evaluated and saved its first step before
-            evaluates = step != run.last_step and (last or step % config.eval_every == 0)
-            saves = last or asked or step % (config.save_every or config.eval_every) == 0
+            asked = signals.agreed()  # all ranks vote, once per step
+            evaluates = (new or step == 0) and (last or step % config.eval_every == 0)
+            saves = new and (last or asked or step % (config.save_every or config.eval_every) == 0)
             if logs or evaluates or saves:
-                optimizer.check_bad_steps(step, batches, run.folder)  # waits for the device
-            if config.sample_every and step % config.sample_every == 0 and start < step < config.steps:
+                optimizer.check_bad_steps(
+                    step, batches, run.folder
+                )  # ends the run after too many; waits for the device
+            if config.sample_every and step % config.sample_every == 0 and new and not last:
                 with optimizer.averaged():  # with --ema, the model has the averages of its weights meanwhile
                     report.sample(step, model)
             if evaluates:
@@ -174,7 +174,7 @@ def train(config, corpus, run, ranks):
                     is_best = 0 < step and val_loss < best
                     if is_best:
                         best = val_loss
-                        run.save_best(step, best, model)
+                        run.save_best(step, best, model)  # the averages; checkpoints have both
                     report.evaluation(step, val_loss, is_best)
             if saves:
                 with report.pause():
@@ -187,8 +187,8 @@ def train(config, corpus, run, ranks):
             loss, grad_norm = run_step(next(step_batches))
             optimizer.move_average(step)
             if step == start:
-                loss.item()  # waits for the device
-                run.keep()
+                loss.item()  # waits for the device, whose errors until here leave nothing of the run
+                run.commit()
                 report.start()
     try:
         run.close()
@@ -199,7 +199,7 @@ def train(config, corpus, run, ranks):
 
 
 def main(argv):
-    with rank_command("give a smaller --micro_batch, or --checkpoint_activations blocks"):
+    with rank_command(out_of_memory="give a smaller --micro_batch, or --checkpoint_activations blocks"):
         config = load_config(argv)
         ranks = start_ranks(config)
         config = ranks.broadcast(config) if config.resume else config  # ranks may have found different newest runs

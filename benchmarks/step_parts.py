@@ -135,8 +135,8 @@ if __name__ == "__main__":
     rates, as_graph = measured_rates(), train.as_graph
     if DEVICE == "cuda":
         torch.cuda.reset_peak_memory_stats()
-    # run_step() is what as_graph() returns; its fourth argument is the Config
-    train.as_graph = lambda *arguments: watched(as_graph(*arguments), arguments[3], rates)
+    # run_step() is what as_graph() returns; its fifth argument is the Config
+    train.as_graph = lambda *arguments: watched(as_graph(*arguments), arguments[4], rates)
     fixed = dict(name=FOLDER.name, steps=10**6, eval_every=10**6, eval_batches=1, log_every=10)
     try:
         train.main([*sys.argv[1:], *(f"--{name}={value}" for name, value in fixed.items())])

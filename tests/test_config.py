@@ -239,5 +239,5 @@ def test_help(capsys, config_file, monkeypatch):
     options = dict(re.findall(r"^  --(\w+) \S+(?: +\[(.*)\])?$", out, re.MULTILINE))
     assert end.value.code in (0, None) and set(options) == set(Config.__dataclass_fields__)
     assert (options["n_layer"], options["n_head"], options["name"], options["n_embd"]) == ("3", "2", "x", "384")
-    assert "      Steps over which the learning rate rises from 0.\n" in out
+    assert "      Steps over which the learning rate rises.\n" in out
     assert all(len(line) <= 60 for line in out.splitlines() if line.startswith("    "))

@@ -44,9 +44,9 @@ class Run:
         self.config, self.ranks = config, ranks
         self.folder = Path(config.resume) if config.resume else None
         self.saved = load_first(checkpoints(self.folder)) if self.folder else {}
-        self.last_step = self.on_disk = self.saved.get("step")  # of the last call of save(), and of checkpoint.pt
+        self.on_disk = self.saved.get("step")  # that of checkpoint.pt
         self.writing, self.error = {}, None
-        same = ranks.broadcast(self.last_step) == self.last_step
+        same = ranks.broadcast(self.on_disk) == self.on_disk
         require(same, f"the ranks found different checkpoints in {self.folder}; give all hosts the same runs/")
 
     def open_corpus(self, argv):
@@ -84,9 +84,10 @@ class Run:
                 self.lock = lock_file(self.folder / ".lock", timeout=0)
             except filelock.Timeout:
                 raise UserError(f"another process is training {self.folder}; stop it first") from None
-            # those that could be loaded, newest first; the next save removes the damaged ones before them
-            paths = checkpoints(self.folder)
-            self.good = paths[paths.index(self.saved["path"]) :] if self.saved else []
+            self.good = []  # checkpoints that could be loaded, newest first; the next save removes damaged ones
+            if self.saved:
+                paths = checkpoints(self.folder)
+                self.good = paths[paths.index(self.saved["path"]) :]
             self.pool = ThreadPoolExecutor(1)
         self.folder = self.ranks.broadcast(self.folder)
         start, best = self.saved.get("step", 0), math.inf
@@ -114,7 +115,7 @@ class Run:
             f"({tokens_sha256[:12]}); prepare the same text again, or add --allow_changes",
         )
 
-    def keep(self):
+    def commit(self):
         """Write config.json and the tokenizer. From now on, after the first step, an error leaves the folder."""
         UNFINISHED.clear()
         if self.ranks.rank == 0:
@@ -127,38 +128,37 @@ class Run:
 
     def save_best(self, step, best, model):
         """Copy the weights to the host of rank 0 and start to write best.pt. All ranks call this."""
-        self._start("best.pt", self._weights(step, best, model))
+        self._write_later("best.pt", self._model_contents(step, best, model))
 
     def save(self, step, best, loss, val_loss, model, optimizer, micro_batch):
-        """Copy all that a run needs to resume, and start to write checkpoint.pt, unless it is of this step already.
+        """Copy all that a run needs to resume, and start to write checkpoint.pt.
 
         While training diverges, all checkpoints stay as they are. If none is written for this reason, or because
         writing fails, a warning is printed and training goes on; close() raises if that was the last one.
 
         Args:
-            best: lowest validation loss so far. loss, val_loss: the latest ones of training and of validation.
+            best: lowest validation loss so far. loss, val_loss: the latest ones; val_loss may be None.
         """
-        if step in (0, self.last_step):
-            return
-        self.last_step = step
         if problem := divergence(best, float(loss), val_loss, int(optimizer.bad_in_row), model.config.vocab_size):
             if self.ranks.rank == 0:
                 self._wait("checkpoint.pt")
                 command = f"--resume {quote(self.folder)} --learning_rate LOWER --allow_changes"
-                self._warn(f"no checkpoint of step {step} is written: {problem}; go on from the one before: {command}")
+                self._fail_later(
+                    f"no checkpoint of step {step} is written: {problem}; go on from the one before: {command}"
+                )
             return
         threads = torch.get_num_threads() if self.ranks.world == 1 else None
-        weights = self._weights(step, best, model)
-        self._start("checkpoint.pt", weights | optimizer.state() | dict(micro_batch=micro_batch, threads=threads))
+        contents = self._model_contents(step, best, model) | optimizer.state()
+        self._write_later("checkpoint.pt", contents | dict(micro_batch=micro_batch, threads=threads))
 
-    def _weights(self, step, best, model):
+    def _model_contents(self, step, best, model):
         return dict(
             format=FORMAT, config=asdict(self.config), model_config=asdict(model.config),
             model=model.state_dict(keep_vars=True), tokenizer=to_state(self.corpus.tokenizer),
             tokens_sha256=self.corpus.sha256, step=step, best=best,
         )  # fmt: skip
 
-    def _start(self, name, contents):
+    def _write_later(self, name, contents):
         here = self.ranks.rank == 0
         if not (here or self.ranks.sharded):
             return
@@ -174,8 +174,8 @@ class Run:
             # the event that PyTorch records for it invalid, and so every later use of pinned memory would fail.
             self.writing.pop(name)[1].result()
 
-    def _warn(self, error):
-        self.error = error
+    def _fail_later(self, error):
+        self.error = error  # which close() raises, unless a later checkpoint is written
         print(f"warning: {error}", file=sys.stderr)
 
     def _write(self, name, contents, copied):
@@ -193,7 +193,7 @@ class Run:
                     old.unlink()
         except Exception as error:  # only this thread can report it. torch.save raises many types
             reason = (str(error.__context__ or error) or type(error).__name__).splitlines()[0]
-            self._warn(f"no {name} of step {contents['step']} could be written ({reason}); make room on the disk")
+            self._fail_later(f"no {name} of step {contents['step']} could be written ({reason}); make room on the disk")
 
     def close(self):
         """Wait for the last checkpoint; UserError if it could not be written."""
@@ -204,12 +204,12 @@ class Run:
                 raise UserError(self.error)
 
 
-def divergence(best, loss, val_loss, skipped, vocab_size):
-    """Why the weights must not replace a good checkpoint; None if they may. skipped: the latest steps in a row."""
-    if skipped:
-        return f"the last {skipped} steps were skipped, because loss or gradient norm were not finite"
-    if math.isnan(loss) or math.isnan(val_loss):
-        return "the loss is not finite"
+def divergence(best, loss, val_loss, bad_in_row, vocab_size):
+    """Why the weights must not replace a good checkpoint; None if they may. bad_in_row: skipped steps before this."""
+    if bad_in_row:
+        return f"the last {bad_in_row} steps were skipped, because loss or gradient norm were not finite"
+    if val_loss is not None and not math.isfinite(val_loss):
+        return "the validation loss is not finite"
     # Behind RMSNorm, huge weights may give logits of 0. A high validation loss alone could be overfitting.
     guessing = math.log(vocab_size)
     if best < 0.9 * guessing and loss > 0.99 * guessing:

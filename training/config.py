@@ -15,7 +15,7 @@ from data.files import GPT2_SIZES, find_run, read_json
 from data.loader import Batches
 from data.tokenizer import end_of_text
 from device import resolve_device
-from errors import require
+from errors import UserError, require
 from flags import parse_flags, refuse_nanogpt, values_of
 from model import GPTConfig
 from weights import network_options
@@ -91,7 +91,7 @@ class Config(GPTConfig):
     min_learning_rate: float = 1e-4
     """Learning rate at the end."""
     warmup_steps: int = 100
-    """Steps over which the learning rate rises from 0."""
+    """Steps over which the learning rate rises."""
     cooldown: float = 0.0
     """0: cosine decay after the warm-up. Above 0: constant, then linear decay over this last share of the steps."""
     optimizer: Literal["adamw", "muon"] = "adamw"
@@ -334,12 +334,15 @@ def checked_types(settings, path):
     kinds = {field.name: field.type for field in fields(Config)}
     for name, value in settings.items():
         refuse_nanogpt(name, value, kinds)
-        close = "".join(f" (perhaps --{found})" for found in difflib.get_close_matches(name, kinds, 1))
-        rule = f"{path} sets {name}, and there is no option --{name}={value}{close}"
-        require(name in kinds, f"{rule}; begin the name of a helper with _, as in _{name}")
-        is_float = float in (kinds[name], *get_args(kinds[name]))
-        settings[name] = value = float(value) if is_float and type(value) is int else value
-        require(is_of(value, kinds[name]), f"{path} sets {name}={value!r}, which must be {values_of(kinds[name])}")
+        kind = kinds.get(name)
+        if kind is None:
+            close = "".join(f" (perhaps --{found})" for found in difflib.get_close_matches(name, kinds, 1))
+            rule = f"{path} sets {name}, and there is no option --{name}={value}{close}"
+            raise UserError(f"{rule}; begin the name of a helper with _, as in _{name}")
+        if type(value) is int and float in (kind, *get_args(kind)):
+            settings[name] = value = float(value)
+        if not is_of(value, kind):
+            raise UserError(f"{path} sets {name}={value!r}, which must be {values_of(kind)}")
     return settings
 
 

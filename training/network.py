@@ -128,7 +128,7 @@ def choose_micro_batch(model, config, ranks, saved):
         UserError: it cannot be divided, or not even one sequence fits into the GPU's memory.
     """
     count, asked = config.batch_size // ranks.world, config.micro_batch
-    size = {0: count, "auto": 1}.get(asked, asked)
+    size = 1 if asked == "auto" else asked or count
     rule = f"batch_size={config.batch_size} must be a multiple of {ranks.world} GPUs x micro_batch={size}; change one"
     require(count % size == 0, rule)
     if saved and (asked == "auto" or (asked == 0 and config.dropout > 0)):
@@ -194,7 +194,7 @@ def as_graph(take_step, network, optimizer, amp, config, ranks, micro_batch):
     if not (config.cuda_graph and recordable and micro_batch * ranks.world == config.batch_size):
         return step
     warm_ups = WARM_UPS if ranks.world == 1 else DDP_WARM_UPS
-    graph = CUDAGraph(lambda *tensors: step([(*tensors, None, True)]), warm_ups)
+    graph = CUDAGraph(lambda *tensors: step([(*tensors, None, True)]), warm_ups)  # no seed, and it is the last one
 
     def replay(micro_batches):
         [(inputs, targets, weight, seed, _)] = micro_batches

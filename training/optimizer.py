@@ -28,7 +28,8 @@ class Optimizer:
 
     Attributes:
         inner: AdamW or Muon, a torch.optim.Optimizer.
-        scale: multiplies a loss by float16's scale; with other dtypes it returns the loss.
+        scale: function that multiplies a loss by float16's scale; with other dtypes it returns the loss.
+        zero_grad: that of inner.
         skipped, bad_in_row: [] float32, steps skipped since the run began, and most recently in a row.
     """
 
@@ -62,22 +63,22 @@ class Optimizer:
         """Update the weights, or skip the step; returns the norm of the gradient. loss: [], of all ranks."""
         if self.fp8_scales:
             self.fp8_scales.end(self.ranks.world)
-        self.scaler.unscale_(self.inner)
+        self.scaler.unscale_(self.inner)  # no scaler.step() follows: what it would skip is skipped below
         gradients = [p.grad for p in self.parameters if p.grad is not None]
         grad_norm = get_total_norm(gradients)
         if self.ranks.sharded:
             grad_norm = grad_norm.full_tensor()
-        scale = ((grad_norm + 1e-6) / (self.config.grad_clip or math.inf)).clamp(min=1.0)
+        divisor = ((grad_norm + 1e-6) / (self.config.grad_clip or math.inf)).clamp(min=1.0)  # of clipping
         # After max_bad_steps in a row, all further steps are skipped too, so that check_bad_steps() cannot miss them.
         bad = ~(loss.isfinite() & grad_norm.isfinite()) | (self.bad_in_row >= self.config.max_bad_steps)
-        self.bad_in_row.add_(1).mul_(bad)
+        self.bad_in_row.add_(1).mul_(bad)  # 0 after a good step
         self.skipped.add_(bad)
         if self.inner.defaults["capturable"]:
             # torch's fused kernels define these two: they divide gradients by grad_scale, and do nothing if found_inf
-            self.inner.grad_scale, self.inner.found_inf = scale, bad.float()
+            self.inner.grad_scale, self.inner.found_inf = divisor, bad.float()
             self.inner.step()
         elif not bad:  # other kernels may ignore both, as those for MPS do before PyTorch 2.15
-            torch._foreach_div_(local(gradients) if self.ranks.sharded else gradients, scale)
+            torch._foreach_div_(local(gradients) if self.ranks.sharded else gradients, divisor)
             self.inner.step()
         self.scaler.update()
         return grad_norm
@@ -90,7 +91,7 @@ class Optimizer:
         is at most (1 + step) / (10 + step): with a larger one, early averages are mostly the first weights.
         """
         state = self.inner.state
-        if not (self.config.ema and state):  # there is none if all steps so far were skipped
+        if not (self.config.ema and state):  # on a CPU there is none until a step is not skipped
             return
         for p, own in state.items():
             if "average" not in own:

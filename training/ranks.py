@@ -16,6 +16,7 @@ from device import resolve_device
 from errors import UserError, command, require
 
 SAVE, STOP = 1, 2  # what a signal asks for; STOP saves too
+LOST_RANK = ("closed by peer", "reset by peer", "remote process exited", "aborted")  # of gloo, gloo, NCCL, NCCL
 HANDLED = signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1
 
 
@@ -51,12 +52,12 @@ class Ranks(NamedTuple):
             dist.all_reduce(tensor)
 
     def add_up_gradients(self, network, is_last):
-        """The context of a micro-batch. DDP adds up gradients at the last one of a step.
+        """The context of a micro-batch, whose backward pass adds up gradients over ranks: with DDP only the last one's.
 
-        FSDP adds up those of each, because no rank has room for all of them.
+        FSDP adds up those of each micro-batch, because no rank has room for all of them.
         """
-        waits = self.world > 1 and not self.sharded and not is_last
-        return network.no_sync() if waits else nullcontext()
+        keeps_own = self.world > 1 and not self.sharded and not is_last
+        return network.no_sync() if keeps_own else nullcontext()
 
 
 def start_ranks(config):
@@ -101,27 +102,20 @@ def rank_command(out_of_memory):
         sys.exit(1)
 
     try:
-        with command(out_of_memory, fail), _lost_rank():
-            yield
+        with command(out_of_memory, fail):
+            try:
+                yield
+            except RuntimeError as error:
+                if not (dist.is_initialized() and any(message in str(error) for message in LOST_RANK)):
+                    raise
+                reason = str(error).splitlines()[0]
+                raise UserError(f"another rank has ended and prints why ({reason})") from error
     finally:
         _leave_group()
 
 
 def is_first_on_host():
     return os.environ.get("LOCAL_RANK", "0") == "0"
-
-
-@contextmanager
-def _lost_rank():
-    """Turn the RuntimeError that shows that another rank has ended into a UserError."""
-    try:
-        yield
-    except RuntimeError as error:
-        messages = ("closed by peer", "reset by peer", "remote process exited", "aborted")  # of gloo, gloo, NCCL, NCCL
-        if not (dist.is_initialized() and any(message in str(error) for message in messages)):
-            raise
-        reason = str(error).splitlines()[0]
-        raise UserError(f"another rank has ended and prints why ({reason})") from error
 
 
 def _leave_group():

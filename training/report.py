@@ -48,11 +48,10 @@ class Report:
         self.val_loss, self.wandb = None, None
         self.sync_later = f"to send the rest later, type: wandb sync {quote(folder / 'wandb' / 'latest-run')}"
         # Steps after `start` are repeated, and so is the evaluation of step 0 if that is the start.
-        found = []
-        if self.enabled:
+        self.kept = []
+        if self.enabled and start:
             with only_warn("reading metrics.jsonl"):
-                found = read_metrics(folder)
-        self.kept = [record for record in found if 0 < start >= record["step"]]
+                self.kept = [record for record in read_metrics(folder) if record["step"] <= start]
         self.waiting = []  # records before the end of the first step; until then a resumed run stays as it was
         self.began -= self.kept[-1].get("seconds", 0) if self.kept else 0  # the time between processes does not count
 
