@@ -98,8 +98,7 @@ def training_batches(batches, steps, config, ranks, micro_batch):
                 sequences = [np.random.SeedSequence([config.seed, step, first]) for first in firsts]
                 seeds = [int(sequence.generate_state(1, np.uint64)[0]) for sequence in sequences]
             is_last = [first == firsts[-1] for first in firsts]
-            parts = inputs.split(micro_batch), targets.split(micro_batch), weights, seeds, is_last
-            yield list(zip(*parts, strict=True))
+            yield list(zip(inputs.split(micro_batch), targets.split(micro_batch), weights, seeds, is_last, strict=True))
 
 
 @torch.no_grad()
@@ -135,9 +134,7 @@ def train(config, corpus, run, ranks):
         load_pretrained(model, config.init_from, corpus.tokenizer)
     optimizer = Optimizer(model, config, ranks)
     micro_batch = choose_micro_batch(model, config, ranks, run.saved.get("micro_batch"))
-    count = config.eval_batches * (
-        config.batch_size // micro_batch
-    )  # of micro-batches; the tokens are the same for any
+    count = config.eval_batches * (config.batch_size // micro_batch)  # micro-batches; the tokens are always the same
     validation = validation_batches(corpus.val, config.block_size, micro_batch, count or None)
 
     if run.saved and ranks.rank == 0:
@@ -154,18 +151,16 @@ def train(config, corpus, run, ranks):
     step_batches = training_batches(batches, range(start, config.steps), config, ranks, micro_batch)
     with Signals(ranks) as signals, closing(step_batches):
         for step in range(start, config.steps + 1):  # `step` updates are done: report, evaluate, save, make the next
-            last, new = step == config.steps, step > start
-            logs = new and step % config.log_every == 0
+            begun, last = step > start, step == config.steps
+            logs = begun and step % config.log_every == 0
             if logs:
                 report.step(step, rate, loss, grad_norm, optimizer.skipped)
             asked = signals.agreed()  # all ranks vote, once per step
-            evaluates = (new or step == 0) and (last or step % config.eval_every == 0)
-            saves = new and (last or asked or step % (config.save_every or config.eval_every) == 0)
+            evaluates = (begun or step == 0) and (last or step % config.eval_every == 0)
+            saves = begun and (last or asked or step % (config.save_every or config.eval_every) == 0)
             if logs or evaluates or saves:
-                optimizer.check_bad_steps(
-                    step, batches, run.folder
-                )  # ends the run after too many; waits for the device
-            if config.sample_every and step % config.sample_every == 0 and new and not last:
+                optimizer.check_bad_steps(step, batches, run.folder)  # ends the run after too many
+            if config.sample_every and step % config.sample_every == 0 and begun and not last:
                 with optimizer.averaged():  # with --ema, the model has the averages of its weights meanwhile
                     report.sample(step, model)
             if evaluates:
@@ -181,7 +176,6 @@ def train(config, corpus, run, ranks):
                     run.save(step, best, loss, val_loss, model, optimizer, micro_batch)
             if asked == STOP or last:
                 break
-
             rate = learning_rate(step, config)
             optimizer.set_rate(rate)
             loss, grad_norm = run_step(next(step_batches))
