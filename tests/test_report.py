@@ -19,6 +19,7 @@ import train
 from data.tokenizer import make_tokenizer
 from model import GPT
 from training.config import Config
+from training.curves import plot_losses
 from training.report import flops_per_token
 
 SHORT = dict(steps=4, eval_every=2)
@@ -84,16 +85,6 @@ def test_printed_commands_are_quoted(folder, capsys, monkeypatch):
         assert shlex.split(command)[-1] == f"runs/{name}"
 
 
-@pytest.mark.slow
-def test_a_resumed_run_keeps_its_wandb_id(folder, run):
-    assert run(wandb="offline", **SHORT)[0] == 0
-    (folder / "runs/run/checkpoint.pt").unlink()
-    assert run("--resume")[0] == 0
-    # offline-run-TIME-ID, with "-1" after it if both runs began in the same second
-    names = [path.name for path in folder.glob("runs/run/wandb/offline-run-*")]
-    assert len(names) == 2 and {name.split("-")[3] for name in names} == {(folder / "runs/run/wandb_id").read_text()}
-
-
 def test_the_end_of_a_resumed_run(folder, run, monkeypatch, capsys):
     """It has the time and the best step of its first part."""
     validation = iter([5.0, 1.0, 1.2])
@@ -110,7 +101,7 @@ def test_the_end_of_a_resumed_run(folder, run, monkeypatch, capsys):
 
 @pytest.mark.slow
 def test_wandb_stores_the_steps_that_a_resumed_run_repeats(folder):
-    """As after a crash at step 8, whose newest checkpoint is of step 4."""
+    """As after a crash at step 8, whose newest checkpoint is of step 4. The id of the run stays."""
     with serve() as server:
         finish(start(folder, variables=server.variables, **FAST | dict(wandb="online", steps=8, eval_every=4)))
         (folder / "runs/run/checkpoint.pt").unlink()
@@ -120,6 +111,9 @@ def test_wandb_stores_the_steps_that_a_resumed_run_repeats(folder):
     assert [record["step"] for record in stored] == [0, 1, 2, 3, 4, 4, 5, 6, 7, 8, 8, 5, 6, 7, 8, 8]
     named = [{name: record.get(name) for name in ("step", "loss", "val_loss")} for record in metrics(folder)]
     assert stored[:6] + stored[11:] == named
+    # run-TIME-ID, with "-1" after it if both began in the same second
+    ids = [path.name.split("-")[2] for path in folder.glob("runs/run/wandb/run-*")]
+    assert ids == 2 * [(folder / "runs/run/wandb_id").read_text()]
 
 
 @pytest.mark.slow
@@ -161,26 +155,25 @@ RECORDS = [
     dict(step=30, seconds=7.0, val_loss=2.0, val_bpb=1.0),
     dict(step=40, seconds=9.0, val_loss=2.5, val_bpb=1.25),
 ]
-TRAIN, VAL = [[10, 30], [3.0, 2.5]], [[0, 30, 40], [4.0, 2.0, 2.5]]
 
 
 @pytest.fixture
-def call(tmp_path, monkeypatch, capsys):
-    """plot.py in this process: call(*flags) -> (exit code, standard error, figure)."""
-    monkeypatch.chdir(tmp_path)
+def figures(folder, monkeypatch):
+    """The figures that this test has drawn."""
     figures, save = [], Figure.savefig
 
-    def savefig(figure, *args, **kwargs):
+    def savefig(figure, path, **options):
         figures.append(figure)
-        save(figure, *args, **kwargs)
+        save(figure, path, **options)
 
     monkeypatch.setattr(Figure, "savefig", savefig)
+    return figures
 
-    def call(*flags):
-        code, _, err = run_script(monkeypatch, capsys, str(ROOT / "plot.py"), *flags)
-        return code, err, figures.pop() if figures else None
 
-    return call
+@pytest.fixture
+def call(figures, monkeypatch, capsys):
+    """plot.py in this process: call(*flags) -> (exit code, out, err)."""
+    return lambda *flags: run_script(monkeypatch, capsys, str(ROOT / "plot.py"), *flags)
 
 
 def make_run(name, records=RECORDS, **options):
@@ -192,74 +185,64 @@ def make_run(name, records=RECORDS, **options):
     return str(folder)
 
 
-def lines(figure):
-    return [[list(map(float, values)) for values in line.get_data()] for line in figure.axes[0].get_lines()]
+def curves(figure):
+    """The points of each line."""
+    return [line.get_xydata().tolist() for line in figure.axes[0].get_lines()]
 
 
 def legend(figure):
     return [text.get_text() for text in figure.legends[0].get_texts()]
 
 
-@pytest.mark.parametrize(
-    "flags, train, val, labels",
-    [
-        ([], TRAIN, VAL, ("step", "loss (nats per token)")),
-        (["--x", "tokens"], [[160, 480], TRAIN[1]], [[0, 480, 640], VAL[1]], ("training tokens", "nats")),
-        (
-            ["--x", "seconds", "--y", "bpb"],
-            [[2.0, 6.5], [1.5, 1.25]],
-            [[0.5, 7.0, 9.0], [2.0, 1.0, 1.25]],
-            ("(s)", "bits per byte"),
-        ),
-    ],
-)
-def test_curves(call, flags, train, val, labels):
-    """The best evaluation is marked, in the title and by a ring."""
-    code, err, figure = call(make_run("a$"), *flags)
-    assert code == 0 and err == "" and Path("losses.png").read_bytes().startswith(b"\x89PNG\r\n")
-    assert lines(figure) == [train, val] and legend(figure) == ["training", "validation"]
-    axis = figure.axes[0]
-    assert labels[0] in axis.get_xlabel() and labels[1] in axis.get_ylabel()
-    assert axis.get_title() == "a$: best 2.0000 nats/token = 1.0000 bits/byte at step 30"
-    assert [ring.get_offsets().tolist() for ring in axis.collections] == [[[val[0][1], val[1][1]]]]
+def test_loss_png(figures):
+    """Both curves of one run, whose best evaluation has a ring and is in the title."""
+    run = make_run("a$_中")
+    plot_losses(Path(run))
+    axis = figures[0].axes[0]
+    [ring] = axis.collections
+    assert curves(figures[0]) == [[[10, 3.0], [30, 2.5]], [[0, 4.0], [30, 2.0], [40, 2.5]]]
+    assert legend(figures[0]) == ["training", "validation"] and ring.get_offsets().tolist() == [[30, 2.0]]
+    assert axis.get_title() == "a$_中: best 2.0000 nats/token = 1.0000 bits/byte at step 30"
+    assert Path(run, "loss.png").read_bytes().startswith(b"\x89PNG")
 
 
-def test_legend(call):
-    """Names, and the options that differ if there is room; folders where names are equal."""
-    runs = [make_run("a"), make_run("b$", keep=3, learning_rate=2)]
-    assert legend(call(*runs)[2]) == ["a: learning_rate=0.001", "b$: learning_rate=2"]
-    runs.append(make_run("c", input="a text with a long name/" * 9))
-    assert legend(call(*runs, "--out", "b.svg")[2]) == ["a", "b$", "c"] and Path("b.svg").exists()
-    assert legend(call(runs[0], make_run("old/a", learning_rate=2))[2])[1].startswith("runs/old/a: ")
-    code, err, figure = call(make_run("_中文"), runs[0])
-    assert code == 0 and err == "" and legend(figure)[0].startswith("_中文")
+def test_several_runs(call, figures):
+    """Their curves over any x, and a legend with the options that differ, or folders where names are equal."""
+    first, second = make_run("a"), make_run("_中$", keep=3, learning_rate=2)
+    assert call(first, second) == (0, "losses.png\n", "") and Path("losses.png").exists()
+    assert legend(figures[0]) == ["a: learning_rate=0.001", "_中$: learning_rate=2"]
+    call(first, second, "--x", "tokens")
+    call(first, second, "--x", "seconds", "--y", "bpb")
+    tokens, bits = map(curves, figures[1:])
+    assert tokens == 2 * [[[160, 3.0], [480, 2.5]], [[0, 4.0], [480, 2.0], [640, 2.5]]]
+    assert bits == 2 * [[[2.0, 1.5], [6.5, 1.25]], [[0.5, 2.0], [7.0, 1.0], [9.0, 1.25]]]
+    call(first, make_run("old/a"), "--out", "b.svg")
+    assert legend(figures[-1]) == ["runs/a", "runs/old/a"] and Path("b.svg").exists()
 
 
-def test_runs_without_validation_or_with_other_tokenizers(call):
-    """Tokenizers of one name may differ, because they were trained on different texts."""
-    young = make_run("young", RECORDS[1:3], tokenizer="bytes")
-    run, same = make_run("a"), make_run("same")
-    other = make_run("other", [record | {"val_bpb": 1.5} if "val_bpb" in record else record for record in RECORDS[1:]])
-    for second, differ in [(young, True), (other, True), (same, False)]:
-        code, err, figure = call(run, second)
-        assert code == 0 and (err.startswith("note: ") and "--y bpb" in err) == differ
-        assert len(lines(figure)) == (3 if second == young else 4)
-    assert call(run, other, "--y", "bpb")[1] == ""
-    assert call(young, "--y", "bpb")[0].startswith(f"error: {young} has no evaluation yet")
+def test_a_note_about_other_tokenizers(call):
+    """Those of one name may differ too, because they were trained on different texts."""
+    first, same, other = make_run("a"), make_run("same"), make_run("other", tokenizer="bytes")
+    trained = make_run("trained", [*RECORDS[1:4], RECORDS[4] | dict(val_bpb=1.5)])
+    for second, differ in ((same, False), (other, True), (trained, True)):
+        assert ("--y bpb" in call(first, second)[2]) == differ
+        assert call(first, second, "--y", "bpb")[2] == ""
 
 
 def test_mistakes_of_plot(call):
-    empty, foreign, run = make_run("empty", []), make_run("foreign"), make_run("run")
-    (Path(foreign) / "config.json").write_text('{"tokenizer": "char"}')
-    for flags, words in [
-        ([], ["at least one run"]),
-        (["runs/none"], ["runs/none is no run", "config.json"]),
-        (["gpt2"], ["OpenAI's", "runs/gpt2"]),
-        (["./run"], [f"{Path('run').absolute()} is no run"]),  # as other commands, not runs/run
-        ([run, empty], [f"{empty} has no losses"]),
-        ([run, "--out", "a.text"], ["a.text", "--out"]),
-        ([foreign], [f"{foreign}/config.json lacks batch_size and block_size"]),
-    ]:
-        code = call(*flags)[0]
-        assert code.startswith("error: ") and all(word in code for word in words), code
+    run, foreign = make_run("run"), make_run("foreign")
+    empty, young = make_run("empty", []), make_run("young", RECORDS[1:3])
+    Path(foreign, "config.json").write_text('{"tokenizer": "char"}')
+    for flags, words in (
+        ([], "run"),
+        (["runs/none"], "runs/none config.json"),
+        (["gpt2"], "OpenAI's runs/gpt2"),
+        (["./run"], str(Path("run").absolute())),  # as other commands, not runs/run
+        ([run, empty], empty),
+        ([young, "--y", "bpb"], f"{young} --y"),
+        ([run, "--out", "a.text"], "a.text --out"),
+        ([foreign], f"{foreign} batch_size block_size"),
+    ):
+        code, *_ = call(*flags)
+        assert code.startswith("error: ") and all(word in code for word in words.split()), code
     assert not list(Path().glob("*.png"))
