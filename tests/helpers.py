@@ -1,6 +1,7 @@
 """Runs of train.py for the tests, in this process or in others, and what they leave behind."""
 
 import base64
+import fcntl
 import hashlib
 import json
 import os
@@ -8,9 +9,11 @@ import runpy
 import signal
 import subprocess
 import sys
+import termios
 import time
 from contextlib import suppress
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -53,7 +56,8 @@ def in_process(capsys, *argv, **options):
 
 
 def run_script(monkeypatch, capsys, script, *argv):
-    """Run a script in this process, because starting another takes seconds; returns (exit code, out, err)."""
+    """Run a script of ours in this process, as starting another takes seconds; returns (exit code, out, err)."""
+    script = str(ROOT / script)
     monkeypatch.setattr(sys, "argv", [script, *argv])
     capsys.readouterr()
     with pytest.raises(SystemExit) as end:
@@ -98,11 +102,17 @@ def at_step(monkeypatch, step, function):
 started = []  # processes that the current test has started
 
 
-def start(folder, *argv, ranks=1, script=ROOT / "train.py", variables=(), stdin=None, **options):
-    """Start train.py, with torchrun if there are several ranks. It is killed when the test ends."""
+def start(folder, *argv, ranks=1, script=ROOT / "train.py", variables=(), stdin=None, terminal=None, **options):
+    """Start train.py, with torchrun if there are several ranks. It is killed when the test ends.
+
+    terminal: its controlling terminal, from and to which it reads and writes; else it has pipes.
+    """
     launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}"] if ranks > 1 else []
     command = [sys.executable, *launcher, str(script), *flags(argv, options)]
     pipes = dict(stdin=stdin, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    if terminal is not None:
+        pipes = dict(stdin=terminal, stdout=terminal, stderr=terminal, start_new_session=True)
+        pipes["preexec_fn"] = partial(fcntl.ioctl, terminal, termios.TIOCSCTTY, 0)
     process = subprocess.Popen(command, cwd=folder, env=environment(folder) | dict(variables), **pipes)
     started.append(process)
     return process

@@ -2,27 +2,23 @@
 
 import hashlib
 import json
-import threading
 from contextlib import contextmanager
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from types import SimpleNamespace
 from urllib.parse import unquote, urlsplit
 
 import huggingface_hub
 from huggingface_hub import constants, file_download
 from huggingface_hub.utils import _http
+from loopback import LoopbackHandler, serving
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
 
 
-class Handler(BaseHTTPRequestHandler):
+class Handler(LoopbackHandler):
     """Answers for a server whose `repositories` are {name: {file name: contents}}.
 
     The server's `mode` says what goes wrong, or names a file that fails.
     """
-
-    protocol_version = "HTTP/1.1"
-    disable_nagle_algorithm = True  # otherwise each answer takes 40 ms
 
     def do_HEAD(self):
         self.do_GET(body=False)
@@ -66,16 +62,6 @@ class Handler(BaseHTTPRequestHandler):
             contents = contents[:50] + bytes([contents[50] ^ 255]) + contents[51:]
         self.send(200, contents, **headers)
 
-    def send(self, status, contents, **headers):
-        self.send_response(status)
-        for name, value in ({"Content-Length": str(len(contents))} | headers).items():
-            self.send_header(name, value)
-        self.end_headers()
-        self.wfile.write(contents)
-
-    def log_message(self, *args):
-        pass
-
 
 def files_of(folder):
     """Those of a model, for running()."""
@@ -88,18 +74,16 @@ def running(monkeypatch, folder, repositories):
 
     folder: where files of data sets are expected; `present` lists those that were there when one was sent.
     """
-    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
+    with serving(Handler) as server:
         server.repositories, server.mode, server.folder = repositories, "good", folder
         server.requests, server.downloads, server.present = [], [], []  # paths; names of files
-        threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True).start()
         huggingface_hub.close_session()  # whose connections may use a proxy
-        url = f"http://127.0.0.1:{server.server_port}"
-        monkeypatch.setattr(constants, "ENDPOINT", url)
-        monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", url + "/{repo_id}/resolve/{revision}/{filename}")
+        monkeypatch.setattr(constants, "ENDPOINT", server.url)
+        template = server.url + "/{repo_id}/resolve/{revision}/{filename}"
+        monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", template)
         monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
         monkeypatch.setattr(constants, "HF_HUB_CACHE", str(folder / "cache"))
         for module in (_http, file_download):
             monkeypatch.setattr(module, "time", SimpleNamespace(sleep=lambda seconds: None))
         yield server
         huggingface_hub.close_session()
-        server.shutdown()

@@ -96,7 +96,7 @@ def test_commands(page, run, folder, hub, monkeypatch, capsys):
     for words in commands(page):
         script, *flags = short(words, run)
         monkeypatch.setattr(sys, "stdin", io.StringIO(""))
-        code, _, err = run_script(monkeypatch, capsys, str(ROOT / script), *flags)
+        code, _, err = run_script(monkeypatch, capsys, script, *flags)
         assert not code, f"{shlex.join(words)}: {code}, {err}"
     assert Path("runs/mine/loss.png").exists()  # the text of one's own
     if page == "docs/guide.md":

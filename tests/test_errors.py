@@ -2,6 +2,7 @@
 
 import os
 import pty
+import select
 import shutil
 import signal
 import subprocess
@@ -21,6 +22,7 @@ from helpers import (
     one_sentence,
     run_script,
     start,
+    wait_for,
     wait_for_step,
 )
 from test_sample import save
@@ -52,6 +54,11 @@ sys.setprofile(look)
 """
 
 
+def invocation(script):
+    """What Python is given to run a script, as README does."""
+    return ["-m", script.removesuffix(".py").replace("/", ".")] if "/" in script else [str(ROOT / script)]
+
+
 @pytest.fixture
 def tiny(folder):
     """A folder with a run."""
@@ -70,13 +77,13 @@ def test_a_mistake_in_the_code_keeps_its_traceback(tiny, monkeypatch, capsys):
 
     monkeypatch.setattr(Block, "forward", wrong)
     with pytest.raises(ValueError, match="not enough values"):
-        run_script(monkeypatch, capsys, str(ROOT / "train.py"), *COMMANDS["train.py"][0].split())
+        run_script(monkeypatch, capsys, "train.py", *COMMANDS["train.py"][0].split())
 
 
 @pytest.mark.parametrize("script", COMMANDS)
 def test_a_mistake_of_the_user_is_one_sentence(tiny, monkeypatch, capsys, script):
     _, mistake, words, _ = COMMANDS[script]
-    code, _, err = run_script(monkeypatch, capsys, str(ROOT / script), *mistake.split())
+    code, _, err = run_script(monkeypatch, capsys, script, *mistake.split())
     one_sentence(err if code == 1 else f"{err}{code}\n", words)  # sys.exit() prints a sentence
 
 
@@ -89,20 +96,17 @@ def test_ctrl_c_ends_a_command_at_once(tiny, script, moment):
     (tiny / "site").mkdir()
     (tiny / "site/sitecustomize.py").write_text(INTERRUPT)
     paths = os.pathsep.join([str(tiny / "site"), environment(tiny)["PYTHONPATH"]])
-    argv = COMMANDS[script][0].split()
-    if "/" in script:  # python -m
-        argv.insert(0, script.removesuffix(".py").replace("/", "."))
-    path = "-m" if "/" in script else ROOT / script
-    process = start(tiny, *argv, script=path, variables=dict(PYTHONPATH=paths, MOMENT=moment))
+    first, *rest = invocation(script)
+    variables = dict(PYTHONPATH=paths, MOMENT=moment)
+    process = start(tiny, *rest, *COMMANDS[script][0].split(), script=first, variables=variables)
     _, err = finish(process, 130)
     assert "Traceback" not in err and "Interrupt" not in err
 
 
 def shell(folder, script, *argv, outputs=""):
     """Type a command; `outputs` redirects them, as a shell does. Returns a CompletedProcess."""
-    path = ["-m", script.removesuffix(".py").replace("/", ".")] if "/" in script else [str(ROOT / script)]
-    typed = ["bash", "-o", "pipefail", "-c", f'"$@" {outputs}', "bash", sys.executable, *path, *argv]
-    return subprocess.run(typed, cwd=folder, env=environment(folder), capture_output=True, text=True, timeout=300)
+    typed = ["bash", "-o", "pipefail", "-c", f'"$@" {outputs}', "bash", sys.executable, *invocation(script), *argv]
+    return subprocess.run(typed, cwd=folder, env=environment(folder), capture_output=True, text=True, timeout=60)
 
 
 @pytest.mark.slow
@@ -134,21 +138,23 @@ ENDLESS = FAST | dict(steps=100_000, eval_every=100_000)
 @pytest.mark.parametrize("end", ["a closed terminal", "Ctrl-C that also ends tee"])
 def test_a_run_whose_reader_ends_saves_and_stops(folder, end):
     if end == "a closed terminal":
-        process, terminal = pty.fork()
-        if not process:
-            command = [sys.executable, str(ROOT / "train.py"), *flags((), ENDLESS)]
-            os.execve(sys.executable, command, environment(folder))
-        while not (path := folder / "runs/run/metrics.jsonl").exists() or '"loss"' not in path.read_text():
-            os.read(terminal, 65536)
+        terminal, inside = pty.openpty()
+        process = start(folder, terminal=inside, **ENDLESS)
+        os.close(inside)
+
+        def has_trained():
+            if select.select([terminal], [], [], 0)[0]:  # else it would wait for a reader
+                os.read(terminal, 65536)
+            return losses(folder) if Path("runs/run/metrics.jsonl").exists() else []
+
+        wait_for(has_trained, seconds=60)
         os.close(terminal)
-        code = os.waitstatus_to_exitcode(os.waitpid(process, 0)[1])
     else:
         process = start(folder, **ENDLESS)
         wait_for_step(folder, 3)
         process.stdout.close(), process.stderr.close()
         process.send_signal(signal.SIGINT)
-        code = process.wait(timeout=300)
-    assert code == 0 and contents("runs/run/checkpoint.pt")["step"] == len(losses(folder))
+    assert process.wait(timeout=60) == 0 and contents("runs/run/checkpoint.pt")["step"] == len(losses(folder))
     assert Path("runs/run/loss.png").exists()
 
 

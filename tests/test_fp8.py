@@ -3,7 +3,18 @@
 import pytest
 import torch
 import torch.nn.functional as F
-from helpers import FAST, contents, equal, finish, losses, metrics, refused, run_script, same, start
+from helpers import (
+    FAST,
+    assert_resumes_bit_exactly,
+    contents,
+    equal,
+    finish,
+    losses,
+    metrics,
+    refused,
+    run_script,
+    start,
+)
 from problems import ON_GPU, needs_gpu
 from torch import nn
 
@@ -262,17 +273,13 @@ def test_checkpointed_activations_change_nothing(kind, compiled):
 
 @pytest.mark.parametrize("mlp", ["gelu", "swiglu"])
 def test_a_resumed_run_is_bit_exact_and_can_be_sampled(mlp, folder, run, allow_cpu, monkeypatch, capsys):
-    options = dict(fp8=True, dtype="bfloat16", mlp=mlp, steps=8, eval_every=4, micro_batch=4, bias=True)
-    assert run(**options)[0] == 0
-    whole, expected = contents(CHECKPOINT), losses(folder)
-    (folder / CHECKPOINT).unlink()
-    assert run("--resume", "runs/run")[0] == 0
-    assert same(contents(CHECKPOINT), whole) and losses(folder) == expected
+    options = dict(fp8=True, dtype="bfloat16", mlp=mlp, steps=8, micro_batch=4, bias=True)
+    assert_resumes_bit_exactly(folder, run, **options)
+    whole = contents(CHECKPOINT)
     assert (whole["counters"]["fp8_history"][:, :8] > 0).all()
     model, *_ = load(CHECKPOINT, "cpu")
     assert equal(dict(model.state_dict()), whole["model"])
-    code, out, _ = run_script(monkeypatch, capsys, str(network.__file__).replace("training/network", "sample"),
-                              "--max_tokens", "5")  # fmt: skip
+    code, out, _ = run_script(monkeypatch, capsys, "sample.py", "--max_tokens", "5")
     assert code == 0 and out
 
 

@@ -186,17 +186,18 @@ def test_a_resumed_run_trains_on_the_text_that_is_named(folder, run):
         assert (saved["tokens_sha256"], saved["config"]["input"]) == (expected, name)
 
 
+def out_of_memory(*_, **options):
+    raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has ..")
+
+
 @pytest.mark.parametrize("checkpoint", [True, False])
 def test_a_resumed_run_that_fails_before_its_first_step_changes_nothing(folder, run, monkeypatch, checkpoint):
-    def fail(*_, **options):
-        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has ..")
-
     assert run(steps=4, eval_every=2)[0] == 0
     (folder / CHECKPOINT).unlink()  # so that steps are repeated
     if not checkpoint:
         (folder / "runs/run/checkpoint-2.pt").unlink()
     before = {path: path.read_bytes() for path in (folder / "runs/run").iterdir()}
-    monkeypatch.setattr(train, "take_step", fail)
+    monkeypatch.setattr(train, "take_step", out_of_memory)
     refused(run("--resume", "--weight_decay", "0", "--wandb", "offline", "--allow_changes"), "out of memory")
     assert {path: path.read_bytes() for path in (folder / "runs/run").iterdir()} == before
 
@@ -218,11 +219,7 @@ def test_an_error_while_a_batch_is_loaded_is_one_sentence(folder, run, monkeypat
 
 def test_a_gpu_without_memory_is_one_sentence(folder, run, monkeypatch):
     """Here the exception of one. A run that fails before its first step leaves no folder."""
-
-    def fail(*_, **options):
-        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has ..")
-
-    monkeypatch.setattr(train, "take_step", fail)
+    monkeypatch.setattr(train, "take_step", out_of_memory)
     refused(run(), "out of memory", "--micro_batch", "--checkpoint_activations blocks")
     assert not list((folder / "runs").iterdir())
 

@@ -11,7 +11,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from helpers import FAST, ROOT, at_step, finish, in_process, losses, metrics, run_script, start, wait_for_step
+from helpers import FAST, at_step, finish, in_process, losses, metrics, run_script, start, wait_for_step
 from matplotlib.figure import Figure
 from wandb_server import serve
 
@@ -173,7 +173,7 @@ def figures(folder, monkeypatch):
 @pytest.fixture
 def call(figures, monkeypatch, capsys):
     """plot.py in this process: call(*flags) -> (exit code, out, err)."""
-    return lambda *flags: run_script(monkeypatch, capsys, str(ROOT / "plot.py"), *flags)
+    return lambda *flags: run_script(monkeypatch, capsys, "plot.py", *flags)
 
 
 def make_run(name, records=RECORDS, **options):
