@@ -10,124 +10,122 @@ from problems import check, integers, make_problem, on_hopper, results
 
 from attention import attention
 
+FULL = dict(causal=False)
+MORE_KEYS = dict(q_len=300, k_len=410)
+MORE_QUERIES = dict(q_len=333, k_len=70)
+PARTS = dict(q_len=300, heads=8, kv_heads=2)  # one program of the backward for each query head
+LOOPED = dict(batch=8, q_len=700, heads=32, kv_heads=8)  # one program of the backward loops over a group
+PACKED = dict(packed=[0, 200, 200, 463, 590, 700], q_len=700)
+PAIR = dict(packed=([0, 150, 400], [0, 64, 300]), q_len=500, k_len=340)
+PAIR_WINDOW = dict(packed=([0, 60, 60, 300], [0, 260, 400, 700]), q_len=300, k_len=700, window=70)
+LENGTHS = dict(lengths=[300, 250, 100, 17], batch=4, q_len=200, k_len=300)
+GROUPED = dict(heads=4, kv_heads=2)
+SINK_WINDOW = GROUPED | dict(window=120, sink=True)
+DROPOUT = dict(dropout=0.2, seed=6)
+ALL = SINK_WINDOW | DROPOUT | dict(q_len=200, k_len=300, alibi=2)
+
 # name -> arguments of make_problem; the tiles are 64 to 192 queries by 64 or 128 keys
 CASES = {
     "causal": dict(q_len=512),
-    "full": dict(q_len=512, causal=False),
+    "full": FULL | dict(q_len=512),
     "one": dict(q_len=1),
     "ragged": dict(q_len=333),
-    "ragged_full": dict(q_len=129, causal=False),
+    "ragged_full": FULL | dict(q_len=129),
     "more_keys": dict(q_len=100, k_len=333),
-    "more_keys_full": dict(q_len=77, k_len=300, causal=False),
+    "more_keys_full": FULL | dict(q_len=77, k_len=300),
     "more_queries": dict(q_len=333, k_len=100),
-    "more_queries_full": dict(q_len=333, k_len=70, causal=False),
-    "grouped_parts": dict(q_len=300, heads=8, kv_heads=2),
-    "grouped_looped": dict(batch=8, q_len=700, heads=32, kv_heads=8),
-    "multi_query_full": dict(batch=40, q_len=900, heads=3, kv_heads=1, causal=False),
+    "more_queries_full": FULL | MORE_QUERIES,
+    "grouped_parts": PARTS,
+    "grouped_looped": LOOPED,
+    "multi_query_full": FULL | dict(batch=40, q_len=900, heads=3, kv_heads=1),
     "many_tiles": dict(batch=12, q_len=700, heads=4),
     "window": dict(q_len=700, window=100),
     "window_of_one": dict(q_len=300, window=1),
-    "window_full": dict(q_len=700, k_len=600, window=200, causal=False),
+    "window_full": FULL | dict(q_len=700, k_len=600, window=200),
     "window_more_keys": dict(q_len=300, k_len=400, window=101),
     "softcap": dict(q_len=300, softcap=2.0),
-    "softcap_window": dict(q_len=300, softcap=30.0, window=70, causal=False),
+    "softcap_window": FULL | dict(q_len=300, softcap=30.0, window=70),
     "scale": dict(q_len=300, scale=-0.2),
     "scale_softcap": dict(q_len=300, scale=-0.2, softcap=2.0),
     "no_scale": dict(q_len=300, scale=0.0),
     "sink": dict(q_len=333, k_len=200, sink=True),
-    "alibi_full": dict(q_len=300, k_len=410, causal=False, alibi=2),
-    "alibi_more_queries_full": dict(q_len=333, k_len=70, causal=False, scale=0.0, alibi=1),
-    "alibi_grouped_parts": dict(q_len=512, heads=8, kv_heads=2, alibi=1),
-    "alibi_grouped_looped": dict(batch=8, q_len=700, heads=32, kv_heads=8, alibi=2),
+    "alibi_full": FULL | MORE_KEYS | dict(alibi=2),
+    "alibi_more_queries_full": FULL | MORE_QUERIES | dict(scale=0.0, alibi=1),
+    "alibi_grouped_parts": PARTS | dict(q_len=512, alibi=1),
+    "alibi_grouped_looped": LOOPED | dict(alibi=2),
     "alibi_window_softcap": dict(q_len=700, window=100, softcap=2.0, scale=-0.2, alibi=1),
-    "alibi_packed": dict(packed=[0, 200, 200, 463, 590, 700], q_len=700, heads=4, kv_heads=2, alibi=2),
-    "alibi_packed_pair_full": dict(packed=([0, 150, 400], [0, 64, 300]), q_len=500, k_len=340, causal=False, alibi=2),
-    "alibi_lengths": dict(lengths=[300, 250, 100, 17], batch=4, q_len=200, k_len=300, alibi=2),
+    "alibi_packed": PACKED | GROUPED | dict(alibi=2),
+    "alibi_packed_pair_full": FULL | PAIR | dict(alibi=2),
+    "alibi_lengths": LENGTHS | dict(alibi=2),
     "decay": dict(q_len=512, decay=True),
-    "decay_negative_scale": dict(q_len=300, k_len=410, scale=-0.2, decay=True),
-    "decay_more_queries": dict(q_len=333, k_len=70, decay=True),
-    "decay_grouped_parts": dict(q_len=512, heads=8, kv_heads=2, decay=True),
-    "decay_grouped_looped": dict(batch=8, q_len=700, heads=32, kv_heads=8, decay=True),
-    "decay_all": dict(
-        q_len=200, k_len=300, heads=4, kv_heads=2, window=120, sink=True, dropout=0.2, seed=6, alibi=2, decay=True,
-    ),
-    "decay_packed": dict(packed=[30, 200, 200, 463, 590, 700], q_len=700, heads=4, kv_heads=2, decay=True),
-    "decay_packed_pair_window": dict(
-        packed=([0, 60, 60, 300], [0, 260, 400, 700]), q_len=300, k_len=700, window=70, decay=True,
-    ),
+    "decay_negative_scale": MORE_KEYS | dict(scale=-0.2, decay=True),
+    "decay_more_queries": MORE_QUERIES | dict(decay=True),
+    "decay_grouped_parts": PARTS | dict(q_len=512, decay=True),
+    "decay_grouped_looped": LOOPED | dict(decay=True),
+    "decay_all": ALL | dict(decay=True),
+    "decay_packed": GROUPED | dict(packed=[30, 200, 200, 463, 590, 700], q_len=700, decay=True),
+    "decay_packed_pair_window": PAIR_WINDOW | dict(decay=True),
     "decay_packed_pair_more_queries": dict(packed=([0, 100, 300], [0, 400, 470]), q_len=300, k_len=470, decay=True),
     "decay_packed_no_keys": dict(packed=([0, 20, 50], [0, 20, 20]), q_len=50, k_len=20, sink=True, decay=True),
-    "decay_lengths": dict(lengths=[300, 250, 100, 17], batch=4, q_len=200, k_len=300, sink=True, decay=True),
+    "decay_lengths": LENGTHS | dict(sink=True, decay=True),
     "relative": dict(q_len=512, relative=(100,)),
-    "relative_full": dict(q_len=300, k_len=410, causal=False, relative=(2, 128)),
-    "relative_more_queries_full": dict(q_len=333, k_len=70, causal=False, scale=0.0, relative=(2, 20)),
-    "relative_grouped_parts": dict(q_len=512, heads=8, kv_heads=2, relative=(600,)),
-    "relative_grouped_looped": dict(batch=8, q_len=700, heads=32, kv_heads=8, relative=(2, 1)),
-    "relative_packed": dict(packed=[0, 200, 200, 463, 590, 700], q_len=700, heads=4, kv_heads=2, relative=(32,)),
-    "relative_lengths": dict(lengths=[300, 250, 100, 17], batch=4, q_len=200, k_len=300, relative=(50,)),
-    "relative_decay": dict(q_len=300, k_len=410, scale=-0.2, decay=True, relative=(7,)),
-    "relative_all": dict(
-        q_len=200, k_len=300, heads=4, kv_heads=2, window=120, softcap=3.0, sink=True, dropout=0.2, seed=6, alibi=2,
-        relative=(30,),
-    ),
+    "relative_full": FULL | MORE_KEYS | dict(relative=(2, 128)),
+    "relative_more_queries_full": FULL | MORE_QUERIES | dict(scale=0.0, relative=(2, 20)),
+    "relative_grouped_parts": PARTS | dict(q_len=512, relative=(600,)),
+    "relative_grouped_looped": LOOPED | dict(relative=(2, 1)),
+    "relative_packed": PACKED | GROUPED | dict(relative=(32,)),
+    "relative_lengths": LENGTHS | dict(relative=(50,)),
+    "relative_decay": MORE_KEYS | dict(scale=-0.2, decay=True, relative=(7,)),
+    "relative_all": ALL | dict(softcap=3.0, relative=(30,)),
     "dropout": dict(q_len=333, dropout=0.3, seed=3),
-    "dropout_full": dict(q_len=300, k_len=410, causal=False, dropout=0.7, seed=-1),
-    "dropout_grouped_parts": dict(q_len=300, heads=8, kv_heads=2, dropout=0.1, seed=4),
-    "dropout_grouped_looped": dict(batch=8, q_len=700, heads=32, kv_heads=8, dropout=0.2, seed=2**62),
+    "dropout_full": FULL | MORE_KEYS | dict(dropout=0.7, seed=-1),
+    "dropout_grouped_parts": PARTS | dict(dropout=0.1, seed=4),
+    "dropout_grouped_looped": LOOPED | dict(dropout=0.2, seed=2**62),
     "dropout_of_one_key": dict(q_len=300, window=1, dropout=0.5, seed=5),
-    "all": dict(
-        q_len=200, k_len=300, heads=4, kv_heads=2, window=120, softcap=3.0, sink=True, dropout=0.2, seed=6, alibi=2,
-    ),
+    "all": ALL | dict(softcap=3.0),
     "packed": dict(packed=[40, 200, 200, 463, 590, 700], q_len=700),
-    "packed_full_with_rest": dict(packed=[0, 129, 330, 500], q_len=600, causal=False),
+    "packed_full_with_rest": FULL | dict(packed=[0, 129, 330, 500], q_len=600),
     "packed_of_one": dict(packed=[0, 333], q_len=333),
     "packed_of_nothing": dict(packed=[0, 0, 0], q_len=100, sink=True),
     "packed_without_longest": dict(packed=[0, 64, 320, 384], q_len=400, longest=False),
     "packed_many": dict(packed=[0, *itertools.accumulate(i * 5 % 7 for i in range(300))], q_len=1000),
     "packed_many_tiles": dict(packed=[0, 100, 1800, 1801, 2048], q_len=2048, heads=34, kv_heads=17),
     "packed_pair": dict(packed=([30, 150, 150, 400, 450, 500], [50, 64, 200, 300, 620, 620]), q_len=500, k_len=640),
-    "packed_pair_full": dict(packed=([0, 150, 150, 400], [0, 64, 200, 300]), q_len=500, k_len=340, causal=False),
-    "packed_grouped": dict(packed=[70, 128, 400, 650], q_len=700, heads=8, kv_heads=2),
+    "packed_pair_full": FULL | dict(packed=([0, 150, 150, 400], [0, 64, 200, 300]), q_len=500, k_len=340),
+    "packed_grouped": PARTS | dict(packed=[70, 128, 400, 650], q_len=700),
     "packed_window": dict(packed=[0, 300, 650], q_len=700, window=100, softcap=5.0),
-    "packed_window_full": dict(packed=[0, 300, 650], q_len=700, window=100, causal=False),
-    "packed_pair_window": dict(packed=([0, 60, 60, 300], [0, 260, 400, 700]), q_len=300, k_len=700, window=70),
-    "packed_all": dict(
-        packed=([0, 90, 200], [0, 250, 300]), q_len=230, k_len=300, heads=4, kv_heads=2, window=120, softcap=3.0,
-        sink=True, alibi=2,
-    ),
-    "packed_dropout": dict(
-        packed=[0, 100, 230, 230, 500], q_len=520, heads=4, kv_heads=2, window=120, sink=True, dropout=0.2, seed=1,
-    ),
-    "packed_pair_dropout": dict(packed=([0, 150, 400], [0, 64, 300]), q_len=500, k_len=340, dropout=0.3, seed=1),
+    "packed_window_full": FULL | dict(packed=[0, 300, 650], q_len=700, window=100),
+    "packed_pair_window": PAIR_WINDOW,
+    "packed_all": SINK_WINDOW | dict(packed=([0, 90, 200], [0, 250, 300]), q_len=230, k_len=300, softcap=3.0, alibi=2),
+    "packed_dropout": SINK_WINDOW | dict(packed=[0, 100, 230, 230, 500], q_len=520, dropout=0.2, seed=1),
+    "packed_pair_dropout": PAIR | dict(dropout=0.3, seed=1),
     "lengths_dropout": dict(lengths=[300, 250, 17], batch=3, q_len=200, k_len=300, dropout=0.2, seed=7),
-    "packed_single_keys": dict(packed=([0, 100, 100, 300], [0, 1, 1, 2]), q_len=300, k_len=2, causal=False),
+    "packed_single_keys": FULL | dict(packed=([0, 100, 100, 300], [0, 1, 1, 2]), q_len=300, k_len=2),
     "lengths_of_one": dict(lengths=[1, 0, 1], batch=3, q_len=70),
     "lengths": dict(lengths=[333, 0, 64, 201], batch=4, q_len=333),
-    "lengths_full": dict(lengths=[129, 5, 300], batch=3, q_len=300, causal=False),
-    "lengths_more_keys": dict(lengths=[300, 250, 100, 17], batch=4, q_len=200, k_len=300),
+    "lengths_full": FULL | dict(lengths=[129, 5, 300], batch=3, q_len=300),
+    "lengths_more_keys": LENGTHS,
     "lengths_more_queries": dict(lengths=[200, 10, 0], batch=3, q_len=300, k_len=200),
     "lengths_window": dict(lengths=[300, 290, 210, 30], batch=4, q_len=100, k_len=300, window=50),
-    "lengths_grouped": dict(lengths=[200, 100], q_len=200, heads=8, kv_heads=2, scale=-0.2),
-    "lengths_all": dict(
-        lengths=[300, 150], batch=2, q_len=200, k_len=300, heads=4, kv_heads=2, window=120, softcap=3.0, sink=True,
-    ),
-}  # fmt: skip
+    "lengths_grouped": PARTS | dict(lengths=[200, 100], q_len=200, scale=-0.2),
+    "lengths_all": SINK_WINDOW | dict(lengths=[300, 150], batch=2, q_len=200, k_len=300, softcap=3.0),
+}
 
 # More tiles than programs that run at once on an H200 (132), so that the assignment of tiles to programs and their
-# timing vary from pass to pass. "looped": one program of the backward loops over a group; "parts": one per query head.
+# timing vary from pass to pass.
 REPEATED = {name: CASES[name] for name in ("many_tiles", "multi_query_full", "packed_many_tiles")} | {
-    "many_parts": dict(q_len=2000, heads=8, kv_heads=2),
+    "many_parts": PARTS | dict(q_len=2000),
     "many_dropout_looped": dict(batch=40, q_len=900, heads=3, kv_heads=1, dropout=0.2, seed=3),
-    "many_all_parts": dict(batch=8, q_len=1000, heads=4, kv_heads=2, window=120, softcap=3.0, sink=True, alibi=2),
+    "many_all_parts": SINK_WINDOW | dict(batch=8, q_len=1000, softcap=3.0, alibi=2),
     "many_decay_looped": dict(batch=40, q_len=900, heads=3, kv_heads=1, decay=True),
     "many_lengths": dict(lengths=[700, 0, 64, 333, 699, 1, 512, 128, 700, 300, 65, 450], batch=12, q_len=700, heads=8),
-    "many_lengths_full_parts": dict(lengths=[2000, 1111], q_len=2000, heads=8, kv_heads=2, causal=False),
-    "many_packed_parts": dict(packed=[0, 128, 1400, 1400, 2950], q_len=3000, heads=8, kv_heads=2),
-    "many_packed_pair_full": dict(
-        packed=([0, 900, 900, 2400], [0, 300, 400, 2000]), q_len=2500, k_len=2040, heads=16, causal=False,
+    "many_lengths_full_parts": FULL | PARTS | dict(lengths=[2000, 1111], q_len=2000),
+    "many_packed_parts": PARTS | dict(packed=[0, 128, 1400, 1400, 2950], q_len=3000),
+    "many_packed_pair_full": FULL | dict(
+        packed=([0, 900, 900, 2400], [0, 300, 400, 2000]), q_len=2500, k_len=2040, heads=16,
     ),
-    "many_packed_all_parts": dict(
-        packed=[0, 90, 1500, 2900], q_len=3000, heads=8, kv_heads=4, window=120, softcap=3.0, sink=True,
+    "many_packed_all_parts": SINK_WINDOW | dict(
+        packed=[0, 90, 1500, 2900], q_len=3000, heads=8, kv_heads=4, softcap=3.0,
     ),
 }  # fmt: skip
 
