@@ -307,6 +307,15 @@ def roundoff(name, problem):
     return roundoffs * torch.finfo(torch.float32).eps / 2
 
 
+def out_and_gradients(function, leaves, dout=None):
+    """The output of a function of tensors and their gradients; dout: that of the output, if it is no scalar."""
+    out = function(*leaves)
+    return [out.detach(), *torch.autograd.grad(out, leaves, dout)]
+
+
+identical = partial(torch.testing.assert_close, rtol=0, atol=0)  # also for lists and dictionaries of tensors
+
+
 def same(found, expected, impl):
     """Fail unless results are the same bits, but for the sums that Hopper kernels add up in any order."""
     for name, x in expected.items():

@@ -5,7 +5,21 @@ from functools import partial
 
 import pytest
 import torch
-from problems import BACKEND, CASES, ON_GPU, by_impl, from_qkv, kernels, make_problem, named, needs_gpu, results, same
+from problems import (
+    BACKEND,
+    CASES,
+    ON_GPU,
+    by_impl,
+    from_qkv,
+    identical,
+    kernels,
+    make_problem,
+    named,
+    needs_gpu,
+    out_and_gradients,
+    results,
+    same,
+)
 from test_hopper import CASES as HOPPER_CASES
 from torch._dynamo import compiled_autograd, lookup_backend
 from torch.autograd import forward_ad
@@ -49,19 +63,12 @@ def leaves(device, length=33, impl="triton"):
     return [torch.randn(2, length, 2, dim, device=device, dtype=dtype, requires_grad=True) for _ in range(3)]
 
 
-def loss_and_gradients(function, tensors):
-    loss = function(*tensors)
-    return [loss.detach(), *torch.autograd.grad(loss, tensors)]
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("name", named(WHOLE))
 def test_compiles_forward_and_backward(name, device):
     call, dtype, problem = whole(name, device)
     compiled = torch.compile(call, fullgraph=True, backend=BACKEND)
-    eager = results(call, problem, dtype)
-    for which, value in results(compiled, problem, dtype).items():
-        torch.testing.assert_close(value, eager[which], msg=which)
+    torch.testing.assert_close(*(results(run, problem, dtype) for run in (compiled, call)))
 
 
 def test_compiles_with_a_bias_once_sizes_are_dynamic(device):
@@ -116,8 +123,7 @@ def test_compiles_once_more_when_the_length_changes(name, device):
     compiled = torch.compile(loss, fullgraph=True, backend=count)
     for length in (20, 24, 57):
         tensors = leaves(device, length, name.split("_")[0])
-        for ours, eager in zip(loss_and_gradients(compiled, tensors), loss_and_gradients(loss, tensors), strict=True):
-            torch.testing.assert_close(ours, eager)
+        torch.testing.assert_close(*(out_and_gradients(run, tensors) for run in (compiled, loss)))
     assert len(graphs) == 2
 
 
@@ -154,8 +160,7 @@ def test_compiled_autograd(name, device):
     expected = results(call, problem, dtype)
     with compiled_autograd._enable(torch.compile(backend="aot_eager", fullgraph=True)):
         found = results(call, problem, dtype)
-    for which, value in found.items():
-        torch.testing.assert_close(value, expected[which], msg=which)
+    torch.testing.assert_close(found, expected)
 
 
 @by_impl
@@ -178,7 +183,7 @@ def test_autocast(impl, device):
     gradients = torch.autograd.grad(out.float().sum(), (q, k, v))
     low = [x.detach().bfloat16().requires_grad_() for x in (q, k, v)]
     expected = torch.autograd.grad(attention(*low, impl=impl).float().sum(), low)
-    assert all(torch.equal(a, b.float()) for a, b in zip(gradients, expected, strict=True))
+    identical(gradients, [x.float() for x in expected])
 
 
 @by_impl
@@ -190,10 +195,9 @@ def test_activation_checkpointing(impl, device):
 
     tensors = leaves(device, impl=impl)
     torch.manual_seed(1)
-    plain = loss_and_gradients(loss, tensors)
+    plain = out_and_gradients(loss, tensors)
     torch.manual_seed(1)
-    again = loss_and_gradients(lambda *x: checkpoint(loss, *x, use_reentrant=False), tensors)
-    assert all(torch.equal(a, b) for a, b in zip(plain, again, strict=True))
+    identical(out_and_gradients(partial(checkpoint, loss, use_reentrant=False), tensors), plain)
     assert not torch.equal(loss(*tensors), plain[0])
 
 
@@ -216,9 +220,9 @@ def test_gradients_of_some_inputs(options, impl, device):
 
         sets = [names, *itertools.combinations(names, len(names) - 1), *itertools.combinations(names, 1)]
         found = {needed: gradients(needed) for needed in sets[::order]}
+        whole = dict(zip(names, found[names], strict=True))
         for needed, some in found.items():
-            for name, x in zip(needed, some, strict=True):
-                torch.testing.assert_close(x, found[names][names.index(name)], msg=f"d{name} of {needed}")
+            torch.testing.assert_close(some, [whole[name] for name in needed])
 
 
 @pytest.mark.parametrize("impl", ["triton", "reference"])
@@ -321,7 +325,7 @@ def test_second_gpu_while_the_first_is_current(impl):
     arguments, dout, dlse = problem
     moved = {name: x.to("cuda:0") if isinstance(x, torch.Tensor) else x for name, x in arguments.items()}
     expected = results(kernels, (moved, dout.to("cuda:0"), dlse.to("cuda:0")), torch.float16)
-    assert all(torch.equal(found[name].to("cuda:0"), expected[name]) for name in expected)
+    identical({name: x.to("cuda:0") for name, x in found.items()}, expected)
 
 
 @needs_gpu
@@ -360,8 +364,7 @@ def test_bias_past_2_to_the_31(device):
         dq, dbias = torch.autograd.grad(out, leaves, dout[:, rows])
         found.append([out[:, -tail:], dq[:, -tail:], dbias[:, :, -tail:].clone()])
         del leaves, dbias
-    for whole, part in zip(*found, strict=True):
-        torch.testing.assert_close(whole, part, rtol=2e-2, atol=2e-3)
+    torch.testing.assert_close(*found, rtol=2e-2, atol=2e-3)
 
 
 @needs_gpu

@@ -11,6 +11,7 @@ from problems import (
     by_impl,
     floats,
     from_qkv,
+    identical,
     integers,
     make_problem,
     named,
@@ -128,8 +129,8 @@ def test_least_bias(impl, dtype, device):
         if impl != "sdpa":
             lse = attention(q, k, v, **options, return_lse=True)[1]
             assert lse[:, :, 7] == float("-inf") and lse[:, :, :7].isfinite().all() and lse[:, :, 8:].isfinite().all()
-    for others in zip(*found, strict=True):
-        assert all(torch.equal(x, others[0]) for x in others)
+    for other in found[1:]:
+        identical(other, found[0])
 
 
 @pytest.mark.parametrize("dtype, low, least", [(torch.float16, -4e4, -6e4), (torch.float32, -1.8e38, -2.2e38)], ids=str)
@@ -221,8 +222,7 @@ def test_nan_at_hidden_positions(impl, where, device):
             lse = attention(*leaves, return_lse=True, **options)[1]
             out = torch.cat((out.flatten(), lse.masked_fill(lse.isinf(), 0).flatten()))
         found.append([out, *torch.autograd.grad(out.sum(), leaves)])
-    for clean, poisoned in zip(*found, strict=True):
-        assert torch.equal(clean, poisoned)
+    identical(*found)
 
 
 @pytest.mark.parametrize(
@@ -262,8 +262,8 @@ def test_tokens_of_no_sequence(function, impl, options, device, poisoned):
     except ValueError as lack:
         pytest.skip(str(lack))
     found = results(partial(function, impl=impl), (whole, *map(padded, ("out", "lse"), gradients)), dtype)
-    for name, x in results(partial(attention, impl=impl), alone, dtype).items():
-        torch.testing.assert_close(found[name], padded(name, x, 0.0), msg=lambda text, name=name: f"{name}: {text}")
+    expected = results(partial(attention, impl=impl), alone, dtype)
+    torch.testing.assert_close(found, {name: padded(name, x, 0.0) for name, x in expected.items()})
     if impl != "sdpa":
         _, lse = function(**whole, return_lse=True, impl=impl)
         assert torch.equal(lse.isneginf(), padded("lse", torch.zeros_like(gradients[1]).bool(), True))
@@ -283,8 +283,7 @@ def test_nan_in_gradients_of_rows_without_keys(impl, device):
             for row, first in enumerate(dead):
                 gradient[row, first:] = value
             found.append(torch.autograd.grad(attention(**call, impl=impl), [call[x] for x in "qkv"], gradient))
-        for name, clean, poisoned in zip("qkv", *found, strict=True):
-            torch.testing.assert_close(poisoned, clean, msg=f"d{name}")
+        torch.testing.assert_close(*found)
 
 
 @pytest.mark.parametrize("rows", [1, 2])

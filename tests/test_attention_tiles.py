@@ -7,7 +7,7 @@ import pytest
 import torch
 import triton
 import triton.language as tl
-from problems import ON_GPU, check, integers, kernels, make_problem, reference, results
+from problems import ON_GPU, check, identical, integers, kernels, make_problem, reference, results
 
 from attention import attention, table
 from attention.portable import distance
@@ -17,6 +17,7 @@ from attention.tiles import Tile, query_tile
 # Multiples of all tile sizes: those of the GPU tables, or those of the interpreter.
 BLOCK_Q, BLOCK_K = (128, 128) if ON_GPU else (table.INTERPRETER.block_q, table.INTERPRETER.block_k)
 LONG = 3 * BLOCK_Q + 7
+close = partial(torch.testing.assert_close, rtol=1e-2 if ON_GPU else 1e-4, atol=1e-2 if ON_GPU else 1e-5)
 
 CASES = {
     "causal": {},
@@ -89,7 +90,7 @@ def test_nan_in_tiles_that_a_tile_does_not_see(case, dim, device):
 
     def same(names, start, tile):
         tile = slice(start + tile.start, start + tile.stop)
-        assert all(torch.equal(found[name][row, tile], clean[name][row, tile]) for name in names)
+        identical(*([x[name][row, tile] for name in names] for x in (found, clean)))
 
     count = len(sees)
     tile = tile_of(count // 2, count, BLOCK_Q)
@@ -110,8 +111,7 @@ def test_masks_at_any_offset(options, device):
     for more in range(BLOCK_K):
         problem = make_problem(device, torch.float32, batch=1, heads=1, q_len=50, k_len=50 + more, **options)
         ours, expected = (results(call, problem, torch.float32) for call in (kernels, reference))
-        for name, x in expected.items():
-            torch.testing.assert_close(ours[name], x, rtol=1e-2 if ON_GPU else 1e-4, atol=1e-2 if ON_GPU else 1e-5)
+        close(ours, expected)
 
 
 @triton.jit
@@ -170,8 +170,7 @@ def test_starts_past_the_end_of_the_row(more, device):
             results(call, (arguments | dict(cu_seqlens=x, max_seqlen=None), dout, dlse), torch.float32)
             for call, x in ((kernels, starts), (reference, (inside, inside)))
         )
-        for name, x in expected.items():
-            torch.testing.assert_close(ours[name], x, rtol=1e-2 if ON_GPU else 1e-4, atol=1e-2 if ON_GPU else 1e-5)
+        close(ours, expected)
         out = attention(**arguments | dict(cu_seqlens=starts, max_seqlen=None), impl="reference")
         torch.testing.assert_close(out, expected["out"])
 

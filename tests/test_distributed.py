@@ -95,8 +95,7 @@ def assert_close_runs(folder, found="run", expected="whole", rel=1e-4):
         ours, theirs = ([r[name] for r in metrics(folder, run) if name in r] for run in (found, expected))
         assert ours == pytest.approx(theirs, rel=rel)
     ours, theirs = (contents(f"runs/{name}/checkpoint.pt") for name in (found, expected))
-    for name, weight in theirs["model"].items():
-        torch.testing.assert_close(ours["model"][name], weight, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(ours["model"], theirs["model"], rtol=1e-4, atol=1e-4)
     states = [each["optimizer"]["state"] for each in (ours, theirs)]
     shapes = [{(n, k): (x.shape, x.dtype) for n, moments in s.items() for k, x in moments.items()} for s in states]
     assert shapes[0] == shapes[1]

@@ -6,7 +6,7 @@ from functools import partial
 
 import pytest
 import torch
-from problems import check, integers, make_problem, on_hopper, results
+from problems import check, integers, make_problem, on_hopper, out_and_gradients, results
 
 from attention import attention
 
@@ -218,8 +218,7 @@ def test_ragged_inputs_of_any_strides():
             out, expected = (attention(*x, impl="hopper", **ragged) for x in (strided, plain))
             assert torch.equal(out, expected)
             gradients = torch.autograd.grad(out.sum(), strided), torch.autograd.grad(expected.sum(), plain)
-            for ours, theirs in zip(*gradients, strict=True):
-                torch.testing.assert_close(ours, theirs, rtol=2e-2, atol=1e-2)
+            torch.testing.assert_close(*gradients, rtol=2e-2, atol=1e-2)
 
 
 @on_hopper
@@ -235,8 +234,7 @@ def test_gates_before_a_sequence_cost_no_digits():
     alone = attention(*second, decay=decay[:, 400:], impl="hopper")
     dout = torch.randn_like(out)
     found = [(x, *torch.autograd.grad(x, (q, k, v), dout)) for x in (out, alone)]
-    for ours, expected in zip(*found, strict=True):
-        torch.testing.assert_close(ours, expected, rtol=1e-2, atol=1e-2)
+    torch.testing.assert_close(*found, rtol=1e-2, atol=1e-2)
 
 
 def close(ours, expected):
@@ -275,11 +273,6 @@ def test_launches_back_to_back(ragged):
 
     Calls are launched one after the other; then each is compared with the Triton kernels, alone.
     """
-
-    def run(leaves, options, dout, impl):
-        out = attention(*leaves, **options, impl=impl)
-        return [out.detach(), *torch.autograd.grad(out, leaves, dout)]
-
     generator = random.Random(ragged)
     choice, calls = generator.choice, []
     for _ in range(200):
@@ -296,12 +289,12 @@ def test_launches_back_to_back(ragged):
         shapes = (batch, q_len, heads, dim), (batch, k_len, kv_heads, dim), (batch, k_len, kv_heads, value_dim)
         leaves = [torch.randn(x, device="cuda", dtype=torch.bfloat16, requires_grad=True) for x in shapes]
         dout = torch.randn(*shapes[0][:3], value_dim, device="cuda", dtype=torch.bfloat16)
-        calls.append((leaves, options, dout))
-    found = [run(*call, "hopper") for call in calls]
-    for call, ours in zip(calls, found, strict=True):
+        calls.append((partial(attention, **options), leaves, dout))
+    found = [out_and_gradients(partial(call, impl="hopper"), *tensors) for call, *tensors in calls]
+    for (call, *tensors), ours in zip(calls, found, strict=True):
         torch.cuda.synchronize()
-        for x, expected in zip(ours, run(*call, "triton"), strict=True):
-            assert close(x, expected), [x.shape for x in call[0]]
+        expected = out_and_gradients(partial(call, impl="triton"), *tensors)
+        assert all(map(close, ours, expected)), [x.shape for x in ours]
 
 
 @on_hopper
@@ -313,8 +306,7 @@ def test_cuda_graph_with_other_sequences(dim):
     starts = integers(0, 700, 700, 1500, 2000, 2000)
 
     def run(impl):
-        out = attention(*leaves, cu_seqlens=starts, impl=impl)
-        return [out.detach(), *torch.autograd.grad(out, leaves, dout)]
+        return out_and_gradients(partial(attention, cu_seqlens=starts, impl=impl), leaves, dout)
 
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
@@ -327,5 +319,4 @@ def test_cuda_graph_with_other_sequences(dim):
     for other in (starts.tolist(), [0, *[2000] * 5], [0, 1, 64, 65, 193, 300], [0] * 6):
         starts.copy_(integers(*other))
         graph.replay()
-        for ours, portable in zip(found, run("triton"), strict=True):
-            assert close(ours, portable)
+        assert all(map(close, found, run("triton")))

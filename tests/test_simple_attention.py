@@ -4,7 +4,7 @@ from functools import partial
 
 import pytest
 import torch
-from problems import ON_GPU, check, make_problem
+from problems import ON_GPU, check, identical, make_problem, out_and_gradients
 
 from attention.simple import simple_attention
 
@@ -32,9 +32,8 @@ def test_tensors_that_are_not_contiguous(device):
     results = []
     for q, k, v, dout in (tensors, [x.contiguous() for x in tensors]):
         leaves = [x.detach().requires_grad_() for x in (q, k, v)]
-        out = simple_attention(*leaves)
-        results.append((out, *torch.autograd.grad(out, leaves, dout)))
-    assert all(map(torch.equal, *results))
+        results.append(out_and_gradients(simple_attention, leaves, dout))
+    identical(*results)
 
 
 def test_shapes_that_do_not_fit(device):
