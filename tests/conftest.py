@@ -157,3 +157,15 @@ def run(folder, capsys, monkeypatch):
         return result.returncode, result.stderr
 
     return run
+
+
+@pytest.fixture
+def trains(run):
+    """Call train.py as the fixture run does; it must end with exit code 0. Returns its standard error."""
+
+    def trains(*argv, **options):
+        code, err = run(*argv, **options)
+        assert code == 0, err
+        return err
+
+    return trains

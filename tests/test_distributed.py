@@ -42,24 +42,27 @@ ENDLESS = dict(steps=100_000, eval_every=100_000)
 slow = pytest.mark.slow
 
 
-def test_signals_save_and_stop_and_the_run_resumes_bit_exactly(folder, run, monkeypatch):
-    assert run(name="whole")[0] == 0
+def test_signals_save_and_stop_and_the_run_resumes_bit_exactly(folder, trains, monkeypatch):
+    trains(name="whole")
     before = signal.signal(signal.SIGHUP, signal.SIG_DFL)  # pytest may run under nohup
     stops = {7: signal.SIGTERM, 15: signal.SIGINT, 26: signal.SIGHUP}
     for step, number in stops.items():
         at_step(monkeypatch, step, lambda number=number: signal.raise_signal(number))
     for argv, step in zip(([], ["--resume"], ["--resume"]), stops, strict=True):
-        assert run(*argv)[0] == 0 and contents(CHECKPOINT)["step"] == step
+        trains(*argv)
+        assert contents(CHECKPOINT)["step"] == step
     at_step(monkeypatch, 33, lambda: signal.raise_signal(signal.SIGUSR1))
-    assert run("--resume")[0] == 0 and contents("runs/run/checkpoint-33.pt")["step"] == 33
+    trains("--resume")
+    assert contents("runs/run/checkpoint-33.pt")["step"] == 33
     assert_same_runs(folder)
     signal.signal(signal.SIGHUP, before)
 
 
-def test_nohup_ignores_a_closed_terminal(folder, run, monkeypatch):
+def test_nohup_ignores_a_closed_terminal(folder, trains, monkeypatch):
     before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
     at_step(monkeypatch, 2, lambda: signal.raise_signal(signal.SIGHUP))
-    assert run(steps=4, eval_every=4)[0] == 0 and contents(CHECKPOINT)["step"] == 4
+    trains(steps=4, eval_every=4)
+    assert contents(CHECKPOINT)["step"] == 4
     signal.signal(signal.SIGHUP, before)
 
 
@@ -121,10 +124,10 @@ def resume_from_the_checkpoint_before(folder, resume):
 
 @slow
 @pytest.mark.parametrize("ranks, parallel, micro_batch", [(2, "ddp", 2), (2, "fsdp", 2), (4, "fsdp", 0)])
-def test_ranks_train_the_same_as_one_process(folder, run, ranks, parallel, micro_batch):
+def test_ranks_train_the_same_as_one_process(folder, trains, ranks, parallel, micro_batch):
     """And PyTorch prints no warning. A resumed run is bit-exact on as many ranks, and close on one."""
     options = UNEVEN | dict(dropout=0, steps=12, eval_every=6)
-    assert run(name="whole", **options)[0] == 0
+    trains(name="whole", **options)
     (folder / "trained.py").write_text(f"import sys, train\ntrain.main(sys.argv[1:])\n{NO_THREADS_LEFT}")
     options |= dict(parallel=parallel, micro_batch=micro_batch)
     out, err = finish(start(folder, ranks=ranks, script="trained.py", **FAST | options))
@@ -133,7 +136,7 @@ def test_ranks_train_the_same_as_one_process(folder, run, ranks, parallel, micro
     if ranks == 2:
         resume_from_the_checkpoint_before(folder, lambda: finish(start(folder, "--resume", "runs/again", ranks=2)))
         (folder / "runs/again/checkpoint.pt").unlink()
-        assert run("--resume", "runs/again", "--parallel", "ddp")[0] == 0
+        trains("--resume", "runs/again", "--parallel", "ddp")
         assert_close_runs(folder, "again", "run")
 
 
@@ -147,21 +150,21 @@ def test_ranks_train_the_same_as_one_process(folder, run, ranks, parallel, micro
         pytest.param(SMALL_STEPS | dict(optimizer="muon"), 2e-2, id="gpu muon", marks=NEEDS_GPU),
     ],
 )
-def test_one_rank_with_fsdp_equals_one_process(folder, run, one_rank, options, rel):
+def test_one_rank_with_fsdp_equals_one_process(folder, trains, one_rank, options, rel):
     """The first weights are the same bits. A resumed run is bit-exact.
 
     After an evaluation of averages, a step must not compute with those that FSDP keeps gathered.
     """
     options = options | dict(steps=6, eval_every=2, save_every=3)
-    assert run(name="whole", **options)[0] == 0
+    trains(name="whole", **options)
     memory = dict(compile="model", checkpoint_activations="selective") if "device" in options else {}
-    assert run(parallel="fsdp", **options | memory)[0] == 0
+    trains(parallel="fsdp", **options | memory)
     assert losses(folder)[0] == pytest.approx(losses(folder, "whole")[0], rel=rel if memory else 0)
     if memory:
         assert losses(folder) == pytest.approx(losses(folder, "whole"), rel=rel)
     else:
         assert_close_runs(folder, rel=rel)
-    resume_from_the_checkpoint_before(folder, lambda: run("--resume", "runs/again"))
+    resume_from_the_checkpoint_before(folder, lambda: trains("--resume", "runs/again"))
 
 
 @slow
@@ -174,10 +177,10 @@ def test_one_rank_with_fsdp_equals_one_process(folder, run, one_rank, options, r
     ],
     ids=["one rank", "DDP", "FSDP"],
 )
-def test_compiled_training_equals_eager_training(folder, run, ranks, layers, options):
+def test_compiled_training_equals_eager_training(folder, trains, ranks, layers, options):
     """--compile model compiles one graph in each rank, with FSDP one that all blocks share; also with micro-batches."""
     same = dict(n_layer=layers, steps=4, eval_every=2, dropout=0, micro_batch=2)
-    assert run(name="whole", **same | options | dict(parallel="ddp", checkpoint_activations="off"))[0] == 0
+    trains(name="whole", **same | options | dict(parallel="ddp", checkpoint_activations="off"))
     compiled = FAST | same | options | dict(compile="model", sample_every=0 if "parallel" in options else 2)
     _, err = finish(start(folder, ranks=ranks, variables={"TORCH_LOGS": "graph_code"}, **compiled))
     traced = [line for line in err.splitlines() if "TRACED GRAPH" in line]
@@ -200,17 +203,17 @@ def rank_processes(torchrun):
 @slow
 @BY_DEVICE
 @pytest.mark.parametrize("ranks, then", [(2, 1), (1, 2)])
-def test_a_signal_to_one_rank_stops_all_and_another_number_resumes(folder, run, on, ranks, then):
+def test_a_signal_to_one_rank_stops_all_and_another_number_resumes(folder, trains, on, ranks, then):
     """With dropout, whose masks do not depend on which rank has a sequence."""
     options = dict(steps=120, eval_every=60, eval_batches=1, micro_batch=4) | on
-    assert run(name="whole", **options)[0] == 0
+    trains(name="whole", **options)
     process = start(folder, ranks=ranks, **FAST | options)
     wait_for_step(folder, 3)
     os.kill(rank_processes(process)[-1] if ranks > 1 else process.pid, signal.SIGTERM)
     finish(process)
     assert contents(CHECKPOINT)["step"] < 120
     if then == 1:
-        assert run("--resume", "runs/run")[0] == 0
+        trains("--resume", "runs/run")
     else:
         finish(start(folder, "--resume", "runs/run", ranks=then))
     assert losses(folder) == pytest.approx(losses(folder, "whole"), rel=1e-3)
@@ -251,9 +254,9 @@ def test_an_error_of_rank_0_ends_all(folder):
 
 @slow
 @pytest.mark.parametrize("differs", ["text", "run"])
-def test_hosts_need_the_same_text_and_checkpoint(folder, run, differs):
+def test_hosts_need_the_same_text_and_checkpoint(folder, trains, differs):
     """Two processes with a folder each stand for hosts with one rank each."""
-    assert run(steps=4, eval_every=2, micro_batch=4)[0] == 0
+    trains(steps=4, eval_every=2, micro_batch=4)
     folders, argv = [folder / "host0", folder / "host1"], []
     for host in folders:
         shutil.copytree(folder / "runs", host / "runs")
@@ -271,13 +274,13 @@ def test_hosts_need_the_same_text_and_checkpoint(folder, run, differs):
 
 
 @slow
-def test_micro_batch_auto_on_another_number_of_ranks(folder, run):
+def test_micro_batch_auto_on_another_number_of_ranks(folder, trains):
     """A resumed run keeps it. The validation text has one window, so rank 1 has nothing to evaluate."""
     options = dict(micro_batch="auto", batch_size=6, position="rope", block_size=512, steps=4, eval_every=2)
-    assert run(name="whole", **options | dict(micro_batch=3))[0] == 0
+    trains(name="whole", **options | dict(micro_batch=3))
     finish(start(folder, ranks=2, **FAST | options))
     os.remove(CHECKPOINT)
-    assert run("--resume", "runs/run")[0] == 0  # a new run of one rank would take 6
+    trains("--resume", "runs/run")  # a new run of one rank would take 6
     assert contents(CHECKPOINT)["micro_batch"] == 3
     assert_close_runs(folder)
 
@@ -297,9 +300,9 @@ def test_options_that_fsdp_refuses(run, one_rank):
         pytest.param(ON_GPU | dict(dropout=0.0), id="CUDA graph", marks=NEEDS_GPU),
     ],
 )
-def test_checkpointed_activations_do_not_change_training(folder, run, kind, options):
+def test_checkpointed_activations_do_not_change_training(folder, trains, kind, options):
     """Bit for bit, with dropout too."""
     options = options | dict(steps=8, eval_every=8)
-    assert run(name="whole", **options)[0] == 0
-    assert run(checkpoint_activations=kind, **options)[0] == 0
+    trains(name="whole", **options)
+    trains(checkpoint_activations=kind, **options)
     assert_same_runs(folder)

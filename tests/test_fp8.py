@@ -271,9 +271,9 @@ def test_checkpointed_activations_change_nothing(kind, compiled):
 
 
 @pytest.mark.parametrize("mlp", ["gelu", "swiglu"])
-def test_a_resumed_run_is_bit_exact_and_can_be_sampled(mlp, folder, run, allow_cpu, monkeypatch, capsys):
+def test_a_resumed_run_is_bit_exact_and_can_be_sampled(mlp, folder, allow_cpu, monkeypatch, capsys, trains):
     options = dict(fp8=True, dtype="bfloat16", mlp=mlp, steps=8, micro_batch=4, bias=True)
-    assert_resumes_bit_exactly(folder, run, **options)
+    assert_resumes_bit_exactly(folder, trains, **options)
     whole = contents(CHECKPOINT)
     assert (whole["counters"]["fp8_history"][:, :8] > 0).all()
     model, *_ = load(CHECKPOINT, "cpu")
@@ -282,23 +282,23 @@ def test_a_resumed_run_is_bit_exact_and_can_be_sampled(mlp, folder, run, allow_c
     assert code == 0 and out
 
 
-def test_a_run_without_fp8_resumes_with_it(folder, run, allow_cpu):
-    assert run(steps=4, eval_every=2)[0] == 0
+def test_a_run_without_fp8_resumes_with_it(folder, run, trains, allow_cpu):
+    trains(steps=4, eval_every=2)
     (folder / CHECKPOINT).unlink()
     refused(run("--resume", "runs/run", "--fp8"), "fp8", "--allow_changes")
-    assert run("--resume", "runs/run", "--fp8", "--allow_changes")[0] == 0
+    trains("--resume", "runs/run", "--fp8", "--allow_changes")
     assert (contents(CHECKPOINT)["counters"]["fp8_history"][:, :2] > 0).all()
 
 
 @pytest.mark.slow
-def test_two_ranks_share_their_scales(folder, run, allow_cpu):
+def test_two_ranks_share_their_scales(folder, trains, allow_cpu):
     script = folder / "on_cpu.py"
     script.write_text(
         "import sys\nimport train\nfrom training import network\n"
         "network.require_fp8 = lambda device, dtype: None\ntrain.main(sys.argv[1:])\n"
     )
     options = dict(fp8=True, steps=6, eval_every=3, dropout=0, micro_batch=2)
-    assert run(name="whole", **options)[0] == 0
+    trains(name="whole", **options)
     finish(start(folder, ranks=2, script=script, **FAST | options))
     histories = [contents(f"runs/{name}/checkpoint.pt")["counters"]["fp8_history"] for name in ("run", "whole")]
     torch.testing.assert_close(*histories, rtol=1e-2, atol=1e-3)

@@ -133,9 +133,9 @@ def test_a_skipped_step_changes_nothing(bad, kind, model, device):
 
 @pytest.mark.parametrize("kind", ["adamw", "muon"])
 @pytest.mark.parametrize("grad_clip", [1e-2, 100.0, 0.0])
-def test_gradient_clipping(folder, run, device, grad_clip, kind):
+def test_gradient_clipping(folder, trains, device, grad_clip, kind):
     """0 turns it off. After one step, a moment of AdamW is a tenth of the gradient, and one of Muon a twentieth."""
-    assert run(steps=1, eval_every=1, grad_clip=grad_clip, optimizer=kind, device=device, compile="off")[0] == 0
+    trains(steps=1, eval_every=1, grad_clip=grad_clip, optimizer=kind, device=device, compile="off")
     [norm] = [record["grad_norm"] for record in metrics(folder) if "loss" in record]
     states = contents("runs/run/checkpoint.pt")["optimizer"]["state"].values()
     gradients = [own["exp_avg"] * 10 if "exp_avg" in own else own["momentum"] * 20 for own in states]
@@ -143,9 +143,9 @@ def test_gradient_clipping(folder, run, device, grad_clip, kind):
     assert norm > 1 and found.item() == pytest.approx(1e-2 if grad_clip == 1e-2 else norm, rel=1e-3)
 
 
-def test_micro_batches_give_the_same_losses_as_one_batch(folder, run):
+def test_micro_batches_give_the_same_losses_as_one_batch(folder, trains):
     for name, size in (("whole", 0), ("parts", 2)):
-        assert run(name=name, micro_batch=size, steps=6, eval_every=6, dropout=0)[0] == 0
+        trains(name=name, micro_batch=size, steps=6, eval_every=6, dropout=0)
     assert losses(folder, "parts") == pytest.approx(losses(folder, "whole"), rel=1e-5)
 
 

@@ -71,28 +71,28 @@ def file_limit():
     resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
 
-def test_a_full_disk_costs_warnings_and_training_goes_on(folder, run, monkeypatch, file_limit):
+def test_a_full_disk_costs_warnings_and_training_goes_on(folder, trains, monkeypatch, file_limit):
     """The disk is full at the checkpoint of step 5 and has room again at that of step 10."""
-    assert run(name="whole", **TEN)[0] == 0
+    trains(name="whole", **TEN)
     full = lambda: file_limit((folder / "runs/run/metrics.jsonl").stat().st_size)  # noqa: E731
     at_step(monkeypatch, 3, full)
     at_step(monkeypatch, 8, lambda: file_limit(resource.RLIM_INFINITY))
-    code, err = run(**TEN)
-    assert code == 0 and re.search("warning: .*checkpoint.* step 5 .*File too large", err), err
+    err = trains(**TEN)
+    assert re.search("warning: .*checkpoint.* step 5 .*File too large", err), err
     assert same(contents(CHECKPOINT), contents("runs/whole/checkpoint.pt"))
     whole = losses(folder, "whole")
     assert losses(folder) == whole[:3] + whole[8:]  # the lines between had no room
     assert not list((folder / "runs/run").glob(".*.tmp"))
 
 
-def test_a_last_checkpoint_that_cannot_be_written_is_an_error(folder, run, monkeypatch, file_limit):
-    assert run(name="whole", **TEN)[0] == 0
+def test_a_last_checkpoint_that_cannot_be_written_is_an_error(folder, run, trains, monkeypatch, file_limit):
+    trains(name="whole", **TEN)
     with monkeypatch.context() as patch:
         at_step(patch, 8, lambda: file_limit(100_000))
         result = run(**TEN)
     file_limit(resource.RLIM_INFINITY)
     refused(result, "step 10", "File too large", "make room")
-    assert run("--resume", "runs/run")[0] == 0  # from step 5
+    trains("--resume", "runs/run")  # from step 5
     assert_same_runs(folder)
 
 
@@ -104,9 +104,9 @@ def test_a_read_only_folder_is_one_sentence(folder, run):
     refused(run(steps=2), "runs", "a link to a folder that is gone")
 
 
-def test_losses_that_are_not_finite_stop_the_run(folder, run):
+def test_losses_that_are_not_finite_stop_the_run(folder, run, trains):
     """Skipped steps change nothing, and the sentence has a command that is accepted."""
-    assert run(**TEN)[0] == 0
+    trains(**TEN)
     before = contents(CHECKPOINT)
     changes = dict(steps=60, learning_rate=1e30, min_learning_rate=1e30, max_bad_steps=5, allow_changes=True)
     code, err = run("--resume", *(f"--{name}={value}" for name, value in changes.items()))
@@ -118,9 +118,9 @@ def test_losses_that_are_not_finite_stop_the_run(folder, run):
 
 
 @pytest.mark.parametrize("options", [{}, dict(norm="rmsnorm", mlp="relu2", ema=0.5)], ids=["layernorm", "rmsnorm"])
-def test_a_run_that_diverges_keeps_its_good_checkpoints(folder, run, options):
+def test_a_run_that_diverges_keeps_its_good_checkpoints(folder, run, trains, options):
     """From step 14 on the rate is wrong. The first weights to be saved are huge, but no step has been skipped yet."""
-    assert run(steps=14, eval_every=7, **options)[0] == 0
+    trains(steps=14, eval_every=7, **options)
     before = {path.name: path.read_bytes() for path in (folder / "runs/run").glob("*.pt")}
     best = contents("runs/run/best.pt")["best"]
     changes = ["--learning_rate", "1e20", "--eval_every", "3", "--save_every", "2", "--allow_changes"]
@@ -128,13 +128,13 @@ def test_a_run_that_diverges_keeps_its_good_checkpoints(folder, run, options):
     assert err.count("warning: no checkpoint of step") == 2, err
     refused((code, err), "step 18", "--resume runs/run --learning_rate LOWER --allow_changes")
     assert {path.name: path.read_bytes() for path in (folder / "runs/run").glob("*.pt")} == before
-    assert run("--resume", "--steps", "18", "--learning_rate", "5e-3", "--allow_changes")[0] == 0
+    trains("--resume", "--steps", "18", "--learning_rate", "5e-3", "--allow_changes")
     assert contents(CHECKPOINT)["step"] == 18 and contents("runs/run/best.pt")["best"] < best
 
 
-def test_changed_tokens_are_refused(folder, run):
+def test_changed_tokens_are_refused(folder, run, trains):
     """Without its text, or with a text that has only been edited, a run continues with its prepared tokens."""
-    assert run(steps=4, eval_every=2)[0] == 0
+    trains(steps=4, eval_every=2)
     whole, text, older = contents(CHECKPOINT), folder / "corpus.txt", folder / "runs/run/checkpoint-2.pt"
     edited, at_2 = text.read_text() + "and the sea keeps on. ", older.read_bytes()
 
@@ -155,18 +155,18 @@ def test_changed_tokens_are_refused(folder, run):
     assert contents(CHECKPOINT)["tokens_sha256"] != whole["tokens_sha256"]
 
 
-def test_a_finished_run_is_not_resumed(folder, run, monkeypatch):
+def test_a_finished_run_is_not_resumed(folder, run, trains, monkeypatch):
     """The sentence names the runs that can be."""
     with monkeypatch.context() as patch:
         at_step(patch, 3, lambda: signal.raise_signal(signal.SIGTERM))
-        assert run(name="stopped", steps=8)[0] == 0
-    assert run(name="done", steps=2, eval_every=2)[0] == 0
+        trains(name="stopped", steps=8)
+    trains(name="done", steps=2, eval_every=2)
     refused(run("--resume"), "runs/done is finished", "runs/stopped is not")
 
 
-def test_a_resumed_run_trains_on_the_text_that_is_named(folder, run):
+def test_a_resumed_run_trains_on_the_text_that_is_named(folder, run, trains):
     """Or is refused. Its own text may have another place, and be named although it was edited."""
-    assert run(steps=4, eval_every=4)[0] == 0
+    trains(steps=4, eval_every=4)
     before, text = contents(CHECKPOINT), (folder / "corpus.txt").read_text()
     (folder / "other.txt").write_text(text.replace("sea", "lake"))
     other = prepare("text", "bytes", "other.txt").sha256
@@ -181,7 +181,7 @@ def test_a_resumed_run_trains_on_the_text_that_is_named(folder, run):
         (8, "other.txt", text, other),
     ):
         moved.write_text(edited)
-        assert run("--resume", "--steps", str(steps), "--input", name, "--allow_changes")[0] == 0
+        trains("--resume", "--steps", str(steps), "--input", name, "--allow_changes")
         saved = contents(CHECKPOINT)
         assert (saved["tokens_sha256"], saved["config"]["input"]) == (expected, name)
 
@@ -191,8 +191,8 @@ def out_of_memory(*_, **options):
 
 
 @pytest.mark.parametrize("checkpoint", [True, False])
-def test_a_resumed_run_that_fails_before_its_first_step_changes_nothing(folder, run, monkeypatch, checkpoint):
-    assert run(steps=4, eval_every=2)[0] == 0
+def test_a_resumed_run_that_fails_before_its_first_step_changes_nothing(folder, run, trains, monkeypatch, checkpoint):
+    trains(steps=4, eval_every=2)
     (folder / CHECKPOINT).unlink()  # so that steps are repeated
     if not checkpoint:
         (folder / "runs/run/checkpoint-2.pt").unlink()
@@ -226,6 +226,6 @@ def test_a_gpu_without_memory_is_one_sentence(folder, run, monkeypatch):
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 @pytest.mark.parametrize("compile, dtype", [("off", "float32"), ("blocks", "float16"), ("model", "bfloat16")])
-def test_deterministic_resume_on_a_gpu_is_bit_exact(folder, run, compile, dtype):
-    assert_resumes_bit_exactly(folder, run, steps=40, **ON_GPU | dict(compile=compile, dtype=dtype, ema=0.9))
+def test_deterministic_resume_on_a_gpu_is_bit_exact(folder, compile, dtype, trains):
+    assert_resumes_bit_exactly(folder, trains, steps=40, **ON_GPU | dict(compile=compile, dtype=dtype, ema=0.9))
     assert losses(folder)[-1] < 0.6 * losses(folder)[0]

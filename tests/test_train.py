@@ -39,7 +39,7 @@ MODERN = dict(
     ],
     ids=["gpt2", "modern", "recipe"],
 )
-def test_losses_are_those_of_earlier_versions(folder, run, options, expected):
+def test_losses_are_those_of_earlier_versions(folder, trains, options, expected):
     """Training losses after 20, 40, ... steps and the last validation loss. If they change, so did the mathematics.
 
     Rounding (number of threads, instruction set, reference attention) changes them by 1e-7; bfloat16, or a weight decay
@@ -48,7 +48,7 @@ def test_losses_are_those_of_earlier_versions(folder, run, options, expected):
     draw, words = random.Random(0), WORDS.split()
     text = "".join(draw.choice(words) + draw.choice("    ,.\n") for _ in range(8000))
     (folder / "corpus.txt").write_text(text)
-    assert run(**FIXED | options)[0] == 0
+    trains(**FIXED | options)
     found = [*losses(folder), metrics(folder)[-1]["val_loss"]]
     assert found == pytest.approx(expected, rel=1e-4)
 
@@ -78,20 +78,20 @@ def test_all_files_are_written(folder):
     assert "best val loss" in out and "sample.py" in out and "sample after 2 steps" in out and "Warning" not in err
 
 
-def test_training_with_masked_documents(folder, run):
+def test_training_with_masked_documents(folder, run, trains):
     """Loss falls, evaluation masks too, and a resumed run goes on bit by bit."""
     lines = [json.dumps({"text": f"the sea keeps what the sea has taken. {number}" * 3}) for number in range(200)]
     (folder / "documents.jsonl").write_text("\n".join(lines))
     options = dict(input="documents.jsonl", tokenizer="bytes+eot", mask_documents=True, attention="auto")
-    assert_resumes_bit_exactly(folder, run, steps=30, **options)
+    assert_resumes_bit_exactly(folder, trains, steps=30, **options)
     assert losses(folder)[-1] < 0.6 * losses(folder)[0]
     refused(run(**options | dict(tokenizer="char")), "mask_documents", "end-of-text", "char")
 
 
-def test_a_new_run_overwrites_nothing(folder, run):
-    assert run(steps=2)[0] == 0
+def test_a_new_run_overwrites_nothing(folder, trains):
+    trains(steps=2)
     before = {path.name: path.read_bytes() for path in (folder / "runs/run").iterdir()}
-    assert run(steps=2)[0] == 0
+    trains(steps=2)
     assert {path.name: path.read_bytes() for path in (folder / "runs/run").iterdir()} == before
     assert {path.name for path in (folder / "runs/run-2").iterdir()} == before.keys()
 
@@ -111,28 +111,28 @@ def test_mistakes_leave_no_folder_behind(folder, run, options, word):
     assert not (folder / "runs").exists()
 
 
-def test_what_a_finished_run_allows(folder, run):
+def test_what_a_finished_run_allows(folder, run, trains):
     """More steps, and changes that fit its checkpoint; both only with --allow_changes."""
-    assert run(steps=4, eval_every=2, cooldown=0.5)[0] == 0
+    trains(steps=4, eval_every=2, cooldown=0.5)
     refused(run("--resume"), "--steps", "--allow_changes")
     refused(run("--resume", "--steps", "6"), "--steps 6", "--allow_changes")
     more = ("--steps", "6", "--allow_changes")
     for name, value in dict(n_embd=64, mlp="relu2", optimizer="muon", tokenizer="char").items():
         refused(run("--resume", f"--{name}", str(value), *more), name)
     assert contents(CHECKPOINT)["step"] == 4 == len(losses(folder))
-    code, err = run("--resume=runs/run", "--weight_decay", "0.5", *more)
-    assert code == 0 and re.search(r"note: .*learning rate .*\b0\.0001 .*\b0\.0034", err), err  # the cooldown moved
+    err = trains("--resume=runs/run", "--weight_decay", "0.5", *more)
+    assert re.search(r"note: .*learning rate .*\b0\.0001 .*\b0\.0034", err), err  # the cooldown moved
     config, checkpoint = json.loads((folder / "runs/run/config.json").read_text()), contents(CHECKPOINT)
     assert (config["steps"], config["weight_decay"], config["n_embd"]) == (6, 0.5, FAST["n_embd"])
     assert checkpoint["step"] == 6 and checkpoint["optimizer"]["param_groups"][0]["weight_decay"] == 0.5
     assert [record["step"] for record in metrics(folder)] == [0, 1, 2, 2, 3, 4, 4, 5, 6, 6]
 
 
-def test_samples_and_saves_do_not_change_training(folder, run):
+def test_samples_and_saves_do_not_change_training(folder, trains):
     """Bit by bit, with dropout. best.pt is written at an evaluation, checkpoint.pt every save_every steps."""
     options = dict(steps=10, eval_every=4)
-    assert run(name="whole", **options)[0] == 0
-    assert run(sample_every=3, save_every=3, keep=9, **options)[0] == 0
+    trains(name="whole", **options)
+    trains(sample_every=3, save_every=3, keep=9, **options)
     assert_same_runs(folder)
     records = [[(r["step"], r.get("val_loss")) for r in metrics(folder, name)] for name in ("run", "whole")]
     assert records[0] == records[1]
@@ -141,5 +141,5 @@ def test_samples_and_saves_do_not_change_training(folder, run):
     assert "optimizer" not in contents("runs/run/best.pt")
     for name in ("checkpoint.pt", "checkpoint-9.pt"):
         (folder / "runs/run" / name).unlink()
-    assert run("--resume")[0] == 0  # at step 6
+    trains("--resume")  # at step 6
     assert_same_runs(folder)
