@@ -193,6 +193,11 @@ def contents(path):
     return torch.load(path, weights_only=True)
 
 
+def files_in(folder, pattern="runs/run/*"):
+    """{name: contents} of the files that match a pattern."""
+    return {path.name: path.read_bytes() for path in folder.glob(pattern)}
+
+
 def same(a, b):
     """Whether the contents of two checkpoints are equal bit for bit, apart from the run's options."""
     return equal(a | {"config": None}, b | {"config": None})

@@ -11,7 +11,17 @@ from pathlib import Path
 import filelock
 import pytest
 import torch
-from helpers import PATHS, assert_resumes_bit_exactly, assert_same_runs, at_step, contents, equal, metrics, refused
+from helpers import (
+    PATHS,
+    assert_resumes_bit_exactly,
+    assert_same_runs,
+    at_step,
+    contents,
+    equal,
+    files_in,
+    metrics,
+    refused,
+)
 
 import sample
 from data.corpus import open_corpus
@@ -171,7 +181,7 @@ def test_any_flipped_bit_is_noticed_or_harmless(tmp_path):
 @pytest.mark.parametrize("keep, names", [(1, ["checkpoint.pt"]), (2, ["checkpoint-4.pt", "checkpoint.pt"])])
 def test_keep(folder, trains, keep, names):
     trains(keep=keep, steps=6, eval_every=2)
-    assert sorted(path.name for path in (folder / "runs/run").glob("checkpoint*")) == names
+    assert sorted(files_in(folder, "runs/run/checkpoint*")) == names
 
 
 def test_a_run_that_another_process_trains_is_refused(folder, run, trains):
@@ -194,9 +204,9 @@ def test_a_malicious_checkpoint_executes_nothing(folder, run, trains, write):
     for name in ("best.pt", "checkpoint.pt"):
         path = folder / "runs/run" / name
         write(contents(path) | {"model": Evil()}, path)
-    before = {path: path.read_bytes() for path in (folder / "runs/run").iterdir()}
+    before = files_in(folder)
     refused(run(*MORE), CHECKPOINT)
-    assert {path: path.read_bytes() for path in before} == before  # without a good checkpoint nothing changes
+    assert files_in(folder) == before  # without a good checkpoint nothing changes
     for name in ("best.pt", "checkpoint.pt"):
         with pytest.raises(ValueError, match=name):
             sample.main(sample.SampleConfig(run=f"runs/run/{name}", device="cpu"))

@@ -1,5 +1,6 @@
 """linear_cross_entropy() against PyTorch's cross-entropy in float64."""
 
+import itertools
 import subprocess
 import sys
 from functools import partial
@@ -90,7 +91,7 @@ def test_many_programs_at_once(softcap):
 
 def test_without_gradients(device):
     """With targets of any stride; one past the vocabulary gives NaN."""
-    x, weight = torch.randn(5, 8, device=device), torch.randn(30, 8, device=device, requires_grad=True)
+    x, weight, _ = inputs(device, rows=5)
     targets = torch.randint(30, (5, 6), device=device)[:, -1]
     with torch.no_grad():
         torch.testing.assert_close(linear_cross_entropy(x, weight, targets), F.cross_entropy(x @ weight.T, targets))
@@ -110,7 +111,7 @@ def test_where_no_row_counts(dtype, rows, device):
 
 @pytest.mark.parametrize("rows", [4, 6])
 def test_targets_of_another_length(rows, device):
-    x, weight = torch.randn(5, 8, device=device), torch.randn(30, 8, device=device)
+    x, weight, _ = inputs(device, rows=5)
     with pytest.raises(ValueError, match=rf"\[5, 8\].* targets \[{rows}\]"):
         linear_cross_entropy(x, weight, torch.zeros(rows, dtype=torch.int64, device=device))
 
@@ -130,6 +131,7 @@ def test_no_second_derivative(device):
 
 
 FUNCTION = {  # name -> what is made of a function of x, weight and targets, with x [2, N, C]
+    "plain": lambda f: lambda x, *rest: f(x[0], *rest),
     "grad": lambda f: lambda x, *rest: torch.func.grad(f, (0, 1))(x[0], *rest),
     "vjp": lambda f: lambda x, *rest: torch.func.vjp(partial(f, weight=rest[0], targets=rest[1]), x[0])[1](x.sum()),
     "vmap": lambda f: torch.vmap(f, (0, None, None)),
@@ -138,51 +140,45 @@ FUNCTION = {  # name -> what is made of a function of x, weight and targets, wit
 }
 
 
-@pytest.mark.parametrize("how", ["eager", "compiled", "make_fx"])
-@pytest.mark.parametrize("name", FUNCTION)
+HOW = ["eager", "compiled", {}, dict(tracing_mode="symbolic")]  # or options of make_fx
+
+
+@pytest.mark.parametrize("name, how", [*itertools.product(FUNCTION, HOW), ("plain", dict(pre_dispatch=True))], ids=str)
 def test_torch_func(name, how, device):
-    """Also where PyTorch records the transformed function."""
+    """Also where PyTorch records the transformed function, in a graph that then gets other inputs."""
     x, weight, targets = inputs(device, grad=False)
     operands = torch.stack((x, x.flip(1))), weight, targets
     transform = FUNCTION[name]
     call = transform(linear_cross_entropy)
     if how == "compiled":
         call = torch.compile(call, fullgraph=True, backend=BACKEND)
-    elif how == "make_fx":
-        call = make_fx(lambda *x: transform(linear_cross_entropy)(*x))(*(x.flip(0) for x in operands))
+    elif how != "eager":
+        call = make_fx(lambda *x: transform(linear_cross_entropy)(*x), **how)(*(x.flip(0) for x in operands))
     expected = transform(lambda x, weight, targets: F.cross_entropy(x @ weight.T, targets))
     torch.testing.assert_close(call(*operands), expected(*operands), rtol=1e-3 if ON_GPU else 1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize("options", [{}, dict(pre_dispatch=True), dict(tracing_mode="symbolic")], ids=str)
-def test_a_traced_graph_computes_with_other_inputs(options, device):
-    first, second = (inputs(device, grad=False) for _ in range(2))
-    graph = make_fx(lambda *x: linear_cross_entropy(*x), **options)(*first)
-    torch.testing.assert_close(graph(*second), linear_cross_entropy(*second))
-
-
-def test_fake_tensors(device):
-    """Memory estimators use them: shapes and dtypes of loss and gradients, and nothing is computed."""
+def test_fake_tensors_and_flops(device):
+    """Nothing is computed with fake tensors; PyTorch's counter counts the three matmuls, over the padded vocabulary."""
     with FakeTensorMode():
         x, weight, targets = inputs(device)
         loss = linear_cross_entropy(x, weight, targets)
         loss.backward()
     assert loss.shape == () and isinstance(x.grad, FakeTensor) and weight.grad.shape == weight.shape
-
-
-def test_flops(device):
-    """PyTorch's counter counts the three matmuls, over the padded vocabulary."""
     with FlopCounterMode(display=False) as counter:
         linear_cross_entropy(*inputs(device, vocabulary=300)).backward()
     assert counter.get_total_flops() == 3 * 2 * 20 * 8 * 384
 
 
-def test_compiled_autograd(device):
+def test_compiles_in_one_graph(device):
+    """Forward and backward, and the backward alone, after a forward in eager mode."""
     x, weight, targets = inputs(device)
-    (expected,) = torch.autograd.grad(linear_cross_entropy(x, weight, targets), x)
+    compiled = torch.compile(linear_cross_entropy, fullgraph=True, backend=BACKEND)
+    found, expected = (torch.autograd.grad(run(x, weight, targets), x) for run in (compiled, linear_cross_entropy))
+    torch.testing.assert_close(found, expected)
     with compiled_autograd._enable(torch.compile(backend="aot_eager", fullgraph=True)):
         linear_cross_entropy(x, weight, targets).backward()
-    torch.testing.assert_close(x.grad, expected)
+    torch.testing.assert_close(x.grad, *expected)
 
 
 def test_autocast(device):
@@ -212,14 +208,6 @@ def test_chunks_of_logits_take_their_share_of_memory(monkeypatch):
     before = torch.cuda.memory_allocated()
     linear_cross_entropy(x, weight, targets).backward()
     assert torch.cuda.max_memory_allocated() - before < rows * vocabulary * 2 / 2  # half the size of all logits
-
-
-def test_compiles_in_one_graph(device):
-    x, weight, targets = inputs(device)
-    compiled = torch.compile(linear_cross_entropy, fullgraph=True, backend=BACKEND)
-    (ours,) = torch.autograd.grad(compiled(x, weight, targets), x)
-    (eager,) = torch.autograd.grad(F.cross_entropy(x @ weight.T, targets), x)
-    torch.testing.assert_close(ours, eager, rtol=1e-3 if ON_GPU else 1e-4, atol=1e-5)
 
 
 def test_torch_dynamo_is_imported_only_to_compile(device):

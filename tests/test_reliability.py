@@ -22,6 +22,7 @@ from helpers import (
     at_step,
     contents,
     environment,
+    files_in,
     losses,
     metrics,
     refused,
@@ -35,6 +36,7 @@ from data.corpus import prepare
 from data.loader import Batches
 
 CHECKPOINT = "runs/run/checkpoint.pt"
+TOKENS = "prepared/prepared/*/*"
 TEN = dict(steps=10, eval_every=5)
 slow = pytest.mark.slow
 
@@ -121,13 +123,13 @@ def test_losses_that_are_not_finite_stop_the_run(folder, run, trains):
 def test_a_run_that_diverges_keeps_its_good_checkpoints(folder, run, trains, options):
     """From step 14 on the rate is wrong. The first weights to be saved are huge, but no step has been skipped yet."""
     trains(steps=14, eval_every=7, **options)
-    before = {path.name: path.read_bytes() for path in (folder / "runs/run").glob("*.pt")}
+    before = files_in(folder, "runs/run/*.pt")
     best = contents("runs/run/best.pt")["best"]
     changes = ["--learning_rate", "1e20", "--eval_every", "3", "--save_every", "2", "--allow_changes"]
     code, err = run("--resume", "--steps", "18", *changes)
     assert err.count("warning: no checkpoint of step") == 2, err
     refused((code, err), "step 18", "--resume runs/run --learning_rate LOWER --allow_changes")
-    assert {path.name: path.read_bytes() for path in (folder / "runs/run").glob("*.pt")} == before
+    assert files_in(folder, "runs/run/*.pt") == before
     trains("--resume", "--steps", "18", "--learning_rate", "5e-3", "--allow_changes")
     assert contents(CHECKPOINT)["step"] == 18 and contents("runs/run/best.pt")["best"] < best
 
@@ -143,11 +145,11 @@ def test_changed_tokens_are_refused(folder, run, trains):
         older.write_bytes(at_2)
         return run("--resume", *argv)
 
-    tokens = {path: path.read_bytes() for path in folder.glob("prepared/prepared/*/*")}
+    tokens = files_in(folder, TOKENS)
     for change in (lambda: text.write_text(edited), text.unlink):
         change()
         assert resume()[0] == 0 and same(contents(CHECKPOINT), whole)
-        assert len(tokens) == 3 and {path: path.read_bytes() for path in tokens} == tokens
+        assert len(tokens) == 3 and files_in(folder, TOKENS) == tokens
     text.write_text(edited)
     prepare("text", "bytes", text)
     refused(resume(), "tokens", "--allow_changes")
@@ -196,10 +198,10 @@ def test_a_resumed_run_that_fails_before_its_first_step_changes_nothing(folder, 
     (folder / CHECKPOINT).unlink()  # so that steps are repeated
     if not checkpoint:
         (folder / "runs/run/checkpoint-2.pt").unlink()
-    before = {path: path.read_bytes() for path in (folder / "runs/run").iterdir()}
+    before = files_in(folder)
     monkeypatch.setattr(train, "take_step", out_of_memory)
     refused(run("--resume", "--weight_decay", "0", "--wandb", "offline", "--allow_changes"), "out of memory")
-    assert {path: path.read_bytes() for path in (folder / "runs/run").iterdir()} == before
+    assert files_in(folder) == before
 
 
 def test_an_error_while_a_batch_is_loaded_is_one_sentence(folder, run, monkeypatch):
