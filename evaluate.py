@@ -2,7 +2,7 @@
 
 python evaluate.py                                            the newest run on all of its validation text
 python evaluate.py runs/NAME --text book.txt --stride 128     another text, each token with more context
-python evaluate.py runs/NAME --tasks hellaswag lambada_openai mine.yaml mine.jsonl
+python evaluate.py runs/NAME --tasks hellaswag lambada_openai mine.yaml
 """
 
 from errors import UserError, catch_ctrl_c, command, require
@@ -57,7 +57,7 @@ class EvaluateConfig:
     """Tokens from one window to the next. Each token is scored once; a smaller stride gives it more context. The
     default is block_size."""
     tasks: tuple[str, ...] = ()
-    """Tasks of lm_eval, your own .yaml files, folders of them, or .jsonl files of questions (see docs/guide.md)."""
+    """Tasks of lm_eval, your own .yaml files, or folders of them (see docs/guide.md)."""
     limit: int = 0
     """Number of items of each task, from the first on; 0 = all."""
     batch_size: int = 16
@@ -113,8 +113,6 @@ def load_tasks(names):
     for name in names:
         if name in folders:
             tasks += TaskManager(include_path=name, include_defaults=False).all_subtasks
-        elif name.endswith(".jsonl"):
-            tasks.append(question_task(Path(name)))
         else:
             close = ", ".join(difflib.get_close_matches(name, manager.all_tasks)) or "none"
             known = name in manager.all_tasks or Path(name).exists()
@@ -129,31 +127,6 @@ def load_tasks(names):
     for task in loaded["tasks"].values():
         task.set_fewshot_seed(1234)
     return loaded
-
-
-def question_task(path):
-    """A task for lm_eval from a file with one question per line:
-
-    {"context" or "query": text, "choices": [text, ...], "label" or "gold": index of the right choice}
-    """
-    import datasets
-
-    questions = []
-    try:
-        for line in filter(str.strip, path.open(encoding="utf-8")):
-            row = json.loads(line)
-            context, choices = row["context" if "context" in row else "query"], row["choices"]
-            label = int(row["label" if "label" in row else "gold"])
-            require(isinstance(choices, list) and 0 <= label < len(choices), "the label must be the index of a choice")
-            questions.append(dict(context=str(context), choices=list(map(str, choices)), label=label))
-    except (KeyError, TypeError, ValueError) as error:
-        raise UserError(f"{path}, question {len(questions) + 1} is wrong ({error}); docs/guide.md shows one") from None
-    require(questions, f"{path} is empty; write one question per line")
-    return dict(
-        task=str(path), output_type="multiple_choice", test_split="test",
-        custom_dataset=lambda **_: {"test": datasets.Dataset.from_list(questions)},
-        doc_to_text="context", doc_to_choice="choices", doc_to_target="label",
-    )  # fmt: skip
 
 
 def evaluate_tasks(model, tokenizer, tasks, limit, batch_size):

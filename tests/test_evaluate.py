@@ -24,8 +24,8 @@ from model import GPT, GPTConfig
 BLOCK = 16
 QUESTIONS = [
     {"context": "the sea", "choices": ["keeps", "bends at the mile", "x"], "label": 0},
-    {"query": "what the river ", "choices": ["has", "has taken, and what it keeps"], "gold": "1"},
-    {"context": "", "choices": ["ends here", 4], "label": 1},
+    {"context": "what the river ", "choices": ["has", "has taken, and what it keeps"], "label": 1},
+    {"context": "", "choices": ["ends here", "four"], "label": 1},
     {"context": "a long context " * 5, "choices": ["ends here", "é"], "label": 1},
 ]
 TASK = dict(
@@ -79,6 +79,9 @@ def tasks(folder, monkeypatch):
     monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", folder / "cache")
     save(folder / "runs/tiny/checkpoint.pt", make_tokenizer("bytes+eot"))
     write("questions.jsonl", QUESTIONS)
+    questions = TASK | dict(task="questions", output_type="multiple_choice", doc_to_text="context")
+    questions |= dict(dataset_kwargs=dict(data_files=dict(test="questions.jsonl")), doc_to_choice="choices")
+    Path("questions.yaml").write_text(json.dumps(questions | dict(doc_to_target="label")))
     Path("tasks").mkdir()
     for kind in ("loglikelihood", "loglikelihood_rolling", "generate_until"):
         Path(f"tasks/{kind}.yaml").write_text(json.dumps(TASK | dict(task=kind, output_type=kind)))
@@ -162,8 +165,8 @@ def test_tasks_are_scored_as_by_a_loop_over_tokens(tasks, batch_size):
         acc_norm.append(np.argmax(np.divide(scores, [len(str(choice)) for choice in choices])) == int(label))
     assert acc != acc_norm and 0 < sum(acc) < len(acc)  # so that the numbers below tell something
     write("passages.jsonl", [{"first": "x", "rest": text} for text in ("the sea", "what the river has")])
-    results = evaluate_tasks(model, tokenizer, load_tasks(["questions.jsonl", "tasks"]), 0, batch_size)
-    found = [results["questions.jsonl"][name] for name in ("acc", "acc_norm", "items")]
+    results = evaluate_tasks(model, tokenizer, load_tasks(["questions.yaml", "tasks"]), 0, batch_size)
+    found = [results["questions"][name] for name in ("acc", "acc_norm", "items")]
     assert found == [np.mean(acc), np.mean(acc_norm), len(QUESTIONS)]
     nats = -sum(likelihood(model, [256], text) for text in (b"the sea", b"what the river has"))
     assert results["loglikelihood_rolling"]["bits_per_byte"] == pytest.approx(nats / math.log(2) / 25, rel=1e-6)
@@ -186,16 +189,11 @@ def test_greedy_and_generated_text(tasks):
 @pytest.mark.slow
 def test_tasks_on_the_command_line(tasks, call):
     write("passages.jsonl", [dict(first="a", rest="b")] * 3)
-    code, out = call("--tasks", "questions.jsonl", "tasks/loglikelihood.yaml", "--limit", "2")
+    code, out = call("--tasks", "questions.yaml", "tasks/loglikelihood.yaml", "--limit", "2")
     assert code == 0 and [line.split()[1] for line in out.splitlines()] == ["acc", "perplexity"]
     assert out.count(" ± ") == 4 and out.count("(2 items)") == 2
-    good = '{"context": "a", "choices": ["a", "b"], "label": 0}'
-    for line in ("{", "[1]", '{"choices": ["a"], "label": 0}', good.replace("0", "2"), good.replace("0", "-1")):
-        Path("wrong.jsonl").write_text(f"{good}\n\n{line}")
-        expect(call, "--tasks wrong.jsonl", "wrong.jsonl, question 2 is wrong (")
     Path("wrong.yaml").write_text("task: x\n  y: [")
     expect(call, "--tasks wrong.yaml", "wrong.yaml")
-    expect(call, "--tasks none.jsonl", "none.jsonl: No such file")
     expect(call, "--tasks helaswag", "names like it: hellaswag")
     expect(call, "--tasks runs", "there are no tasks in runs")
 

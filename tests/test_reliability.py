@@ -157,15 +157,6 @@ def test_changed_tokens_are_refused(folder, run, trains):
     assert contents(CHECKPOINT)["tokens_sha256"] != whole["tokens_sha256"]
 
 
-def test_a_finished_run_is_not_resumed(folder, run, trains, monkeypatch):
-    """The sentence names the runs that can be."""
-    with monkeypatch.context() as patch:
-        at_step(patch, 3, lambda: signal.raise_signal(signal.SIGTERM))
-        trains(name="stopped", steps=8)
-    trains(name="done", steps=2, eval_every=2)
-    refused(run("--resume"), "runs/done is finished", "runs/stopped is not")
-
-
 def test_a_resumed_run_trains_on_the_text_that_is_named(folder, run, trains):
     """Or is refused. Its own text may have another place, and be named although it was edited."""
     trains(steps=4, eval_every=4)

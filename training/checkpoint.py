@@ -106,7 +106,7 @@ class Run:
         config, corpus, saved = self.config, self.corpus, self.saved
         step, tokens_sha256 = saved["step"], saved["tokens_sha256"]
         finished = f"{self.folder} is finished at step {step}; to train on, give more --steps and --allow_changes"
-        require(step < config.steps, f"{finished}{''.join(f'; {run} is not' for run in unfinished_runs())}")
+        require(step < config.steps, finished)
         same_tokenizer = saved["tokenizer"] == to_state(corpus.tokenizer)
         require(same_tokenizer, f"{self.folder} was trained with another tokenizer; change --tokenizer back")
         require(
@@ -226,15 +226,6 @@ def make_folder(name):
             folder.mkdir()
             UNFINISHED.add(folder)  # until its first step
             return folder
-
-
-def unfinished_runs():
-    """Folders of runs whose newest checkpoint is not of their last step."""
-    for path in RUNS.glob("*/checkpoint.pt"):
-        with suppress(OSError, UserError):  # another run that is damaged
-            saved = load_checkpoint(path, weights=False)
-            if saved["step"] < saved["config"].get("steps", 0):
-                yield path.parent
 
 
 def save_checkpoint(path, contents):
