@@ -1,8 +1,6 @@
 """Devices: their names and dtypes, autocast, CUDA graphs."""
 
 import os
-import sys
-from contextlib import nullcontext
 
 import torch
 
@@ -50,14 +48,6 @@ def autocast(dtype, device):
     if dtype == torch.float32:
         return torch.autocast(kind, enabled=False, cache_enabled=False)
     return torch.autocast(kind, dtype, cache_enabled=False)
-
-
-def eagerly():
-    """The context in which compiled modules run eagerly.
-
-    Without torch._dynamo, which takes seconds to import, nothing has been compiled.
-    """
-    return torch.compiler.set_stance("force_eager") if "torch._dynamo" in sys.modules else nullcontext()
 
 
 class CUDAGraph:
