@@ -1,11 +1,14 @@
 """Layers that multiply in FP8, and training with them. A CPU computes the formula; train.py refuses --fp8 there."""
 
+from functools import partial
+
 import pytest
 import torch
 import torch.nn.functional as F
 from helpers import (
     FAST,
     assert_resumes_bit_exactly,
+    assert_same_runs,
     contents,
     equal,
     finish,
@@ -23,7 +26,6 @@ from kernels.fp8 import HISTORY, LARGEST, Float8Linear, Scales, convert, find_sc
 from kernels.mlp import mlp
 from model import GPT, GPTConfig
 from training import network
-from training.config import Config
 from training.report import flops_per_token
 from weights import load
 
@@ -201,44 +203,14 @@ def test_scales_follow_the_last_steps():
     assert step(0.0) and layer.scale == before
 
 
-SMALL = dict(vocab_size=50, n_layer=2, n_head=2, n_embd=32, block_size=16, attention="sdpa")
-
-
-def train_small(fp8, steps, compiled=None, **memory):
-    """(losses of some steps, model) on sequences that count up."""
-    config = Config(**SMALL, **memory)
-    model = GPT(GPTConfig(**SMALL), seed=0)
-    if fp8:
-        convert(model)
-    if memory:
-        network.checkpoint_activations(model, config)
-    run = torch.compile(model, fullgraph=True, backend=compiled) if compiled else model
-    scales, optimizer = Scales(model) if fp8 else None, torch.optim.AdamW(model.parameters(), lr=3e-3)
-    generator, found = torch.Generator().manual_seed(1), []
-    for _ in range(steps):
-        tokens = (torch.randint(50, (8, 1), generator=generator) + torch.arange(17)) % 50
-        if fp8:
-            scales.begin()
-        with torch.autocast("cpu", torch.bfloat16):
-            loss = run(tokens[:, :-1], tokens[:, 1:])
-        loss.backward()
-        if fp8:
-            scales.end(1)
-        optimizer.step()
-        optimizer.zero_grad()
-        found.append(loss.item())
-    return found, model
-
-
 @needs_gpu
 @pytest.mark.parametrize("mlp", ["gelu", "swiglu"])
-def test_trains_in_a_cuda_graph_as_without(mlp, folder, run):
+def test_trains_in_a_cuda_graph_as_without(mlp, folder, trains):
     """Compiled, with the kernels of the head and, on Hopper GPUs, of the MLP."""
     options = dict(device="cuda", dtype="bfloat16", attention="auto", n_embd=256, n_head=4, mlp=mlp, fp8=True)
     options |= dict(dropout=0, steps=10, learning_rate=1e-3, deterministic=True)  # other orders of sums drift apart
     for name, graph in (("graphed", True), ("eager", False)):
-        code, err = run(name=name, cuda_graph=graph, **options)
-        assert code == 0, err
+        trains(name=name, cuda_graph=graph, **options)
     graphed = losses(folder, "graphed")
     assert graphed == pytest.approx(losses(folder, "eager"), rel=1e-3) and graphed[-1] < graphed[0] - 0.5
     history, expected = (contents(f"runs/{x}/checkpoint.pt")["counters"]["fp8_history"] for x in ("graphed", "eager"))
@@ -246,16 +218,18 @@ def test_trains_in_a_cuda_graph_as_without(mlp, folder, run):
     torch.testing.assert_close(history, expected, rtol=0.1, atol=0.1)
 
 
-def test_trains_as_bfloat16_does():
-    (plain, _), (found, _) = (train_small(fp8, 80) for fp8 in (False, True))
-    assert found[-1] < 0.5 < 3.8 < found[0] and found != plain
-    assert max(abs(a - b) for a, b in zip(found, plain, strict=True)) < 0.1
+def test_trains_as_bfloat16_does(folder, trains, allow_cpu):
+    for name, fp8 in (("plain", False), ("run", True)):
+        trains(name=name, fp8=fp8, dtype="bfloat16", learning_rate=3e-3, dropout=0, steps=80)
+    plain, found = losses(folder, "plain"), losses(folder)
+    assert found[-1] < 0.6 * found[0] and found != plain and found == pytest.approx(plain, abs=0.1)
 
 
 def test_evaluation_and_names_are_those_of_the_network_without_fp8():
-    _, model = train_small(True, 3)
-    plain = GPT(model.config)
-    plain.load_state_dict(model.state_dict())
+    config = GPTConfig(vocab_size=50, n_layer=2, n_head=2, n_embd=32, block_size=16, attention="sdpa")
+    model, plain = GPT(config, seed=0), GPT(config, seed=0)
+    convert(model)
+    Scales(model).begin()
     assert equal(dict(plain.state_dict()), dict(model.state_dict()))
     assert model.head.weight is model.embed.weight and flops_per_token(model) == flops_per_token(plain)
     tokens = torch.randint(50, (2, 16))
@@ -265,9 +239,13 @@ def test_evaluation_and_names_are_those_of_the_network_without_fp8():
 
 
 @pytest.mark.parametrize("kind", ["blocks", "selective"])
-@pytest.mark.parametrize("compiled", [None, pytest.param("aot_eager", marks=pytest.mark.slow)])
-def test_checkpointed_activations_change_nothing(kind, compiled):
-    assert train_small(True, 3, compiled, checkpoint_activations=kind)[0] == train_small(True, 3)[0]
+@pytest.mark.parametrize("compiled", ["off", pytest.param("model", marks=pytest.mark.slow)])
+def test_checkpointed_activations_change_nothing(kind, compiled, folder, trains, allow_cpu, monkeypatch):
+    options = dict(fp8=True, dtype="bfloat16", dropout=0, steps=4, eval_every=4)
+    trains(name="whole", **options)
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="aot_eager", fullgraph=True))
+    trains(checkpoint_activations=kind, compile=compiled, **options)
+    assert_same_runs(folder)
 
 
 @pytest.mark.parametrize("mlp", ["gelu", "swiglu"])
