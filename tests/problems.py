@@ -34,6 +34,7 @@ def sizes_of(impl):
 
 
 by_impl = pytest.mark.parametrize("impl", named(["triton", "hopper"]))
+by_impl_or_reference = pytest.mark.parametrize("impl", named(["triton", "hopper", "reference"]))
 
 # name -> arguments of make_problem
 CASES = {

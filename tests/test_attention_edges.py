@@ -9,6 +9,7 @@ from problems import (
     GRADIENTS,
     ON_GPU,
     by_impl,
+    by_impl_or_reference,
     floats,
     from_qkv,
     identical,
@@ -168,7 +169,7 @@ def test_an_expanded_bias_has_a_full_gradient(shape, device):
         torch.testing.assert_close(x, expected, rtol=2e-2 if ON_GPU else 1e-4, atol=1e-2 if ON_GPU else 1e-5)
 
 
-@pytest.mark.parametrize("impl", named(["triton", "reference", "hopper"]))
+@by_impl_or_reference
 def test_a_gate_that_forgets_everything(impl, device):
     """After a gate of -1e4 or -1e9, the output is as exact as a call on the later tokens alone."""
     dtype, tolerance = (torch.bfloat16, 1e-2) if impl == "hopper" else (torch.float32, 1e-3)
@@ -270,7 +271,7 @@ def test_tokens_of_no_sequence(function, impl, options, device, poisoned):
         assert torch.equal(lse.isneginf(), padded("lse", torch.zeros_like(gradients[1]).bool(), True))
 
 
-@pytest.mark.parametrize("impl", named(["triton", "reference", "hopper"]))
+@by_impl_or_reference
 def test_nan_in_gradients_of_rows_without_keys(impl, device):
     """Their output is 0 whatever the inputs are, so what is computed from it reaches no gradient."""
     dtype, dim = sizes_of(impl)
@@ -285,7 +286,7 @@ def test_nan_in_gradients_of_rows_without_keys(impl, device):
 
 
 @pytest.mark.parametrize("rows", [1, 2])
-@pytest.mark.parametrize("impl", named(["triton", "reference", "hopper"]))
+@by_impl_or_reference
 def test_bounds_of_any_strides(impl, rows, device):
     """A column of a table, also of a single row, whose stride .contiguous() keeps."""
     dtype, dim = sizes_of(impl)

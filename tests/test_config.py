@@ -49,10 +49,14 @@ def make_run(name, age=0, **options):
 
 
 def test_defaults_then_file_then_flags(config_file):
-    path = config_file("n_layer = 3\nlearning_rate = 5e-4\nmin_learning_rate = 0.0\n")
-    config = load_config([path, "--learning_rate", "1", "--n_head=2", "--n_head", "4"])
-    assert (config.n_layer, config.learning_rate, config.n_head) == (3, 1.0, 4)
-    assert config.n_embd == Config().n_embd and config.name == "mine"
+    """The file may stand after flags and compute its values; modules, functions and classes in it are no options."""
+    path = config_file(
+        "import math\nfrom math import sqrt\nhalf = lambda x: x // 2\nn_layer = half(int(sqrt(9)))\nsteps = 7"
+    )
+    for argv in (["--steps", "5"], ["--steps=5"], ["--steps", "5", "--deterministic"]):
+        config = load_config([*argv, path, "--learning_rate", "1", "--n_head=2", "--n_head", "4"])
+        assert (config.n_layer, config.steps, config.learning_rate, config.n_head) == (1, 5, 1.0, 4)
+        assert config.n_embd == Config().n_embd and config.name == "mine"
 
 
 def test_cpu_sizes_of_a_file(config_file):
@@ -137,14 +141,6 @@ def test_values_of_every_kind(config_file):
     for typed, value in (([], True), (["True"], True), (["False"], False)):  # a boolean flag alone means True
         config = load_config(["--cuda_graph", *typed, "--micro_batch", "4", "--deterministic", *typed])
         assert (config.cuda_graph, config.micro_batch, config.deterministic) == (value, 4, value)
-
-
-def test_a_config_file_may_stand_after_flags(config_file):
-    """A file may compute its values; modules, functions and classes in it are no options."""
-    path = config_file("import math\nfrom math import sqrt\nhalf = lambda x: x // 2\nn_layer = half(int(sqrt(9)))")
-    for argv in (["--steps", "5"], ["--steps=5"], ["--steps", "5", "--deterministic"]):
-        config = load_config([*argv, path, "--n_head", "2"])
-        assert (config.steps, config.n_layer, config.n_head, config.name) == (5, 1, 2, "mine")
 
 
 OUT_OF_RANGE = ["n_head 0", "window 0", "n_kv_head 0", "dropout 1.5", "beta2 1.5", "epochs nan", "epochs -1.0"]

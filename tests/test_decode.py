@@ -72,6 +72,11 @@ def make_call(device, dtype, lengths, *, q_len=1, heads=2, kv_heads=None, dim=16
     return dict(q=q, lengths=counts, ring=ring > 0, **caches, **slopes, **options), rows
 
 
+def without_nan(call):
+    """q, k, v and lengths of a call, for what must not see the slots that hold NaN."""
+    return [call[name].nan_to_num() for name in ("q", "k", "v", "lengths")]
+
+
 def in_dtype(row, dtype):
     names = [name for name, x in row.items() if isinstance(x, torch.Tensor) and name != "decay"]
     return row | {
@@ -192,7 +197,7 @@ def test_torch_compile_and_opcheck(device):
 @pytest.mark.parametrize("options", [{}, dict(pre_dispatch=True), dict(tracing_mode="symbolic")], ids=str)
 def test_a_traced_graph_serves_other_lengths(options, impl, device):
     calls = [make_call(device, torch.float32, lengths, slots=20)[0] for lengths in ((5, 20), (17, 3))]
-    first, second = ([call[name].nan_to_num() for name in ("q", "k", "v", "lengths")] for call in calls)
+    first, second = map(without_nan, calls)
     graph = make_fx(lambda *x: decode(*x, impl=impl), **options)(*first)
     torch.testing.assert_close(graph(*second), decode(*second, impl=impl))
 
@@ -214,7 +219,7 @@ def test_fake_tensors_and_flops(impl, device):
 def test_vmap(impl, device):
     """Over every tensor, with different lengths, and over no example; derivatives raise in any order of transforms."""
     calls = [make_call(device, torch.float32, lengths, slots=8)[0] for lengths in ((5, 0), (8, 3))]
-    calls = [[call[name].nan_to_num() for name in ("q", "k", "v", "lengths")] for call in calls]
+    calls = [*map(without_nan, calls)]
     call, stacked = partial(decode, impl=impl), [torch.stack(x) for x in zip(*calls, strict=True)]
     assert torch.equal(torch.vmap(call)(*stacked), torch.stack([call(*x) for x in calls]))
     assert torch.vmap(call)(*(x[:0] for x in stacked)).shape == (0, *calls[0][0].shape)

@@ -39,6 +39,13 @@ def allow_cpu(monkeypatch):
     monkeypatch.setattr(network, "require_fp8", lambda device, dtype: None)
 
 
+def begin_step(layers, *largest):
+    """Set the scales of layers to those after steps whose largest inputs these were."""
+    scales = Scales(nn.Sequential(*layers))
+    scales.load(torch.tensor(largest, device=layers[0].weight.device)[:, None].expand(-1, HISTORY))
+    scales.begin()
+
+
 def error(found, exact):
     return (found.double() - exact).norm()
 
@@ -86,9 +93,7 @@ def test_layer_and_gradients(bias, columns, device):
     ours = Float8Linear(layer)
     x, dy = torch.randn(2, 5, 64, device=device).bfloat16(), torch.randn(2, 5, columns, device=device).bfloat16()
     x.requires_grad_()
-    scales = Scales(nn.Sequential(ours))
-    scales.load(torch.full((1, HISTORY), 16.0, device=device))
-    scales.begin()
+    begin_step([ours], 16.0)
 
     def run(function):
         with torch.autocast(device, torch.bfloat16):
@@ -120,9 +125,7 @@ def test_mlp_and_gradients(width, inner, bias, kind, device, poisoned):
     ours = expand, project = [Float8Linear(layer) for layer in plain]
     x, dy = torch.randn(2, 2, 70, width, device=device).bfloat16()
     x.requires_grad_()
-    scales = Scales(nn.Sequential(*ours))
-    scales.load(torch.tensor([[6.0], [3.0]], device=device).expand(2, HISTORY))  # clamps some
-    scales.begin()
+    begin_step(ours, 6.0, 3.0)  # clamps some
 
     def run(function, *layers):
         leaves = [x, *expand.parameters(), *project.parameters()]
@@ -158,9 +161,7 @@ def test_cross_entropy(fraction, device, monkeypatch):
         layer.weight.mul_(8)
     x = torch.randn(150, 64, device=device).bfloat16().requires_grad_()
     targets = torch.randint(300, (150,), device=device)
-    scales = Scales(nn.Sequential(layer))
-    scales.load(torch.full((1, HISTORY), 4.0, device=device))
-    scales.begin()
+    begin_step([layer], 4.0)
     x_values = quantise(x, layer.scale).float() * layer.scale
     weight_values = quantise(layer.weight, layer.weight_scale).float() * layer.weight_scale
     logits = (x_values @ weight_values.T).requires_grad_()
