@@ -3,6 +3,7 @@
 import os
 import pty
 import select
+import shlex
 import shutil
 import signal
 import subprocess
@@ -22,6 +23,7 @@ from helpers import (
     one_sentence,
     run_script,
     start,
+    started,
     wait_for,
     wait_for_step,
 )
@@ -149,12 +151,18 @@ def test_a_run_whose_reader_ends_saves_and_stops(folder, end):
 
         wait_for(has_trained, seconds=60)
         os.close(terminal)
-    else:
-        process = start(folder, **ENDLESS)
+    else:  # a terminal sends it to all processes of a command
+        typed = shlex.join([sys.executable, str(ROOT / "train.py"), *flags((), ENDLESS)])
+        command = f"{{ {typed}; echo $? > code; }} 2>&1 | tee log"
+        process = subprocess.Popen(["bash", "-c", command], env=environment(folder), start_new_session=True)
+        started.append(process)
         wait_for_step(folder, 3)
-        process.stdout.close(), process.stderr.close()
-        process.send_signal(signal.SIGINT)
-    assert process.wait(timeout=60) == 0 and contents("runs/run/checkpoint.pt")["step"] == len(losses(folder))
+        os.killpg(process.pid, signal.SIGINT)
+    code = process.wait(timeout=60)
+    if end == "Ctrl-C that also ends tee":
+        wait_for(Path("code").exists, seconds=60)
+        code = int(Path("code").read_text())
+    assert code == 0 and contents("runs/run/checkpoint.pt")["step"] == len(losses(folder))
     assert Path("runs/run/loss.png").exists()
 
 
