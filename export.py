@@ -27,7 +27,7 @@ from weights import read, require_tokenizer
 class ExportConfig:
     """python export.py RUN FOLDER_OR_FILE.gguf [--dtype float16]"""
 
-    run: Annotated[str, tyro.conf.Positional]
+    run: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="RUN")]
     """Named as for sample.py. A Hugging Face folder or gpt2 (OpenAI's) can only be written as GGUF."""
     path: Annotated[Path, tyro.conf.Positional]
     """Folder to write, or a file that ends in .gguf; it must not exist."""

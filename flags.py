@@ -59,11 +59,14 @@ def parse_flags(kind, argv, settings=None):
         following = argv[index + 1] if index + 1 < len(argv) else "--"
         if not flag.startswith("--"):
             continue
-        refuse_nanogpt(flag[2:], value if given else following, names)
-        if names.get(flag[2:]) is bool and not given and following not in ("True", "False"):
+        name = flag[2:].replace("-", "_")
+        refuse_nanogpt(name, value if given else following, names)
+        if names.get(name) is bool and not given and following not in ("True", "False"):
             argv.insert(index + 1, "True")
-    default = dict(default=kind(**settings)) if settings else {}
-    return tyro.cli(kind, args=argv, config=(tyro.conf.FlagConversionOff,), use_underscores=True, **default)
+    options = dict(default=kind(**settings)) if settings else {}
+    command = re.match(r"python (-m )?[\w.]+", kind.__doc__)  # in messages of tyro
+    options |= dict(prog=command[0] if command else None, use_underscores=True)
+    return tyro.cli(kind, args=argv, config=(tyro.conf.FlagConversionOff,), **options)
 
 
 def refuse_nanogpt(name, value, names):

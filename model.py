@@ -122,7 +122,7 @@ def make_norm(config):
 def rotary_angles(config):
     """cos and sin [block_size, 1, R / 2] of position * theta^(-2i / R), in float32 (Su et al. 2021, RoFormer)."""
     half = config.head_dim // (4 if config.key_offset else 2)  # R / 2, of the R channels that are rotated
-    frequency = config.rope_theta ** (-torch.arange(half, device="cpu") / half)  # on "meta" this would import Dynamo
+    frequency = config.rope_theta ** (-torch.arange(half, device="cpu") / half)  # the same bits for any device
     angle = torch.outer(torch.arange(config.block_size, device="cpu"), frequency)[:, None, :]
     return angle.cos(), angle.sin()
 

@@ -92,7 +92,8 @@ def training_batches(batches, steps, config, ranks, micro_batch):
         ahead = pool.submit(load, steps.start)
         for step in steps:
             inputs, targets, weights = (x.to(ranks.device, non_blocking=True) for x in ahead.result())
-            ahead = pool.submit(load, step + 1)
+            if step + 1 < steps.stop:
+                ahead = pool.submit(load, step + 1)
             seeds = [None] * len(firsts)
             if config.dropout > 0:
                 sequences = [np.random.SeedSequence([config.seed, step, first]) for first in firsts]
@@ -155,7 +156,7 @@ def train(config, corpus, run, ranks):
             logs = begun and step % config.log_every == 0
             if logs:
                 report.step(step, rate, loss, grad_norm, optimizer.skipped)
-            asked = signals.agreed()  # all ranks vote, once per step
+            asked = signals.agreed() if begun else 0  # a vote of all ranks; before the first step nothing can be kept
             evaluates = (begun or step == 0) and (last or step % config.eval_every == 0)
             saves = begun and (last or asked or step % (config.save_every or config.eval_every) == 0)
             if logs or evaluates or saves:

@@ -35,7 +35,7 @@ def decide(call):
         except TypeError:  # symbolic shapes have no hash
             key = None
     if found is not None:  # what the key leaves out
-        if call.lengths is not None or call.cu_seqlens is not None:
+        if call.lengths is not None or call.cu_seqlens is not None:  # call.is_ragged, without its cost in each call
             check_ragged(call)
         if call.seed is not None:
             check_seed(call.seed, call.q.device)

@@ -165,7 +165,7 @@ def _parsed(path, kind, items, fields, chat, skip_bad):
     for block, read in items:
         texts, bad = [], 0
         for item in block:
-            number += 1
+            number, row = number + 1, None
             if kind == "line" and not item.strip():
                 continue
             try:
@@ -175,7 +175,7 @@ def _parsed(path, kind, items, fields, chat, skip_bad):
                     texts.append(text)
             except (ValueError, RecursionError) as error:
                 if number == 1 and kind == "line":
-                    _require_lines(path, item, error)
+                    _require_lines(path, item, row, error)
                 if not skip_bad:
                     rule = f"{path}, {kind} {number} has no {'conversation' if chat else 'UTF-8 text'} in {fields[0]!r}"
                     remedy = "mend it, or give --text_field FIELD or --skip_bad"
@@ -195,9 +195,10 @@ def _text_of(row, fields):
     return text
 
 
-def _require_lines(path, line, error):
+def _require_lines(path, line, row, error):
     """UserError if the first line shows that a file is one JSON value, or has objects of several lines."""
-    is_array = line.lstrip(b"\xef\xbb\xbf \t").startswith(b"[")
+    messages = isinstance(row, list) and row and isinstance(row[0], dict) and KEYS & row[0].keys()
+    is_array = line.lstrip(b"\xef\xbb\xbf \t").startswith(b"[") and not messages
     goes_on = isinstance(error, json.JSONDecodeError) and error.pos >= len(error.doc.rstrip())
     lines = quote(f"{path.name.split('.')[0]}-lines.jsonl")
     command = f"zcat -f {quote(path)} | jq -c 'arrays[], objects' > {lines}"

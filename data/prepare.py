@@ -31,7 +31,7 @@ class PrepareConfig(Options):
     Tokenizes a corpus for train.py, and prints its sizes. An interrupted preparation continues where it was.
     """
 
-    corpus: Annotated[str, tyro.conf.Positional]
+    corpus: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="CORPUS")]
     """The corpus: shakespeare, fineweb-edu or openwebtext; with --input, text, chat (conversations) or tokens (of
     nanoGPT, llm.c or modded-nanogpt, used where they are); or hub:OWNER/NAME or hub:OWNER/NAME/FOLDER, a data set of
     the Hugging Face hub, which has texts or, with --text_field messages, conversations."""

@@ -63,4 +63,5 @@ class TextStream:
     def finish(self):
         """The rest of the text, after the last token."""
         self.ended = True
-        return self.held + self.decoder.decode(b"", final=True)
+        piece, self.held = self.held + self.decoder.decode(b"", final=True), ""
+        return piece

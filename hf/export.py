@@ -3,6 +3,7 @@
 import json
 import os
 import shutil
+import sys
 from contextlib import contextmanager
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -91,3 +92,7 @@ def write_folder(found, path, dtype):
         safetensors.save_file(tensors, temporary / "model.safetensors", metadata={"format": "pt"})
         (temporary / "model.safetensors").chmod(0o644)  # safetensors makes it private
         temporary.rename(path)
+
+
+if __name__ == "__main__":
+    sys.exit("error: this is no command any more; type python export.py RUN FOLDER")

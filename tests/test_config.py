@@ -138,8 +138,11 @@ def test_values_of_every_kind(config_file):
     config = load_config([config_file("n_kv_head = None\nlogit_softcap = 15\nqk_norm = True\ninput = ''"), *argv])
     assert config.n_kv_head == 2 and config.logit_softcap is None and config.qk_norm is True
     assert (config.name, config.mlp, config.micro_batch, config.input) == ("a=b", "swiglu", "auto", "")
+    text = "import numpy\nfrom pathlib import Path\ninput = Path('a') / 'b'\nlearning_rate = numpy.float32(2)"
+    config = load_config([config_file(text)])
+    assert (config.input, config.learning_rate) == ("a/b", 2.0)
     for typed, value in (([], True), (["True"], True), (["False"], False)):  # a boolean flag alone means True
-        config = load_config(["--cuda_graph", *typed, "--micro_batch", "4", "--deterministic", *typed])
+        config = load_config(["--cuda-graph", *typed, "--micro_batch", "4", "--deterministic", *typed])
         assert (config.cuda_graph, config.micro_batch, config.deterministic) == (value, 4, value)
 
 
@@ -187,10 +190,20 @@ def test_mistakes_on_the_command_line(refuse, argv, words):
         ("max_iters = 5", "max_iters nanoGPT --steps"),
         ("init_from = 'resume'", "init_from nanoGPT --resume"),
         ("resume = 'x'", "mine.py resume"),
+        ("steps = '3'", "mine.py steps='3' INT"),
+        ("cpu = 3", "mine.py cpu=3"),
+        ("depth = 1\ndef dial(depth): return dict(steps=4.0)", "mine.py steps=4.0 INT"),
+        ("depth = 1\ndef dial(depth): return dict(stepz=4)", "mine.py --stepz=4 --steps"),
     ],
 )
 def test_mistakes_in_a_file(config_file, refuse, text, words):
     refuse(config_file(text), "--device", "cpu", words=words)
+
+
+def test_a_run_without_a_step_cannot_be_resumed(folder, refuse):
+    """As one that was killed before; its options are not stored yet."""
+    Path("runs/new").mkdir(parents=True)
+    refuse("--resume", "new", words="runs/new step")
 
 
 def test_resume_alone_takes_the_newest_run(folder):

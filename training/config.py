@@ -7,9 +7,11 @@ import runpy
 import sys
 from dataclasses import asdict, dataclass, fields, replace
 from inspect import signature
-from pathlib import Path
+from pathlib import Path, PurePath
 from types import ModuleType
 from typing import Literal, get_args, get_origin
+
+import numpy as np
 
 from data.files import GPT2_SIZES, find_run, read_json
 from data.loader import Batches
@@ -231,6 +233,8 @@ def load_config(argv):
     early = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     early.add_argument("--resume", nargs="?", const="")
     known, flags = early.parse_known_args(argv)
+    if {"-h", "--help"} & {*flags}:
+        flags = ["--help"]
     given = {flag[2:].partition("=")[0].replace("-", "_") for flag in flags if flag.startswith("--")}
     require(not {"steps", "epochs"} <= given, "--steps and --epochs both say how long to train; give one of them")
     if known.resume is not None:
@@ -239,7 +243,7 @@ def load_config(argv):
         return resumed_config(find_run(known.resume, "config.json"), flags)
 
     cpu, dial = settings.pop("cpu", {}), settings.pop("dial", None)
-    typed = parse_flags(Config, [flag for flag in flags if flag not in ("-h", "--help")], settings)
+    typed = parse_flags(Config, [flag for flag in flags if flag != "--help"], settings)
     if resolve_device(typed.device) == "cpu":
         if not cpu and settings.get("n_embd", 0) >= TOO_WIDE and not typed.init_from:
             cpu = {name: value for name, value in TOY.items() if name not in given}
@@ -249,7 +253,7 @@ def load_config(argv):
     if "steps" in given:
         settings["epochs"] = 0.0
     weights = typed.init_from if "init_from" in given else settings.get("init_from")
-    if weights and not {"-h", "--help"} & {*flags}:
+    if weights and "help" not in given:
         require(not dial, f"{path} sets the network, and so does --init_from; take another config file")
         refuse_nanogpt("init_from", weights, {"init_from"})
         theirs = network_options(weights)
@@ -262,15 +266,15 @@ def load_config(argv):
         return config
 
     require(not {"steps", "epochs"} & given, f"with {path}, steps follow from --depth and --tokens")
-    numbers = {
-        name: getattr(typed, name) if name in given else settings.get(name) for name in signature(dial).parameters
-    }
+    names = signature(dial).parameters
+    numbers = {name: getattr(typed, name) if name in given else settings.get(name) for name in {*names, "vocab_size"}}
     depth = numbers["depth"]
     require(depth and depth > 0, f"depth={depth} must be at least 1, with this config file")
 
     def complete(vocab_size, corpus_tokens):
-        vocab_size = numbers["vocab_size"] or vocab_size
-        derived = dial(**numbers | dict(vocab_size=vocab_size, corpus_tokens=corpus_tokens))
+        known = numbers | dict(vocab_size=numbers["vocab_size"] or vocab_size, corpus_tokens=corpus_tokens)
+        derived = dial(**{name: known[name] for name in names})
+        derived = checked_types(derived, f"dial() of {path}")
         return parse_flags(Config, flags, settings | derived).check()
 
     config = complete(vocab_size=50257, corpus_tokens=10**9)
@@ -293,10 +297,12 @@ def pop_config_file(argv):
 def resumed_config(folder, flags):
     """Config of the run in a folder, changed by flags; UserError if the changes need --allow_changes."""
     require(folder.is_dir(), f"{folder} is no run's folder; --resume needs one")
-    record = read_json(folder / "config.json")
+    path = folder / "config.json"
+    require(path.exists(), f"{folder} has made no step, so there is nothing to resume; give its first command again")
+    record = read_json(path)
     gone = ", ".join(sorted(record.keys() - {field.name for field in fields(Config)}))
     require(not gone, f"{folder} has options that this version lacks ({gone}); resume it with the version that made it")
-    record = checked_types(record, folder / "config.json")
+    record = checked_types(record, path)
     record |= {"resume": str(folder), "allow_changes": False}  # changes are allowed only once
     if record.get("tokenizer", "").startswith("run:") and any(folder.glob("*.pt")):
         record["tokenizer"] = f"run:{folder}"  # the same tokenizer; its own run may be gone
@@ -322,11 +328,12 @@ def read_config_file(path):
     }
     require("resume" not in settings, f"{path} sets resume, which is only a flag")
     own = {name: settings.pop(name) for name in ("cpu", "dial") if name in settings}
+    require(isinstance(own.get("cpu", {}), dict), f"{path} sets cpu={own.get('cpu')!r}, which must be a dictionary")
     return {"name": path.stem} | own | checked_types(settings, path)
 
 
 def checked_types(settings, path):
-    """The options of a file, with floats in place of whole numbers where an option is one.
+    """The options of a file, with numbers of numpy and paths as Python's numbers and texts.
 
     Raises:
         UserError: there is no such option, or its value has another type.
@@ -339,10 +346,15 @@ def checked_types(settings, path):
             close = "".join(f" (perhaps --{found})" for found in difflib.get_close_matches(name, kinds, 1))
             rule = f"{path} sets {name}, and there is no option --{name}={value}{close}"
             raise UserError(f"{rule}; begin the name of a helper with _, as in _{name}")
+        if isinstance(value, np.generic):
+            value = value.item()
+        if isinstance(value, PurePath):
+            value = str(value)
         if type(value) is int and float in (kind, *get_args(kind)):
-            settings[name] = value = float(value)
+            value = float(value)
         if not is_of(value, kind):
-            raise UserError(f"{path} sets {name}={value!r}, which must be {values_of(kind)}")
+            raise UserError(f"{path} sets {name}={value!r}, which must be {values_of(kind)}; write it as one")
+        settings[name] = value
     return settings
 
 

@@ -187,7 +187,6 @@ def as_graph(take_step, network, optimizer, amp, config, ranks, micro_batch):
 
     Sums over micro-batches are not recorded, nor is what waits for the device or restores PyTorch's random state.
     """
-
     step = partial(take_step, network, optimizer, amp=amp, ranks=ranks)
     redraws = config.checkpoint_activations != "off" and config.dropout > 0
     recordable = ranks.on_gpu and not ranks.sharded and not optimizer.scaler.is_enabled() and not redraws
