@@ -70,7 +70,7 @@ class Output:
         self.stream, self.needed = stream, needed
         if stream is None:  # it was closed before Python began
             self.stream = open(os.devnull, "w")  # noqa: SIM115, it stays open
-        self.isatty = self.stream.isatty
+        self.isatty = self.stream.isatty  # each line asks for it
         if hasattr(self.stream, "reconfigure"):  # a notebook's stream has no such method
             self.stream.reconfigure(errors="replace")  # characters that the terminal lacks, and names of files
 

@@ -28,7 +28,7 @@ from tqdm import tqdm
 from data.build import encode_block
 from data.chat import has_turns, turns_of
 from data.corpus import open_corpus
-from data.documents import RECORDS, read_blocks, suffix_of
+from data.documents import RECORDS, Block, read_blocks, read_text, suffix_of
 from data.shards import Tokens
 from data.tokenizer import encode, end_of_text, never_merges
 from flags import parse_flags
@@ -72,9 +72,11 @@ def read_file(path, tokenizer, text_field="text", skip_bad=False):
     """The Tokens of a file, whose documents are read and separated as in training."""
     records = suffix_of(path) in RECORDS
     chat = records and has_turns(tokenizer)
-    anywhere = never_merges(tokenizer.name)
-    blocks = list(read_blocks(path, text_field, skip_bad=skip_bad, chat=chat, anywhere=anywhere))
-    documents = sum(len(block.texts) for block in blocks if block.last)
+    if records:
+        blocks = list(read_blocks(path, text_field, skip_bad=skip_bad, chat=chat))
+    else:  # read once, since it may be a pipe
+        blocks = [Block([piece], 0) for piece in read_text(path, never_merges(tokenizer.name))]
+    documents = sum(len(block.texts) for block in blocks) if records else 1
     cut = None if chat or documents > 1 else sys.maxsize  # nothing follows a single document
     try:
         how = dict(cut=cut, threshold=0, dtype="<u4", chat=chat)
@@ -82,7 +84,7 @@ def read_file(path, tokenizer, text_field="text", skip_bad=False):
     except UserError as error:
         raise UserError(f"{path}: {error}") from None
     tokens = np.concatenate([np.empty(0, "<u4"), *(ids["train"] for ids, _, _ in parts)])
-    require(len(tokens) > 1, f"{path} has less than 2 tokens, of which the first is only context; give a longer one")
+    require(len(tokens) > 1, f"{path} has less than 2 tokens of text, and the first is only context; give a longer one")
     text_bytes = sum(size["train"] for _, _, size in parts)
     return Tokens((tokens,), documents, text_bytes, turns_of(tokenizer) if chat else None)
 

@@ -64,6 +64,8 @@ def markdown(rows, names, hide=()):
     What differs from row to row of chip, commit and versions becomes a column. Columns without any value and those in
     `hide` are left out.
     """
+    if not rows:
+        return ""
     columns = []
     for name in dict.fromkeys(name for row in rows for name in row):
         cells = {row.get(name) for row in rows}
@@ -105,7 +107,7 @@ def means(rows, by=("name", "tokens")):
     """Rows of benchmarks/recipes.py, with means over those that have the same `by`."""
     groups, table = {}, []
     for row in rows:
-        groups.setdefault(tuple(row[field] for field in by), []).append(row)
+        groups.setdefault(tuple(str(row[field]) for field in by), []).append(row)
     for some in groups.values():
         cells = {"run": some[0]["name"], "tokens": f"{int(some[0]['tokens']) / 1e6:.3g}M"}
         cells["seeds"] = ", ".join(str(row["seed"]) for row in some)
@@ -274,7 +276,8 @@ def chart_rows():
     if {row["name"] for row in depths} > set(FITTED):
         charts["docs/images/depths.svg"] = depths, depths_chart
     losses = [row for row in read("books", "control", "dial") if (row["job"], row["trainer"]) in LOSSES]
-    if len({row["chip"] for row in losses}) == 1:  # seconds of different chips cannot be compared
+    one_chip = len({row["chip"] for row in losses}) == 1  # seconds of different chips cannot be compared
+    if len(losses) == len(LOSSES) and one_chip:
         charts["docs/images/losses.svg"] = losses, losses_chart
     return charts
 

@@ -64,6 +64,8 @@ def open_corpus(name, tokenizer_spec, input=None, *, sha256=None, verify=False):
             reason = "its files have changed"
         except UserError as error:
             reason = str(error)
+    elif read_manifest(_unfinished(folder)):
+        reason = "its preparation was interrupted"
     if name in DATASETS or str(input).startswith(HUB):
         raise UserError(f"{name} cannot be used: {reason}; type {command} (--tokens 1B prepares a part)")
     require(not input or exists, f"{input} does not exist; check --input")
@@ -73,7 +75,10 @@ def open_corpus(name, tokenizer_spec, input=None, *, sha256=None, verify=False):
     try:
         return prepare(name, tokenizer_spec, input, options)
     except BadRecord as error:
-        raise UserError(f"{error} to {command}") from None
+        changed = {key: value for key, value in asdict(options).items() if value != getattr(Options, key)}
+        typed = "".join(f" --{key} {quote(value)}" for key, value in changed.items())
+        started = read_manifest(folder) or read_manifest(_unfinished(folder))
+        raise UserError(f"{error} to {command}{typed}{' --force' if started else ''}") from None
 
 
 def prepare(name, tokenizer_spec, input=None, options=None, threads=None, replace=True):

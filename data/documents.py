@@ -178,7 +178,8 @@ def _parsed(path, kind, items, fields, chat, skip_bad):
                     _require_lines(path, item, row, error)
                 if not skip_bad:
                     rule = f"{path}, {kind} {number} has no {'conversation' if chat else 'UTF-8 text'} in {fields[0]!r}"
-                    remedy = "mend it, or give --text_field FIELD or --skip_bad"
+                    absent = isinstance(row, dict) and not any(field in row for field in fields)
+                    remedy = f"mend it, or give {'--text_field FIELD or ' if absent else ''}--skip_bad"
                     raise BadRecord(f"{rule} ({error or type(error).__name__}); {remedy}") from None
                 bad += 1
         yield Block(texts, read, bad)
@@ -188,7 +189,7 @@ def _text_of(row, fields):
     """The text of a row, "" for null."""
     require(isinstance(row, dict), "it is no JSON object")
     require(fields[0] in row, f"its fields are {', '.join(row)}")
-    text = row[fields[0]] or ""
+    text = "" if row[fields[0]] is None else row[fields[0]]
     text = text.decode() if isinstance(text, bytes) else text
     require(isinstance(text, str), f"it is of the type {type(text).__name__}; for conversations take data.prepare chat")
     text.encode()  # UnicodeEncodeError for half a surrogate pair
@@ -227,7 +228,8 @@ def _rows(path, names, chat):
                 columns = [leaf for leaf in leaves if leaf.split(".")[0] in columns and KEYS & {*leaf.split(".")}]
             if not columns:
                 rule = f"{path} has no {'conversations' if chat else 'text'} in a column {names[0]!r}"
-                raise BadRecord(f"{rule}, only {', '.join(known)}; give --text_field COLUMN")
+                types = ", ".join(f"{column.name} ({column.type})" for column in file.schema_arrow)
+                raise BadRecord(f"{rule}, only {types}; give --text_field COLUMN")
             for batch in file.iter_batches(ROWS, columns=columns):
                 done += len(batch)
                 yield [batch.slice(row, 1) for row in range(len(batch))], size * done // file.metadata.num_rows

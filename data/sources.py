@@ -135,8 +135,9 @@ def _find_shakespeare(input):
         with suppress(requests.RequestException):
             answer = requests.get(SHAKESPEARE_URL, timeout=(3, 10))  # seconds to connect, and between bytes
             answer.raise_for_status()
-            with atomic_file(path) as file:
-                file.write(answer.content)
+            if hashlib.sha256(answer.content).hexdigest() == SHAKESPEARE_SHA256:
+                with atomic_file(path) as file:
+                    file.write(answer.content)
     if _is_shakespeare(path):
         return _of_files(path.parent, [path], "tiny Shakespeare")
     require(not input, f"{input} is not tiny Shakespeare (its sha256 differs); for another text give --data text")

@@ -72,7 +72,11 @@ class Generator(Engine):
         require(len(prompts) == self.batch, f"{len(prompts)} prompts for {self.batch} samples; give one for each")
         block_size = self.config.block_size
         room = block_size + 1 - min(max_tokens, block_size // 2)
-        texts = [self._encode(prompt, room) for prompt in prompts]
+        encoded = {}  # equal prompts are encoded once
+        for prompt in prompts:
+            if str(prompt) not in encoded:
+                encoded[str(prompt)] = self._encode(prompt, room)
+        texts = [encoded[str(prompt)] for prompt in prompts]
         longest = max(len(self.context(text, block_size + 1)) for text in texts)
         if longest > block_size:
             self._note(f"the prompt is longer than block_size; the model reads its last {block_size} tokens")

@@ -1,1 +1,1 @@
-"""Weights in, and out as folders of Hugging Face."""
+"""Folders of Hugging Face, read and written, and GGUF files."""

@@ -2,8 +2,10 @@
 
 import json
 import math
+import os
 import sys
 import tracemalloc
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
@@ -100,6 +102,13 @@ def test_loss_with_stride_is_that_of_a_loop_over_tokens(tmp_path, monkeypatch, s
     result = evaluate_text(model, tokens, stride=stride, batch_size=3)
     assert result["loss"] == pytest.approx(-likelihood(model, text[:1], text[1:], stride) / (length - 1), rel=1e-5)
     assert result["bits_per_byte"] == pytest.approx(result["loss"] / math.log(2))  # a token is a byte
+
+
+def test_a_pipe_is_read_once(tmp_path):
+    os.mkfifo(tmp_path / "pipe")
+    with ThreadPoolExecutor(1) as pool:
+        pool.submit((tmp_path / "pipe").write_text, "the sea")
+        assert len(read_file(tmp_path / "pipe", make_tokenizer("bytes"))) == 7
 
 
 def test_weights_with_nan():

@@ -1,1 +1,1 @@
-"""What train.py calls: options, ranks, optimizer, the step, checkpoints, reports."""
+"""What only training needs: options, ranks, network, optimizer, checkpoints, reports."""
