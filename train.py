@@ -91,7 +91,7 @@ def training_batches(batches, steps, config, ranks, micro_batch):
     with ThreadPoolExecutor(1) as pool:
         ahead = pool.submit(load, steps.start)
         for step in steps:
-            inputs, targets, weights = (x.to(ranks.device, non_blocking=True) for x in ahead.result())
+            inputs, targets, weights = (x.to(ranks.device, non_blocking=ranks.on_gpu) for x in ahead.result())
             if step + 1 < steps.stop:
                 ahead = pool.submit(load, step + 1)
             seeds = [None] * len(firsts)
