@@ -15,8 +15,10 @@ os.environ["OPENBLAS_CORETYPE"] = "Sandybridge"
 
 import torch
 
-# A shell starts background jobs, such as a CI job, with Ctrl-C ignored, and the commands under test would inherit that.
+# A shell starts background jobs, such as a CI job, with Ctrl-C ignored, and nohup ignores hang-ups. The commands under
+# test would inherit both.
 signal.signal(signal.SIGINT, signal.default_int_handler)
+signal.signal(signal.SIGHUP, signal.SIG_DFL)
 sys.path.insert(0, str(Path(__file__).parents[1]))
 torch.set_num_threads(1)  # pytest-xdist runs several workers, which share the cores
 os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"  # deterministic runs need it; set before cuBLAS is first used
