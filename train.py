@@ -81,17 +81,17 @@ def training_batches(batches, steps, config, ranks, micro_batch):
     """
     count = config.batch_size // ranks.world  # sequences of this rank
     firsts = range(ranks.rank * count, (ranks.rank + 1) * count, micro_batch)  # at which a micro-batch begins
+    pinned = ranks.on_gpu  # then copies to the device do not wait for a step
 
     def load(step):
         inputs, targets = batches.batch(step, slice(firsts.start, firsts.stop))
         weights = (targets >= 0).view(len(firsts), -1).sum(1) / max(1, batches.counted(step))
-        # pinned, so that the copies to the device do not wait for a step
-        return [x.pin_memory() if ranks.on_gpu else x for x in (inputs, targets, weights)]
+        return [x.pin_memory() if pinned else x for x in (inputs, targets, weights)]
 
     with ThreadPoolExecutor(1) as pool:
         ahead = pool.submit(load, steps.start)
         for step in steps:
-            inputs, targets, weights = (x.to(ranks.device, non_blocking=ranks.on_gpu) for x in ahead.result())
+            inputs, targets, weights = (x.to(ranks.device, non_blocking=pinned) for x in ahead.result())
             if step + 1 < steps.stop:
                 ahead = pool.submit(load, step + 1)
             seeds = [None] * len(firsts)
