@@ -1,6 +1,10 @@
 """Devices: their names and dtypes, autocast, CUDA graphs."""
 
 import os
+import re
+import sys
+from functools import cache
+from pathlib import Path
 
 import torch
 
@@ -10,15 +14,43 @@ WARM_UPS = 3  # calls before a CUDA graph is recorded, in which PyTorch compiles
 
 
 def resolve_device(device):
-    """The device that `auto` stands for; UserError if the device is not there."""
+    """The device that `auto` stands for; UserError if the device is not there, or this PyTorch cannot use it."""
     # without is_available(), GPUs would count whose driver is too old for this PyTorch
     gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
     there = ["cuda"] * (gpus > 0) + ["mps"] * torch.backends.mps.is_available() + ["cpu"]
+    problem = gpu_problem(device if device.startswith("cuda:") else "cuda", gpus)
     if device == "auto":
+        if problem:
+            note(f"{problem}; going on without it")
+            there = [name for name in there if name != "cuda"]
         return there[0]
     there += [f"cuda:{number}" for number in range(gpus)]
-    require(device in there, f"device={device!r} is not there; choose auto or one of {', '.join(there)}")
+    reason = f" ({problem})" if problem else ""
+    require(device in there, f"device={device!r} is not there{reason}; choose auto or one of {', '.join(there)}")
+    require(not (problem and device.startswith("cuda")), f"{problem}; give --device cpu, or install another PyTorch")
     return device
+
+
+def gpu_problem(device, gpus):
+    """Why PyTorch cannot use an NVIDIA GPU of this machine, in words; None if it can, or if there is none."""
+    if torch.version.hip:
+        return None
+    if not gpus:
+        found = next(Path("/dev").glob("nvidia[0-9]*"), None)
+        rule = f"PyTorch {torch.__version__} sees no GPU, although {found} exists"
+        return found and f"{rule}: its driver is too old, or this is a build for CPUs"
+    major, minor = torch.cuda.get_device_capability(device)
+    for kind, number in re.findall(r"(sm|compute)_(\d+)", " ".join(torch.cuda.get_arch_list())):
+        built_for = divmod(int(number), 10)  # code runs on later chips of one generation, PTX on all later ones
+        if built_for <= (major, minor) and (built_for[0] == major or kind == "compute"):
+            return None
+    return f"PyTorch {torch.__version__} has no kernels for {torch.cuda.get_device_name(device)} (sm_{major}{minor})"
+
+
+@cache
+def note(sentence):
+    """Print a sentence once."""
+    print(f"note: {sentence}", file=sys.stderr)
 
 
 def resolve_dtype(dtype, device):

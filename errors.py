@@ -1,11 +1,16 @@
 """What a user can do wrong, and how a command ends then: UserError, Ctrl-C, and what is left to remove."""
 
+import sys
+
+if sys.platform == "win32":
+    sys.exit("error: Windows lacks signals that a run needs; use WSL, the Linux in Windows: wsl --install")
+
 import errno
 import os
 import shlex
 import shutil
 import signal
-import sys
+import subprocess
 from contextlib import contextmanager, redirect_stderr, redirect_stdout
 
 UNFINISHED = set()  # folders that a command removes if it fails: a run before its first step, half an export
@@ -51,6 +56,10 @@ def sentence_of(error, out_of_memory):
         return f"{str(error).split('. ')[0]}; {out_of_memory}"
     if isinstance(error, RuntimeError) and any(words in str(error) for words in NO_COMPILER):
         return "there is no C++ compiler, which --compile and Triton need; install g++, or give --compile off on a CPU"
+    if type(error).__name__ == "AcceleratorError":  # PyTorch's
+        return f"{str(error).splitlines()[0]}; start again, and if it comes back, give --device cpu"
+    if isinstance(error, subprocess.CalledProcessError):  # of Triton, which compiles with Python's headers
+        return f"{error.cmd[0]} failed; install a C compiler and Python's headers, as python3-dev, or give --device cpu"
     if isinstance(error, OSError) and error.filename is not None:  # a file that is missing or cannot be read
         return f"{error.filename}: {error.strerror}"
     return str(error) if isinstance(error, UserError) else None

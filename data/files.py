@@ -12,7 +12,7 @@ import filelock
 
 from errors import UserError, require
 
-RUNS = Path("runs")
+RUNS = Path(os.environ.get("GPT_RUNS") or "runs")
 GPT2_SIZES = ("gpt2", "gpt2-medium", "gpt2-large", "gpt2-xl")  # OpenAI's models, whatever folders have these names
 
 
@@ -21,10 +21,24 @@ def data_folder(name):
     return make_folders(Path(os.environ.get("GPT_DATA") or Path(__file__).parent) / name)
 
 
+@contextmanager
+def can_write(path):
+    """Name the variable that moves a folder elsewhere if this block is not allowed to write there."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno not in (errno.EACCES, errno.EPERM, errno.EROFS):
+            raise
+        variable = "GPT_RUNS" if RUNS in (path, *path.parents) else "GPT_DATA"
+        rule = f"cannot write {path} ({error.strerror})"
+        raise UserError(f"{rule}; set the variable {variable} to a folder where you can") from None
+
+
 def make_folders(path):
     """Make a folder, unless it exists, and those above it; returns its path."""
     try:
-        path.mkdir(parents=True, exist_ok=True)
+        with can_write(path):
+            path.mkdir(parents=True, exist_ok=True)
     except (FileExistsError, NotADirectoryError) as error:
         rule = "must be a folder, but is a file or a link to a folder that is gone"
         raise UserError(f"{error.filename} {rule}; remove it") from None
@@ -96,7 +110,8 @@ def lock_file(path, timeout=-1):
     """A lock on a file, for release(); filelock.Timeout if another process still has it after `timeout` seconds."""
     lock = filelock.FileLock(path)
     try:
-        lock.acquire(timeout)
+        with can_write(path):
+            lock.acquire(timeout)
     except OSError as error:  # filelock.Timeout, too
         if error.errno not in (errno.ENOLCK, errno.EOPNOTSUPP):  # as some NFS and Lustre answer
             raise

@@ -100,7 +100,7 @@ def test_a_last_checkpoint_that_cannot_be_written_is_an_error(folder, run, train
 
 def test_a_read_only_folder_is_one_sentence(folder, run):
     (folder / "runs").symlink_to("/sys/kernel")  # in which even root cannot make a folder
-    refused(run(steps=2), "runs/run: ")
+    refused(run(steps=2), "runs/run", "GPT_RUNS")
     (folder / "runs").unlink()
     (folder / "runs").symlink_to(folder / "gone")
     refused(run(steps=2), "runs", "a link to a folder that is gone")

@@ -25,7 +25,7 @@ import torch
 from torch.utils._pytree import tree_map_only
 
 from data.corpus import open_corpus
-from data.files import RUNS, atomic_file, lock_file, make_folders
+from data.files import RUNS, atomic_file, can_write, lock_file, make_folders
 from data.tokenizer import STORED, to_state
 from errors import UNFINISHED, UserError, quote, require
 from model import GPTConfig
@@ -222,7 +222,7 @@ def make_folder(name):
     make_folders(RUNS)
     for number in itertools.count(1):
         folder = RUNS / (name if number == 1 else f"{name}-{number}")
-        with suppress(FileExistsError):
+        with suppress(FileExistsError), can_write(folder):
             folder.mkdir()
             UNFINISHED.add(folder)  # until its first step
             return folder

@@ -244,7 +244,7 @@ def load_config(argv):
 
     cpu, dial = settings.pop("cpu", {}), settings.pop("dial", None)
     typed = parse_flags(Config, [flag for flag in flags if flag != "--help"], settings)
-    if resolve_device(typed.device) == "cpu":
+    if not resolve_device(typed.device).startswith("cuda"):
         if not cpu and settings.get("n_embd", 0) >= TOO_WIDE and not typed.init_from:
             cpu = {name: value for name, value in TOY.items() if name not in given}
             changed = ", ".join(f"{name} {value}" for name, value in cpu.items())

@@ -1,0 +1,90 @@
+"""Machines that are not here: chips without kernels, GPUs that PyTorch does not see, Macs, Windows."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from helpers import FAST, ROOT, finish, start
+
+import device
+from errors import UserError, sentence_of
+from training.config import load_config
+
+
+@pytest.fixture
+def chip(monkeypatch):
+    """chip(capability, *architectures): a GPU, and the architectures for which PyTorch has kernels."""
+
+    def fake(capability, *architectures):
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+        monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: capability)
+        monkeypatch.setattr(torch.cuda, "get_device_name", lambda device=None: "GeForce")
+        monkeypatch.setattr(torch.cuda, "get_arch_list", lambda: list(architectures))
+
+    device.note.cache_clear()
+    return fake
+
+
+@pytest.mark.parametrize(
+    "capability, architectures, works",
+    [
+        ((7, 5), ["sm_75", "sm_90"], True),
+        ((8, 6), ["sm_75", "sm_80"], True),  # of one generation
+        ((12, 0), ["sm_80", "compute_90"], True),  # PTX is compiled for later chips
+        ((6, 1), ["sm_75", "sm_90", "compute_120"], False),
+        ((10, 0), ["sm_75", "sm_90"], False),
+    ],
+)
+def test_a_chip_needs_kernels_of_pytorch(chip, capsys, capability, architectures, works):
+    chip(capability, *architectures)
+    assert device.resolve_device("auto") == ("cuda" if works else "cpu")
+    err = capsys.readouterr().err
+    if works:
+        assert err == "" and device.resolve_device("cuda:0") == "cuda:0"
+        return
+    number = "sm_{}{}".format(*capability)
+    assert err.count("note: ") == 1 and number in err
+    with pytest.raises(UserError, match=f"{number}.*--device cpu"):
+        device.resolve_device("cuda")
+
+
+def test_a_gpu_that_pytorch_does_not_see(monkeypatch, capsys):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(device.Path, "glob", lambda self, pattern: iter([Path("/dev/nvidia0")]))
+    device.note.cache_clear()
+    assert device.resolve_device("auto") == device.resolve_device("auto") == "cpu"
+    assert capsys.readouterr().err.count("/dev/nvidia0") == 1
+    with pytest.raises(UserError, match=r"device='cuda'.*/dev/nvidia0"):
+        device.resolve_device("cuda")
+
+
+def test_a_mac_takes_the_options_for_cpus(monkeypatch, tmp_path):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(torch.backends.mps, "is_available", lambda: True)
+    (tmp_path / "mine.py").write_text("n_embd = 768\nn_head = 12\ncpu = dict(n_embd=64, n_head=2)")
+    config = load_config([str(tmp_path / "mine.py")])
+    assert (config.n_embd, config.n_head) == (64, 2)
+
+
+def test_errors_of_a_driver_and_of_a_compiler_are_sentences():
+    class AcceleratorError(RuntimeError):
+        pass
+
+    sentence = sentence_of(AcceleratorError("CUDA error: an illegal address\nCUDA kernel errors might ..."), "")
+    assert sentence.startswith("CUDA error: an illegal address; ") and "--device cpu" in sentence
+    sentence = sentence_of(subprocess.CalledProcessError(1, ["/usr/bin/gcc", "main.c"]), "")
+    assert "/usr/bin/gcc" in sentence and "python3-dev" in sentence
+
+
+def test_windows_is_sent_to_wsl():
+    code = "import sys; sys.platform = 'win32'; import errors"
+    result = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
+    assert result.returncode == 1 and "WSL" in result.stderr and result.stderr.count("\n") == 1
+
+
+def test_runs_may_lie_elsewhere(folder):
+    finish(start(folder, variables=dict(GPT_RUNS=str(folder / "other/place")), **FAST | dict(steps=2, eval_every=2)))
+    assert (folder / "other/place/run/checkpoint.pt").exists() and not (folder / "runs").exists()
