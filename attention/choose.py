@@ -11,7 +11,7 @@ import torch
 from . import ops
 from .checks import DTYPES, check_options, check_ragged, check_seed, check_tensors
 from .features import GRADIENTS, Call, feature_lacking, features_of
-from .gpu import hopper_problem, runs_kernels
+from .gpu import hopper_problem, runs_kernels, takes_kernels
 from .reference import reference_attention
 from .sdpa import hides_values, sdpa_problem
 from .table import settings_dim
@@ -150,8 +150,10 @@ def _print_choice(name, reason, failed, device, dtype, dims):
 
 
 def _choose_for(device, dtype, dims, ragged=False, inexpressible=None):
-    if device.type != "cuda":
+    if not takes_kernels(device):
         reason = f"the Triton kernels need a CUDA GPU, this is {device.type}"
+        if device.type == "cuda":
+            reason = "the Triton kernels need Triton, and NVIDIA's compute capability 8.0 or higher"
         return *(by_reference(reason, inexpressible) if inexpressible else ("sdpa", reason)), False
     failures = []
     for impl in ("triton",) if dims is None else ("hopper", "triton"):

@@ -14,7 +14,7 @@ from . import ops
 from .api import AUTOCAST_DEVICES
 from .checks import DTYPES, check_impl, check_is, check_is_tensor, check_options, check_tensor, check_tensors
 from .features import Call, features_of
-from .gpu import HAS_TRITON, runs_kernels
+from .gpu import runs_kernels, takes_kernels
 from .ops import LIBRARY, TAGS, outside_graphs
 from .reference import reference_attention
 from .sdpa import sdpa_attention
@@ -68,7 +68,7 @@ def decode(
     Source: Dao et al., Flash-Decoding for long-context inference (2023).
     """
     check_decode(q, k, v, lengths, window, scale, softcap, decay_sum, alibi_slopes, sink, ring, impl)
-    triton = impl == "triton" or (impl == "auto" and HAS_TRITON and q.is_cuda and q.dtype in DTYPES)
+    triton = impl == "triton" or (impl == "auto" and takes_kernels(q.device) and q.dtype in DTYPES)
     scale = q.shape[-1] ** -0.5 if scale is None else float(scale)
     if alibi_slopes is not None:
         alibi_slopes = alibi_slopes.expand(q.shape[0], -1)

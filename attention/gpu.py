@@ -9,6 +9,7 @@ import torch
 HAS_TRITON = find_spec("triton") is not None
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"  # Triton then runs kernels on the CPU, in Python
 HOPPER = (9, 0)
+LEAST = (8, 0)  # below, Triton multiplies without tensor cores, and a T4 lacks shared memory for a head dim of 128
 SHARED_MEMORY = {(8, 0): 163, HOPPER: 227, (10, 0): 227}  # KiB that one program may use; other chips have 99
 
 
@@ -20,6 +21,22 @@ def runs_kernels(device):
 def chip(device):
     """Compute capability of a CUDA device, such as (9, 0); (0, 0) in the interpreter."""
     return (0, 0) if INTERPRETED else torch.cuda.get_device_capability(device)
+
+
+def takes_kernels(device):
+    """Whether Triton's kernels are chosen on a torch.device: on NVIDIA's GPUs from LEAST on."""
+    return _takes_kernels(device)  # of a cached function itself Dynamo warns
+
+
+# Dynamo calls it while tracing and keeps the answer, as torch.compiler.assume_constant_result would, which imports
+# Dynamo: more than a second for who only imports this package.
+takes_kernels._dynamo_marked_constant = True
+
+
+@cache
+def _takes_kernels(device):
+    nvidia = HAS_TRITON and device.type == "cuda" and not torch.version.hip
+    return nvidia and torch.cuda.get_device_capability(device) >= LEAST
 
 
 @cache

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import torch
 
-from attention.gpu import HAS_TRITON
+from attention.gpu import takes_kernels
 from attention.ops import may_launch
 from errors import require
 
@@ -76,7 +76,7 @@ def refuse_nan(model, where):
 
 def has_kernels(logits):
     """Whether Triton, which not every machine has, can be imported and serves these logits."""
-    return logits.is_cuda and HAS_TRITON and may_launch(logits)
+    return logits.is_cuda and takes_kernels(logits.device) and may_launch(logits)
 
 
 def limits(logits, sampling):

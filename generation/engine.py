@@ -12,7 +12,7 @@ from contextlib import contextmanager
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from attention.gpu import HAS_TRITON
+from attention.gpu import takes_kernels
 from attention.ops import may_launch
 from device import WARM_UPS, CUDAGraph
 from errors import require
@@ -50,7 +50,7 @@ class Engine:
         self.weights = sum(parameter.numel() for parameter in model.parameters())
         self.graph, self.graphed = None, self.on_gpu if graph is None else graph
         self.fused = None
-        if self.graphed and HAS_TRITON and weight.dtype in (torch.float16, torch.bfloat16):
+        if self.graphed and takes_kernels(self.device) and weight.dtype in (torch.float16, torch.bfloat16):
             from generation.fused import can_fuse, fused_logits  # imports Triton, which not every machine has
 
             self.fused = fused_logits if can_fuse(self.config) else None

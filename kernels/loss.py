@@ -3,7 +3,7 @@
 import torch
 import torch.nn.functional as F
 
-from attention.gpu import HAS_TRITON
+from attention.gpu import takes_kernels
 
 
 def head_logits(hidden, head, softcap):
@@ -17,7 +17,7 @@ def head_loss(hidden, head, targets, softcap):
 
     head: nn.Linear from C to V.
     """
-    if hidden.is_cuda and HAS_TRITON:
+    if hidden.is_cuda and takes_kernels(hidden.device):
         from kernels.cross_entropy import linear_cross_entropy  # imports Triton, which not every machine has
 
         return linear_cross_entropy(hidden, head.weight, targets, softcap, head)

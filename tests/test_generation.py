@@ -11,7 +11,7 @@ import torch
 from problems import ON_GPU, needs_gpu
 
 from attention import decode
-from attention.decode import HAS_TRITON
+from attention.gpu import HAS_TRITON
 from data.tokenizer import LINE_PATTERN, _encoding, make_tokenizer
 from errors import UserError
 from generation import Generator, Sampling, generate, generate_batch

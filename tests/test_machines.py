@@ -9,6 +9,7 @@ import torch
 from helpers import FAST, ROOT, finish, start
 
 import device
+from attention import choose, gpu
 from errors import UserError, sentence_of
 from training.config import load_config
 
@@ -49,6 +50,19 @@ def test_a_chip_needs_kernels_of_pytorch(chip, capsys, capability, architectures
     assert err.count("note: ") == 1 and number in err
     with pytest.raises(UserError, match=f"{number}.*--device cpu"):
         device.resolve_device("cuda")
+
+
+@pytest.mark.parametrize("capability, kernels", [((7, 0), False), ((7, 5), False), ((8, 0), True), ((12, 0), True)])
+def test_gpus_without_tensor_cores_in_triton_take_sdpa(chip, monkeypatch, capability, kernels):
+    """One answer for attention, the loss, Muon and sampling."""
+    chip(capability)
+    gpu._takes_kernels.cache_clear()
+    place = torch.device("cuda", 0)
+    monkeypatch.setattr(choose, "_passes", lambda *check: (True, "passed"))
+    found, reason, _ = choose._choose_for(place, torch.float16, None)
+    assert gpu.takes_kernels(place) == kernels and found == ("triton" if kernels else "sdpa")
+    assert kernels or "8.0" in reason
+    gpu._takes_kernels.cache_clear()
 
 
 def test_a_gpu_that_pytorch_does_not_see(monkeypatch, capsys):

@@ -8,7 +8,7 @@ import torch
 from torch.distributed.tensor import DTensor
 from torch.nn.utils import get_total_norm
 
-from attention.gpu import HAS_TRITON
+from attention.gpu import takes_kernels
 from attention.ops import may_launch
 from device import resolve_dtype
 from errors import UserError, quote, require
@@ -255,7 +255,7 @@ def blend(momentum, gradient, out, fraction, scale, skip):
 
     scale: a scalar tensor, or None for 1. skip: if it is 1, the momentum stays as it was; or None.
     """
-    if momentum.is_cuda and HAS_TRITON and may_launch(momentum, gradient, out, scale, skip):
+    if momentum.is_cuda and takes_kernels(momentum.device) and may_launch(momentum, gradient, out, scale, skip):
         from kernels import muon  # imports Triton, which not every machine has
 
         return muon.blend(momentum, gradient, out, fraction, scale, skip)
@@ -270,7 +270,7 @@ def update(weight, direction, rate, size, decay, skip):
 
     rate: a number, on a GPU a scalar tensor. skip: if it is 1, the weight stays; or None.
     """
-    if weight.is_cuda and HAS_TRITON and may_launch(weight, direction, rate, skip):
+    if weight.is_cuda and takes_kernels(weight.device) and may_launch(weight, direction, rate, skip):
         from kernels import muon
 
         return muon.update(weight, direction, rate, size, decay, skip)
