@@ -70,6 +70,7 @@ def test_processes_that_do_not_fit(run, monkeypatch):
     """Too many for the GPUs or for the batch: they end before they join, and the first one says why."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr("device.gpu_problem", lambda *gpu: None)
     for name, value in dict(RANK="0", WORLD_SIZE="4", LOCAL_RANK="0", LOCAL_WORLD_SIZE="3").items():
         monkeypatch.setenv(name, value)
     refused(run(device="cuda", batch_size=8), "GPU", "--nproc_per_node=2")

@@ -125,8 +125,9 @@ def test_fused_logits_are_those_of_the_network(name, device, monkeypatch):
 
 
 @pytest.mark.skipif(not HAS_TRITON, reason="needs Triton")
-def test_fused_kernels_leave_an_option_that_they_do_not_know_to_the_network(device):
+def test_fused_kernels_leave_an_option_that_they_do_not_know_to_the_network(device, monkeypatch):
     """One that is added to GPTConfig, whatever its value."""
+    monkeypatch.setattr("generation.engine.takes_kernels", lambda device: True)
     scaled = make_dataclass("Scaled", [("branch_scale", float, 1.0)], bases=(GPTConfig,), frozen=True, kw_only=True)
     models = (to_bfloat16(GPT(kind(**SMALL)).to(device).eval()) for kind in (GPTConfig, scaled))
     plain, unknown = (Generator(model, BYTES, graph=True).fused for model in models)
