@@ -56,6 +56,7 @@ def test_a_chip_needs_kernels_of_pytorch(chip, capsys, capability, architectures
 def test_gpus_without_tensor_cores_in_triton_take_sdpa(chip, monkeypatch, capability, kernels):
     """One answer for attention, the loss, Muon and sampling."""
     chip(capability)
+    monkeypatch.setattr(gpu, "HAS_TRITON", True)
     gpu._takes_kernels.cache_clear()
     place = torch.device("cuda", 0)
     monkeypatch.setattr(choose, "_passes", lambda *check: (True, "passed"))
