@@ -50,7 +50,8 @@ def gpu_problem(device, gpus):
 @cache
 def note(sentence):
     """Print a sentence once."""
-    print(f"note: {sentence}", file=sys.stderr)
+    start = "\r\x1b[K" if sys.stderr.isatty() else ""  # in place of a progress line
+    print(f"{start}note: {sentence}", file=sys.stderr)
 
 
 def resolve_dtype(dtype, device):

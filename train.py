@@ -25,6 +25,7 @@ from tqdm import tqdm
 
 from data.loader import Batches, validation_batches
 from device import autocast, set_precision
+from threads import cpu_threads
 from training.checkpoint import Run
 from training.config import load_config
 from training.network import as_graph, choose_micro_batch, compile_and_wrap, load_pretrained, make_model
@@ -152,6 +153,8 @@ def train(config, corpus, run, ranks):
     step_batches = training_batches(batches, range(start, config.steps), config, ranks, micro_batch)
     with Signals(ranks) as signals, closing(step_batches):
         for step in range(start, config.steps + 1):  # `step` updates are done: report, evaluate, save, make the next
+            if ranks.device == "cpu":
+                cpu_threads.share()
             begun, last = step > start, step == config.steps
             logs = begun and step % config.log_every == 0
             if logs:

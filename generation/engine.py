@@ -18,6 +18,7 @@ from device import WARM_UPS, CUDAGraph
 from errors import require
 from generation.cache import Cache
 from generation.choose import Sampling, choose, refuse_nan, sample_keys
+from threads import cpu_threads
 
 DELAY = 3  # steps after which the host reads the tokens of a GPU
 PREFILL = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]  # cuDNN is slow at first calls
@@ -171,6 +172,8 @@ class Engine:
     @contextmanager
     def _threads(self, tokens):
         """Limit the CPU threads to as many as pay for this number of tokens."""
+        if self.device.type == "cpu":
+            cpu_threads.share()
         before = torch.get_num_threads()
         torch.set_num_threads(min(before, max(1, self.weights * tokens // THREAD_WORK)))
         try:

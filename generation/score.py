@@ -16,6 +16,7 @@ from tqdm import tqdm
 from data.loader import validation_batches, windowed
 from device import autocast
 from generation.choose import refuse_nan
+from threads import cpu_threads
 
 CHUNK = 1024  # tokens whose logits are computed at once: 200 MB for GPT-2's vocabulary
 
@@ -39,6 +40,8 @@ def score(model, texts, batch_size, stride=None):
     total = sum(len(ids) - start for ids, start in texts)
     bar = tqdm(total=total, unit_scale=True, delay=0.1, disable=None, leave=False)  # after attention's line
     while batch := list(islice(windows, batch_size)):
+        if device.type == "cpu":
+            cpu_threads.share()
         owners, inputs, targets = (pad_sequence(rows, True, -100) for rows in zip(*batch, strict=True))  # [B, T]
         scored = targets >= 0
         owners, targets = owners[scored], targets[scored].to(device)

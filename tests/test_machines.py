@@ -1,7 +1,9 @@
 """Machines that are not here: chips without kernels, GPUs that PyTorch does not see, Macs, Windows."""
 
+import os
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -9,6 +11,7 @@ import torch
 from helpers import FAST, ROOT, finish, start
 
 import device
+import threads
 from attention import choose, gpu
 from errors import UserError, sentence_of
 from training.config import load_config
@@ -103,3 +106,84 @@ def test_windows_is_sent_to_wsl():
 def test_runs_may_lie_elsewhere(folder):
     finish(start(folder, variables=dict(GPT_RUNS=str(folder / "other/place")), **FAST | dict(steps=2, eval_every=2)))
     assert (folder / "other/place/run/checkpoint.pt").exists() and not (folder / "runs").exists()
+
+
+@pytest.fixture
+def cpu_threads(monkeypatch):
+    """PyTorch's threads as where the environment says nothing of them."""
+    for name in [name for name in os.environ if name.startswith(("OMP_", "GOMP_", "KMP_", "MKL_"))]:
+        monkeypatch.delenv(name)
+    before = torch.get_num_threads()
+    yield threads.Threads()
+    torch.set_num_threads(before)
+
+
+def test_threads_leave_cores_to_other_work(cpu_threads):
+    """Other processes really run here."""
+    torch.set_num_threads(4)
+    cpu_threads.start(most=4)
+    busy = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(threads.usable_cores())]
+    try:
+        x, end = torch.randn(300, 300), time.monotonic() + 60
+        while torch.get_num_threads() == 4:
+            assert time.monotonic() < end
+            (x @ x).relu().sum()
+            cpu_threads.share()
+    finally:
+        for process in busy:
+            process.kill()
+            process.wait()
+
+
+def test_threads_follow_what_linux_tells(cpu_threads, monkeypatch):
+    """All come back when the cores are free, later each time; work of this process's own changes nothing."""
+    clock = [0.0, 0.0, 0.0]
+    monkeypatch.setattr(threads, "times", lambda: tuple(clock))
+    monkeypatch.setattr(threads.time, "perf_counter", lambda: clock[0])
+
+    def after(seconds, ran, waited):
+        for index, change in enumerate((seconds, ran * seconds, waited * seconds)):
+            clock[index] += change
+        cpu_threads.share()
+        return torch.get_num_threads()
+
+    cpu_threads.start(most=4)
+    assert after(2, ran=3.9, waited=0.1) == 4
+    assert after(2, ran=4, waited=2) == 4  # of this process's own threads, as when it writes a checkpoint
+    assert after(0.1, ran=1, waited=3) == 4  # too short to tell
+    assert after(2, ran=2.5, waited=1.5) == 2
+    assert after(2, ran=1.3, waited=0.7) == 1
+    assert after(2, ran=0.6, waited=0.4) == 1
+    seconds = 0
+    while after(2, ran=1, waited=0) == 1:
+        seconds += 2
+    assert torch.get_num_threads() == 4 and 4 < seconds < 60
+    assert after(2, ran=2, waited=2) == 2
+    assert sum(after(2, ran=2, waited=0) == 2 for _ in range(60)) * 2 > seconds
+
+
+def test_threads_that_the_user_chose_stay(cpu_threads, monkeypatch):
+    monkeypatch.setenv("OMP_NUM_THREADS", "3")
+    torch.set_num_threads(3)
+    cpu_threads.start()
+    monkeypatch.setattr(threads, "times", lambda: (10.0, 1.0, 20.0))
+    cpu_threads.share()
+    assert torch.get_num_threads() == 3
+
+
+@pytest.mark.parametrize(
+    "files, cores",
+    [
+        ({"cpu.max": "150000 100000"}, 2),
+        ({"cpu.max": "max 100000"}, None),
+        ({"cpu/cpu.cfs_quota_us": "50000", "cpu/cpu.cfs_period_us": "100000"}, 1),
+        ({"cpu/cpu.cfs_quota_us": "-1", "cpu/cpu.cfs_period_us": "100000"}, None),
+        ({}, None),
+    ],
+)
+def test_cores_of_a_quota(tmp_path, monkeypatch, files, cores):
+    monkeypatch.setattr(os, "sched_getaffinity", lambda process: range(5), raising=False)
+    for name, text in files.items():
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(text + "\n")
+    assert threads.usable_cores(tmp_path) == (cores or 5)

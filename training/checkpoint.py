@@ -29,6 +29,7 @@ from data.files import RUNS, atomic_file, can_write, lock_file, make_folders
 from data.tokenizer import STORED, to_state
 from errors import UNFINISHED, UserError, quote, require
 from model import GPTConfig
+from threads import cpu_threads
 from training.fsdp import gather, spread_like
 from training.ranks import is_first_on_host
 from weights import FORMAT, NOT_OF_WEIGHTS, checkpoints, load_checkpoint, load_first
@@ -91,11 +92,11 @@ class Run:
             self.pool = ThreadPoolExecutor(1)
         self.folder = self.ranks.broadcast(self.folder)
         start, best = self.saved.get("step", 0), math.inf
+        if self.ranks.device == "cpu" and self.ranks.world == 1:
+            cpu_threads.start(self.saved.get("threads"), config.deterministic)  # the order of sums depends on it
         if self.saved:
             load_weights(model, self.saved)
             optimizer.load(self.saved)
-            if self.saved["threads"] and not self.ranks.on_gpu and self.ranks.world == 1:
-                torch.set_num_threads(self.saved["threads"])  # on a CPU the order of sums depends on it
             self.saved = {}  # a mapped file that is deleted takes up disk space until then
         if config.resume:
             with suppress(OSError, UserError):  # of a best.pt that is missing or damaged; it may be newer than `saved`
@@ -147,7 +148,7 @@ class Run:
                     f"no checkpoint of step {step} is written: {problem}; go on from the one before: {command}"
                 )
             return
-        threads = torch.get_num_threads() if self.ranks.world == 1 else None
+        threads = cpu_threads.most if self.ranks.world == 1 else None
         contents = self._model_contents(step, best, model) | optimizer.state()
         self._write_later("checkpoint.pt", contents | dict(micro_batch=micro_batch, threads=threads))
 
