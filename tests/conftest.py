@@ -12,6 +12,7 @@ import pytest
 # Triton's interpreter multiplies matrices with NumPy's OpenBLAS, whose code for Haswell and Zen rounds q k^T and k q^T
 # differently. GPUs do not, nor does OpenBLAS's code for Sandy Bridge. It must be chosen before NumPy is imported.
 os.environ["OPENBLAS_CORETYPE"] = "Sandybridge"
+os.environ["OPENBLAS_NUM_THREADS"] = "1"  # pytest-xdist runs several workers, which share the cores
 
 import torch
 
@@ -20,7 +21,7 @@ import torch
 signal.signal(signal.SIGINT, signal.default_int_handler)
 signal.signal(signal.SIGHUP, signal.SIG_DFL)
 sys.path.insert(0, str(Path(__file__).parents[1]))
-torch.set_num_threads(1)  # pytest-xdist runs several workers, which share the cores
+torch.set_num_threads(1)  # as OpenBLAS
 os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"  # deterministic runs need it; set before cuBLAS is first used
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"  # set before triton.jit is first used
