@@ -60,7 +60,8 @@ def resolve_dtype(dtype, device):
         return getattr(torch, dtype)
     if not device.startswith("cuda"):
         return torch.float32
-    return torch.bfloat16 if torch.cuda.get_device_capability(device) >= (8, 0) else torch.float16
+    has_bfloat16 = torch.version.hip or torch.cuda.get_device_capability(device) >= (8, 0)
+    return torch.bfloat16 if has_bfloat16 else torch.float16
 
 
 def set_precision(deterministic, on_gpu):

@@ -56,6 +56,8 @@ def sentence_of(error, out_of_memory):
         return f"{str(error).split('. ')[0]}; {out_of_memory}"
     if isinstance(error, RuntimeError) and any(words in str(error) for words in NO_COMPILER):
         return "there is no C++ compiler, which --compile and Triton need; install g++, or give --compile off on a CPU"
+    if type(error).__name__ == "OutOfResources":  # Triton's
+        return f"{str(error).split('. ')[0]}; the kernels do not fit this GPU: give --attention sdpa"
     if type(error).__name__ == "AcceleratorError":  # PyTorch's
         return f"{str(error).splitlines()[0]}; start again, and if it comes back, give --device cpu"
     if isinstance(error, subprocess.CalledProcessError):  # of Triton, which compiles with Python's headers

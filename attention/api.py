@@ -78,9 +78,9 @@ def attention(
         return_max_logit: also return the largest logit of each query head: of all scores that its softmax sees, after
             scale, softcap, decay, slopes and bias, without the sink. For QK-clip, and to watch a run. Has no gradient.
         impl: "hopper", "triton", "sdpa" or "reference", which never fall back; or "auto": the Hopper kernels on their
-            chip for the calls they serve, else Triton's on a CUDA GPU, else SDPA if it can express the call, else the
-            reference. Kernels that fail a self-check are not taken. With "auto", the first call of each kind prints
-            the choice and why; explain() returns it for any call.
+            chip for the calls they serve, else Triton's on NVIDIA's GPUs from compute capability 8.0 on, else SDPA if
+            it can express the call, else the reference. Kernels that fail a self-check are not taken. With "auto", the
+            first call of each kind prints the choice and why; explain() returns it for any call.
 
     Returns:
         [B, Tq, H, Dv] in the dtype of q; with return_lse also [B, H, Tq] float32; with return_max_logit also [H]

@@ -55,9 +55,9 @@ def decode(
         decay_sum: [B, S, H] float32 or float64: for each key in the cache, the sum of attention()'s decay up to and
             including its token. In float64 the difference of two neighbours stays exact in a long row.
         ring: position p is in slot p % S. A cache of window + Tq - 1 slots then serves rows of any length.
-        impl: "auto" takes the kernels on a CUDA GPU with Triton, except in float64, and eager PyTorch elsewhere. That
-            computes with all slots, or on a CPU without ring with those that are filled. "triton" and "eager" never
-            fall back.
+        impl: "auto" takes the kernels on NVIDIA's GPUs from compute capability 8.0 on, except in float64, and eager
+            PyTorch elsewhere. That computes with all slots, or on a CPU without ring with those that are filled.
+            "triton" and "eager" never fall back.
 
     Returns:
         [B, Tq, H, Dv] in the dtype of q.

@@ -10,7 +10,6 @@ HAS_TRITON = find_spec("triton") is not None
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"  # Triton then runs kernels on the CPU, in Python
 HOPPER = (9, 0)
 LEAST = (8, 0)  # below, Triton multiplies without tensor cores, and a T4 lacks shared memory for a head dim of 128
-SHARED_MEMORY = {(8, 0): 163, HOPPER: 227, (10, 0): 227}  # KiB that one program may use; other chips have 99
 
 
 def runs_kernels(device):
@@ -19,8 +18,8 @@ def runs_kernels(device):
 
 
 def chip(device):
-    """Compute capability of a CUDA device, such as (9, 0); (0, 0) in the interpreter."""
-    return (0, 0) if INTERPRETED else torch.cuda.get_device_capability(device)
+    """NVIDIA's compute capability, such as (9, 0); (0, 0) in the interpreter and on AMD, whose MI200 has (9, 0) too."""
+    return (0, 0) if INTERPRETED or torch.version.hip else torch.cuda.get_device_capability(device)
 
 
 def takes_kernels(device):
@@ -35,8 +34,7 @@ takes_kernels._dynamo_marked_constant = True
 
 @cache
 def _takes_kernels(device):
-    nvidia = HAS_TRITON and device.type == "cuda" and not torch.version.hip
-    return nvidia and torch.cuda.get_device_capability(device) >= LEAST
+    return HAS_TRITON and device.type == "cuda" and chip(device) >= LEAST
 
 
 @cache
@@ -47,8 +45,8 @@ def processors(device):
 
 @cache
 def shared_memory(device):
-    """Bytes of shared memory that one program may use."""
-    return 2**31 if INTERPRETED else SHARED_MEMORY.get(chip(device), 99) * 2**10
+    """Bytes of shared memory that one program may use, as the driver says."""
+    return 2**31 if INTERPRETED else torch.cuda.get_device_properties(device).shared_memory_per_block_optin
 
 
 @cache
@@ -72,7 +70,7 @@ hopper_problem._dynamo_marked_constant = True
 
 @cache
 def _hopper_problem(device):
-    if device.type != "cuda" or not torch.cuda.is_available() or torch.cuda.get_device_capability(device) != HOPPER:
+    if device.type != "cuda" or not torch.cuda.is_available() or chip(device) != HOPPER:
         return f"{device}, which is no Hopper GPU (sm_90)"
     try:
         from .hopper import gluon  # noqa: F401

@@ -29,9 +29,10 @@ MULTIPLE = 16  # K and N on a GPU
 
 def require_fp8(device, dtype):
     """UserError unless a device, given by its name, trains in FP8 beside a torch.dtype."""
-    capability = torch.cuda.get_device_capability(device) if device.startswith("cuda") else (0, 0)
+    nvidia = device.startswith("cuda") and not torch.version.hip  # e4m3 of AMD's MI300 is another
+    capability = torch.cuda.get_device_capability(device) if nvidia else (0, 0)
     found = "compute capability {}.{}".format(*capability) if any(capability) else f"device={device}"
-    require(capability >= (8, 9), f"--fp8 needs a GPU of compute capability 8.9 or higher, not {found}; leave it out")
+    require(capability >= (8, 9), f"--fp8 needs NVIDIA's compute capability 8.9 or higher, not {found}; leave it out")
     require(dtype == torch.bfloat16, f"--fp8 computes gradients in bfloat16, not {dtype}; give --dtype bfloat16")
 
 

@@ -4,32 +4,52 @@ import os
 import subprocess
 import sys
 import time
+from contextlib import suppress
 from pathlib import Path
+from types import SimpleNamespace
+from unittest.mock import MagicMock
 
 import pytest
 import torch
 from helpers import FAST, ROOT, finish, start
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 import device
 import threads
 from attention import choose, gpu
 from errors import UserError, sentence_of
+from generation import choose as sampling
+from generation import engine
+from kernels.fp8 import require_fp8
+from kernels.loss import head_loss
+from kernels.mlp import fused
+from model import SkipInitialisation
+from training import optimizer
 from training.config import load_config
 
 
 @pytest.fixture
 def chip(monkeypatch):
-    """chip(capability, *architectures): a GPU, and the architectures for which PyTorch has kernels."""
+    """chip(capability, *architectures): a GPU, and the architectures for which PyTorch has kernels. hip: for AMD's."""
 
-    def fake(capability, *architectures):
+    def fake(capability, *architectures, hip=None):
+        monkeypatch.setattr(torch.version, "hip", hip)
+        monkeypatch.setattr(gpu, "INTERPRETED", False)
+        monkeypatch.setattr(gpu, "HAS_TRITON", True)
         monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
         monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: capability)
         monkeypatch.setattr(torch.cuda, "get_device_name", lambda device=None: "GeForce")
         monkeypatch.setattr(torch.cuda, "get_arch_list", lambda: list(architectures))
 
-    device.note.cache_clear()
-    return fake
+    def forget():
+        for known in (device.note, *vars(gpu).values()):
+            getattr(known, "cache_clear", int)()
+
+    forget()
+    yield fake
+    forget()
 
 
 @pytest.mark.parametrize(
@@ -55,18 +75,52 @@ def test_a_chip_needs_kernels_of_pytorch(chip, capsys, capability, architectures
         device.resolve_device("cuda")
 
 
-@pytest.mark.parametrize("capability, kernels", [((7, 0), False), ((7, 5), False), ((8, 0), True), ((12, 0), True)])
-def test_gpus_without_tensor_cores_in_triton_take_sdpa(chip, monkeypatch, capability, kernels):
-    """One answer for attention, the loss, Muon and sampling."""
-    chip(capability)
-    monkeypatch.setattr(gpu, "HAS_TRITON", True)
-    gpu._takes_kernels.cache_clear()
-    place = torch.device("cuda", 0)
+@pytest.mark.parametrize(
+    "capability, hip, kernels",
+    [((7, 0), None, False), ((7, 5), None, False), ((8, 0), None, True), ((12, 0), None, True), ((9, 0), "7", False)],
+)
+def test_gpus_without_tensor_cores_in_triton_and_amds_take_pytorch(chip, monkeypatch, capsys, capability, hip, kernels):
+    """For attention, the loss, the MLP, Muon and sampling; an MI200 of AMD's has the numbers of a Hopper GPU."""
+    for name in ("generation.fused", "generation.top_k", "kernels.cross_entropy", "kernels.matmul", "kernels.muon"):
+        monkeypatch.setitem(sys.modules, name, None)  # importing it raises ImportError
+    for module in (optimizer, sampling):
+        monkeypatch.setattr(module, "may_launch", lambda *tensors: True)
+    monkeypatch.setattr(engine, "Cache", MagicMock(side_effect=NotImplementedError))  # which it needs after its kernels
     monkeypatch.setattr(choose, "_passes", lambda *check: (True, "passed"))
-    found, reason, _ = choose._choose_for(place, torch.float16, None)
-    assert gpu.takes_kernels(place) == kernels and found == ("triton" if kernels else "sdpa")
-    assert kernels or "8.0" in reason
-    gpu._takes_kernels.cache_clear()
+    monkeypatch.setattr(choose, "_CHOICES", {})
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    with FakeTensorMode(), torch.device("cuda:0"), SkipInitialisation(), torch.no_grad():
+        x, tokens, head = torch.empty(16, 32), torch.empty(16, dtype=torch.int64), nn.Linear(32, 300)
+        changed = MagicMock(is_cuda=True, device=x.device)  # fake tensors on a GPU cannot be changed in place
+        model = MagicMock(training=False)
+        model.embed.weight = x.bfloat16()
+        chip(capability, hip=hip)
+        for call in (
+            lambda: head_loss(x, head, tokens, None),
+            lambda: optimizer.blend(changed, changed, changed, 0.1, None, None),
+            lambda: optimizer.update(changed, changed, 0.1, 0.1, 0.1, None),
+            lambda: sampling.limits(head(x), sampling.Sampling()),
+            lambda: engine.Engine(model, 300),
+        ):
+            with pytest.raises(ImportError) if kernels else suppress(NotImplementedError):
+                call()
+        assert not fused(x, torch.bfloat16, head.weight)  # the MLP has kernels for Hopper's GPUs only
+        for _ in range(2):
+            found, *_ = choose.implementation(x.device, torch.float16, None, False)
+    err = capsys.readouterr().err
+    assert found == ("triton" if kernels else "sdpa") and err.count("attention  ") == 1 and ("8.0" in err) != kernels
+    assert gpu.can_overlap(x.device) is False and gpu.hopper_problem(x.device)
+    assert device.resolve_dtype("auto", "cuda") == (torch.bfloat16 if kernels or hip else torch.float16)
+    if hip:
+        with pytest.raises(UserError, match="--fp8"):
+            require_fp8("cuda", torch.bfloat16)
+
+
+def test_shared_memory_is_the_drivers(chip, monkeypatch):
+    chip((7, 5))
+    t4 = SimpleNamespace(shared_memory_per_block_optin=65_536)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: t4)
+    assert gpu.shared_memory(torch.device("cuda", 0)) == 65_536
 
 
 def test_a_gpu_that_pytorch_does_not_see(monkeypatch, capsys):
@@ -91,6 +145,11 @@ def test_errors_of_a_driver_and_of_a_compiler_are_sentences():
     class AcceleratorError(RuntimeError):
         pass
 
+    class OutOfResources(Exception):
+        pass
+
+    sentence = sentence_of(OutOfResources("out of resource: shared memory, Required: 81920. Reducing ..."), "")
+    assert "81920" in sentence and "--attention sdpa" in sentence
     sentence = sentence_of(AcceleratorError("CUDA error: an illegal address\nCUDA kernel errors might ..."), "")
     assert sentence.startswith("CUDA error: an illegal address; ") and "--device cpu" in sentence
     sentence = sentence_of(subprocess.CalledProcessError(1, ["/usr/bin/gcc", "main.c"]), "")
