@@ -1,5 +1,8 @@
 """Compile the kernels for any chip, without a GPU, and print ptxas's report of each, one JSON per line.
 
+The exit code is 1 if some of them, named at the end, need more shared memory than the chip has: where `too_large` is
+true, with the settings they are first started with.
+
     python tests/compile_kernels.py 90 --dims 64 128 --masks causal
     python tests/compile_kernels.py 90 hopper --dtypes bfloat16 --features window sink --bounds packed
     python tests/compile_kernels.py 90 decode --groups 1 4 8
@@ -18,6 +21,7 @@ import sys
 from collections import Counter
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 
 import torch
 import triton
@@ -37,6 +41,8 @@ DTYPES = {
     "float32": (torch.float32, "highest"),
     "tf32": (torch.float32, "high"),
 }
+# chip -> KiB of shared memory that one program may use, by the CUDA C++ Programming Guide
+SHARED = {70: 96, 75: 64, 80: 163, 86: 99, 87: 163, 89: 99, 90: 227, 100: 227, 103: 227, 120: 99, 121: 99}
 LENGTHS = (512, 4096)  # every row of the launch tables applies to one of them
 REPORT = re.compile(r"(\d+) bytes spill stores, (\d+) bytes spill loads.*?Used (\d+) registers", re.DOTALL)
 ARRIVE = re.compile(r"mbarrier\.arrive\.shared")  # not those of the loading warp, which also expect bytes
@@ -144,7 +150,6 @@ def feature_values(q, sequences):
 
 def launch_kernels(dtype, dim, causal, group, features=False, length=4096, ways=("loop", "partials")):
     """Forward and backward of one problem; with grouped queries, dk/dv in each of `ways`."""
-    portable.processors = lambda device: 132
     q, k = (torch.empty(2, length, heads, dim, dtype=dtype, device="meta") for heads in (2 * group, 2))
     call = Call(q, k, k, causal=causal, scale=dim**-0.5, impl="triton")
     if features:
@@ -172,7 +177,6 @@ def launch_hopper_kernels(dtype, dim, causal, group, features=(), length=4096, b
     """
     from attention.hopper import launch as hopper
 
-    hopper.processors = portable.processors = lambda device: 132
     for batch in (1, 8) if group > 1 else (8,):
         rows, length_of_row = (1, batch * length) if bounds == "packed" else (batch, length)
         q, k = (torch.empty(rows, length_of_row, n, dim, dtype=dtype, device="meta") for n in (2 * group, 2))
@@ -207,7 +211,6 @@ def launch_decode_kernels(dtype, dim, causal, group, features=False, length=4096
     from attention import decode_kernel
     from attention.decode import DecodeOptions
 
-    decode_kernel.processors = lambda device: 132
     q, k = (torch.empty(2, n, h, dim, dtype=dtype, device="meta") for n, h in ((1, 2 * group), (length, 2)))
     lengths = q.new_empty(2, dtype=torch.int32)
     options = DecodeOptions(None, None, None, 0, 0.0, scale=dim**-0.5, ring=False, triton=True)
@@ -256,7 +259,6 @@ def launch_training_kernels(dtype, dim, causal, group, features=False, length=40
     from kernels.activation import ACTIVATIONS
     from kernels.cross_entropy_hopper import cross_entropy
 
-    module.processors = lambda device: 132
     x, hidden, weight = (
         torch.empty(*shape, 12 * dim, dtype=dtype, device="meta") for shape in ((length,), (length, 4), (48 * dim,))
     )
@@ -288,7 +290,7 @@ FAMILIES = {
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("chip", type=int, help="compute capability without the dot, such as 90")
+    parser.add_argument("chip", type=int, choices=SHARED, help="compute capability without the dot, such as 90")
     parser.add_argument("kernels", nargs="?", default="portable", choices=FAMILIES)
     parser.add_argument("--dtypes", nargs="+", default=["bfloat16", "float32", "tf32"], choices=DTYPES)
     parser.add_argument("--dims", nargs="+", default=[64, 128, 256], type=int)
@@ -306,7 +308,9 @@ def main():
 
     triton.knobs.nvidia.dump_ptxas_log = True  # to stdout
     triton.knobs.compilation.always_compile = True  # a cached kernel has no log
-    torch.cuda.get_device_capability = lambda device: divmod(args.chip, 10)
+    limit, too_large = SHARED[args.chip] * 2**10, set()
+    chip = SimpleNamespace(multi_processor_count=132, shared_memory_per_block_optin=limit)
+    torch.cuda.get_device_capability, torch.cuda.get_device_properties = lambda _: divmod(args.chip, 10), lambda _: chip
     stdout, ptxas_log = sys.stdout, io.StringIO()
     launch_all, lengths, masks, groups = FAMILIES[args.kernels]
     features, hopper = args.features is not None, args.kernels == "hopper"
@@ -323,13 +327,18 @@ def main():
         known |= dict(bounds=args.bounds, features=features) if hopper else {}
 
         def report(known=known, **found):
-            print(json.dumps(known | found), file=stdout, flush=True)
+            known = known | found | dict(too_large=found["shared"] > limit)
+            print(json.dumps(known), file=stdout, flush=True)
+            if known["too_large"]:
+                too_large.add("{kernel} ({dtype}, head dim {dim}: {shared:,} bytes)".format(**known))
 
         driver = Driver(args.chip, ptxas_log, report)
         triton.runtime.driver.set_active(driver)
         triton.knobs.compilation.listener = driver.remember_ptx
         with contextlib.redirect_stdout(ptxas_log):
             launch_all(dtype, dim, mask == "causal", group, features, length, **own.get(args.kernels, {}))
+    if too_large:
+        sys.exit(f"sm_{args.chip} has {limit:,} bytes of shared memory, too few for {', '.join(sorted(too_large))}")
 
 
 if __name__ == "__main__":

@@ -9,7 +9,6 @@ spills from head dim 128 on, but is the fastest (benchmarks/LOG.md).
 
 import itertools
 import json
-import math
 import os
 import subprocess
 import sys
@@ -21,7 +20,7 @@ import pytest
 triton = pytest.importorskip("triton", reason="Triton exists for Linux only")
 
 pytestmark = pytest.mark.slow
-SHARED_KB = {80: 163, 89: 99, 90: 227, 100: 227, 120: 99}  # chip -> shared memory that one program may use
+CHIPS = (80, 89, 90, 100, 120)
 COMPILE_ALL = os.environ.get("COMPILE_ALL") == "1"
 
 EVEN, UNEVEN = 4096, 4095  # lengths that tiles divide, or do not
@@ -58,9 +57,9 @@ HOPPER_SPILLS, HOPPER_SPILLS_WITH_FEATURES = 128, 1220
 ARRIVALS = {64: ("0, 128", 2), 128: ("0, 256", 2), 192: ("0, 256", 2), 256: ("0, 256", 1)}
 
 
-def assert_fits(chip, kernels, spills=PORTABLE_SPILLS, bad=()):
-    """Fail if kernels spill more bytes than that, need more shared memory than the chip has, or are bad otherwise."""
-    bad = [*bad, *(k for k in kernels if k["spilled"] > spills or k["shared"] > SHARED_KB[chip] * 1024)]
+def assert_good(kernels, spills=PORTABLE_SPILLS, bad=()):
+    """Fail if kernels spill more bytes than that, or are bad otherwise."""
+    bad = [*bad, *(k for k in kernels if k["spilled"] > spills)]
     assert not bad, "\n".join(map(str, bad))
 
 
@@ -69,8 +68,8 @@ def run_one_by_one(kernels):
     return [k for k in kernels if {f"C75{i}" for i in range(10, 16)} & set(k["warnings"]) or k["overlaps"]]
 
 
-def compile_kernels(chip, *options):
-    """Run tests/compile_kernels.py; returns its report of each kernel.
+def compile_kernels(chip, *options, too_large=""):
+    """Run tests/compile_kernels.py; returns its report of each kernel. It must name those that are too large.
 
     It runs in its own process, since a process that imported Triton for the interpreter cannot compile.
     """
@@ -78,7 +77,7 @@ def compile_kernels(chip, *options):
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     command = [sys.executable, script, str(chip), *options]
     run = subprocess.run(command, env=environment, capture_output=True, text=True)
-    assert run.returncode == 0, run.stderr
+    assert run.returncode == bool(too_large) and too_large in run.stderr, run.stderr
     kernels = [json.loads(line) for line in run.stdout.splitlines()]
     assert kernels
     return kernels
@@ -97,7 +96,7 @@ PORTABLE = [
 ]
 if COMPILE_ALL:
     grouped = [*PORTABLE[-2:], (90, "float16", (128,), ("partials",)), (100, "float16", (128, 256), PORTABLE[-2][-1])]
-    PORTABLE = [(*x, DIMS, ()) for x in itertools.product(SHARED_KB, ("bfloat16", "float32", "tf32"))] + grouped
+    PORTABLE = [(*x, DIMS, ()) for x in itertools.product(CHIPS, ("bfloat16", "float32", "tf32"))] + grouped
 
 
 @pytest.mark.parametrize("chip, dtype, dims, ways", PORTABLE)
@@ -106,14 +105,13 @@ def test_kernels_fit_the_chip(chip, dtype, dims, ways):
     kernels = compile_kernels(chip, *options, "--masks", "causal", *(["full"] if COMPILE_ALL else []))
     wanted = ("dkdv_kernel", "group_sum_kernel") if ways else ("dkdv_kernel",)
     assert {(k["kernel"], k["dim"]) for k in kernels} >= set(itertools.product(wanted, dims))
-    assert_fits(chip, kernels)
+    assert_good(kernels)
 
 
 def test_simple_kernels_fit_the_smallest_shared_memory():
     """Some spill thousands of bytes: dk/dv in float32 at the largest head dims."""
     kernels = compile_kernels(89, "simple", "--dims", "16", "128", "--dtypes", "bfloat16", "float32")
     assert Counter(k["kernel"] for k in kernels) == dict.fromkeys(("forward_kernel", "dq_kernel", "dkdv_kernel"), 16)
-    assert_fits(89, kernels, math.inf)
 
 
 @pytest.mark.parametrize("dtype, bounds, features, masks, dims, lengths", HOPPER)
@@ -142,12 +140,12 @@ def test_hopper_kernels_fit_their_chip(dtype, bounds, features, masks, dims, len
         barrier, arrivals = ARRIVALS[k["dim"]] if k["kernel"] == "backward_kernel" else ("none", 0)
         if k["arrivals"].get("none") or k["arrivals"].get(barrier, 0) < arrivals:
             bad.append(k)
-    assert_fits(90, kernels, HOPPER_SPILLS_WITH_FEATURES if features else HOPPER_SPILLS, bad)
+    assert_good(kernels, HOPPER_SPILLS_WITH_FEATURES if features else HOPPER_SPILLS, bad)
 
 
 DECODE = [(89, "float32"), (90, "bfloat16")]
 if COMPILE_ALL:
-    DECODE = list(itertools.product(SHARED_KB, ("bfloat16", "float32", "tf32")))
+    DECODE = list(itertools.product(CHIPS, ("bfloat16", "float32", "tf32")))
     DECODE.remove((120, "float32"))  # spills 564 bytes at head dim 128 in groups of 8
 
 
@@ -157,11 +155,11 @@ def test_decode_kernels_fit_the_chip(chip, dtype):
     dims = (64, 128, 256) if COMPILE_ALL else (64, 256)
     kernels = compile_kernels(chip, "decode", "--dtypes", dtype, "--dims", *map(str, dims), "--groups", "1", "8")
     assert sum(k["kernel"] == "merge_kernel" for k in kernels) >= 2 * len(dims)
-    assert_fits(chip, kernels)
+    assert_good(kernels)
 
 
 @pytest.mark.parametrize(
-    "chip, rows", [(c, (1, 8, 32, 64)) for c in SHARED_KB] if COMPILE_ALL else [(89, (1, 64)), (90, (8, 64))]
+    "chip, rows", [(c, (1, 8, 32, 64)) for c in CHIPS] if COMPILE_ALL else [(89, (1, 64)), (90, (8, 64))]
 )
 def test_generation_kernels_fit_the_chip(chip, rows):
     """The tiles were tuned, so some may spill a few bytes (24 to 56 in bfloat16 with Triton 3.9)."""
@@ -171,17 +169,23 @@ def test_generation_kernels_fit_the_chip(chip, rows):
     assert Counter(k["kernel"] for k in kernels)["linear_kernel"] >= 4 * len(rows)
     if chip == 90:  # they start before the previous kernel has ended
         assert all(k["early"] == 0 for k in kernels), "a kernel reads or writes before it waits for the previous one"
-    assert_fits(chip, kernels, 64)
+    assert_good(kernels, 64)
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "tf32"] if COMPILE_ALL else ["bfloat16"])
 def test_every_feature_fits_the_smallest_shared_memory(dtype):
     """Features may cause spills, but a kernel that needs too much shared memory would fail to start."""
-    chip = min(SHARED_KB, key=SHARED_KB.get)
     options = ["--dtypes", dtype, "--masks", "causal", "--features", "--groups"]
     dims = [] if COMPILE_ALL else ["--dims", "256", "--lengths", str(EVEN)]  # the largest
-    kernels = compile_kernels(chip, *options, "1", *dims) + compile_kernels(chip, "decode", *options, "1", "8", *dims)
-    assert_fits(chip, kernels, math.inf)
+    compile_kernels(89, *options, "1", *dims)
+    compile_kernels(89, "decode", *options, "1", "8", *dims)
+
+
+def test_a_chip_that_cannot_hold_a_kernel():
+    """A T4, on which attention() takes SDPA."""
+    options = ["--dims", "128", "--dtypes", "float16", "--masks", "causal", "--groups", "1"]
+    kernels = compile_kernels(75, "simple", *options, too_large="65,536 bytes")
+    assert {k["kernel"] for k in kernels if k["too_large"]} == {"dkdv_kernel"}
 
 
 @pytest.mark.parametrize("dims", [(64, 32)] if COMPILE_ALL else [(64,)])
@@ -194,7 +198,7 @@ def test_training_kernels_fit_their_chip(dims):
     # all eight warps have read a slot before it is given back
     early = [k for k in kernels if k["kernel"] == "matmul_kernel" and k["arrivals"].keys() != {"0, 256"}]
     # kernels/matmul.py spills up to 84 bytes with Triton 3.9, and none with 3.6
-    assert_fits(90, kernels, 100, run_one_by_one(kernels) + early)
+    assert_good(kernels, 100, run_one_by_one(kernels) + early)
     loss = [k for k in kernels if k["kernel"] == "cross_entropy_hopper_kernel"]
     assert len(loss) == 2  # without and with a softcap; they do not depend on the width
     assert all(2 * (k["shared"] + 1024) <= 228 * 1024 and k["registers"] <= 128 and not k["spilled"] for k in loss)
