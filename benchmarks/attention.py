@@ -3,7 +3,11 @@
     python benchmarks/attention.py                    every cell, every implementation that can be imported
     python benchmarks/attention.py --cells d128 --implementations triton flash cudnn --csv FILE
     python benchmarks/attention.py --overhead         the CPU time of a call, before its kernels start
+    python benchmarks/attention.py --here             in a minute: is what impl="auto" takes here faster than SDPA?
     TRITON_INTERPRET=1 python benchmarks/attention.py --small    a few small cells, to try this script on a CPU
+
+If --here finds SDPA faster, `--attention sdpa` keeps that answer for a run of train.py, and impl="sdpa" for a call. Its
+last line is for docs/machines.md.
 
 TFLOP/s count 4 D operations per visible (query, key) pair in the forward and 2.5 times as many in the backward. A
 causal mask shows half of all pairs.
@@ -11,6 +15,7 @@ causal mask shows half of all pairs.
 
 import contextlib
 import statistics
+import time
 from functools import partial
 from itertools import accumulate, product
 from pathlib import Path
@@ -21,11 +26,16 @@ import torch
 from harness import DEVICE, command_line, machine, milliseconds, save, sdpa, synchronize, table
 from torch.nn.attention import SDPBackend
 
-from attention import attention
+from attention import attention, explain
 from kernels.documents import find_documents
 
 TOKENS = 16_384  # batch * length, except in the GPT-2 cell and the small ones
 LENGTHS = (512, 1024, 2048, 4096, 8192, 16_384)
+HERE = (  # panels and lengths of the cells of --here, the most usual first
+    ("GPT-2 124M layer", 1024), ("d128 causal", 4096), ("d64 causal", 4096), ("d128 causal 32/8 heads", 4096),
+    ("GPT-2 documents of 800", 32 * 1024),
+)  # fmt: skip
+SECONDS = 45  # of --here, after which no cell begins
 FLOP = {"forward": 1, "backward": 2.5, "both": 3.5}  # of the forward's
 
 
@@ -160,6 +170,8 @@ IMPLEMENTATIONS = {
     "flex": flex,
     "flash4": flash4,
     "fla": fla,
+    "auto": partial(ours, "auto"),
+    "sdpa": partial(ours, "sdpa"),
 }
 
 
@@ -196,7 +208,7 @@ def run(cell, names):
             calls |= {(name, way): function for way, function in ways.items()}
         except Exception as error:  # a missing package, an unsupported call, too little memory
             unserved = isinstance(error, ValueError) and (name == "hopper" or DEVICE == "cpu")
-            if name in ("hopper", "triton") and not unserved:
+            if name in ("auto", "hopper", "triton") and not unserved:
                 raise  # a bug in ours must not look like a cell that is left out
             lacks[name] = f"{type(error).__name__}: {str(error)[:80]}".splitlines()[0]
             torch.cuda.empty_cache()
@@ -233,16 +245,51 @@ def overhead(names):
     table(["pass", *(f"{name}, us" for name in calls)], rows)  # "triton" is the column of its version
 
 
+def here(small):
+    """Print the times of what impl="auto" takes here and of SDPA, and which of them to take."""
+    began, ours, rows = time.perf_counter(), "triton" if small else "auto", []
+    q = torch.empty(1, 64, 1, 64, device=DEVICE, dtype=torch.bfloat16)
+    taken, _, reason = explain(q, q, q, impl=ours).partition(": ")
+    if taken == "sdpa":
+        print(f"impl='auto' takes SDPA here: {reason}")
+        return
+    known = {(cell.panel, cell.length): cell for cell in cells(small)}
+    totals = {ours: 0.0, "sdpa": 0.0}  # ms of the cells that both serve
+
+    def timed():
+        for cell in map(known.get, known if small else HERE):
+            if time.perf_counter() - began > SECONDS:
+                return
+            ms = {(row["implementation"], row["direction"]): row["ms"] for row in run(cell, totals) if "ms" in row}
+            served = [name for name in totals if (name, "both") in ms]
+            times = {name: f"{ms[name, 'forward']:.3g}/{ms[name, 'backward']:.3g}" for name in served}
+            rows.append([f"{cell.panel}, {cell.length}", *(times.get(name, "-") for name in totals)])
+            for name in served if len(served) == 2 else ():
+                totals[name] += ms[name, "both"]
+            yield rows[-1]
+
+    table(["cell", f"{taken}, forward/backward in ms", "sdpa"], timed())
+    mine, theirs = totals.values()
+    advice = "which is right" if mine <= theirs else "but should take SDPA: --attention sdpa, impl='sdpa'"
+    print(f"impl='auto' takes {taken} here, {advice}: {mine:.4g} ms where both serve, SDPA {theirs:.4g} ms")
+    chip, _, *versions = machine().values()
+    cells_of_row = "; ".join(f"{cell}: {our} (SDPA {other})" for cell, our, other in rows)
+    print("|", chip, "|", *versions, "|", cells_of_row, "|", taken if mine <= theirs else "sdpa", "|")
+
+
 def main():
     parser = command_line(__doc__)
     parser.add_argument("--cells", nargs="+", default=[""], help="parts of panel names")
-    parser.add_argument("--implementations", nargs="+", default=list(IMPLEMENTATIONS), choices=IMPLEMENTATIONS)
+    parser.add_argument("--implementations", nargs="+", default=list(IMPLEMENTATIONS)[:-2], choices=IMPLEMENTATIONS)
     parser.add_argument("--csv", type=Path, help="write to this file")
     parser.add_argument("--overhead", action="store_true", help="only the CPU time of a call, at T = 128")
+    parser.add_argument("--here", action="store_true", help="only a few cells, of what impl='auto' takes and of SDPA")
     parser.add_argument("--small", action="store_true", help="a few small cells, to try this script on a CPU")
     args = parser.parse_args()
     if args.overhead:
         return overhead(args.implementations)
+    if args.here:
+        return here(args.small)
     versions, rows = machine(), []
     for cell in cells(args.small):
         if not any(part in cell.panel for part in args.cells):

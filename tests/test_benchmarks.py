@@ -14,6 +14,7 @@ RUN = " ".join(f"--{name}={value}" for name, value in FAST.items() if name != "i
 PLAY = ROOT / "data/play.txt"
 SMALL = [
     "attention.py --small --implementations triton flash --csv {folder}/attention.csv",
+    "attention.py --here --small",
     "sampling.py --small",
     f"training.py --small --text {PLAY} --jobs char --with=--n_layer=1",
     f"step_parts.py {ROOT}/configs/shakespeare_char.py {RUN} --input={PLAY}",
@@ -27,7 +28,8 @@ SMALL = [
 @pytest.mark.parametrize("command", SMALL, ids=lambda command: command.split()[0])
 def test_small(command, folder):
     script, *argv = shlex.split(command.format(folder=folder))
-    variables = {"TRITON_INTERPRET": "1"} if script == "attention.py" and not ON_GPU else {}
+    interpreted = script == "attention.py" and not ON_GPU
+    variables = {"TRITON_INTERPRET": "1"} if interpreted else {}
     process = start(folder, *argv, script=ROOT / "benchmarks" / script, variables=variables)
     output, _ = finish(process)
     assert re.search(r"\d\.\d", output)
