@@ -54,6 +54,8 @@ PARTS = {
     "step_gpt2": "benchmarks/step_parts.py configs/gpt2.py --data text --input {text} --tokenizer gpt2:{ranks} "
     "--batch_size 32",
     "step_char": "benchmarks/step_parts.py configs/shakespeare_char.py --input {text}",
+    "chip_80": "benchmarks/small_chips.py 80",
+    "chip_86": "benchmarks/small_chips.py 86",
     "fp8": recipe("gpt2_books", "fp8", FP8),
     "recipe_seeds": recipe("modern", "recipe", "' --tokens 43M --seeds 1 2 3 4 5 --test {books}/test.txt"),
     "recipe_control": recipe("gpt2_books", "control_alone", "' --tokens 150M --seeds 1 2 --test {books}/test.txt"),

@@ -15,6 +15,7 @@ PLAY = ROOT / "data/play.txt"
 SMALL = [
     "attention.py --small --implementations triton flash --csv {folder}/attention.csv",
     "attention.py --here --small",
+    f"small_chips.py 86 --configs shakespeare_char {RUN} --n_head=1 --batch_size=1 --input={PLAY}",
     "sampling.py --small",
     f"training.py --small --text {PLAY} --jobs char --with=--n_layer=1",
     f"step_parts.py {ROOT}/configs/shakespeare_char.py {RUN} --input={PLAY}",
@@ -28,7 +29,7 @@ SMALL = [
 @pytest.mark.parametrize("command", SMALL, ids=lambda command: command.split()[0])
 def test_small(command, folder):
     script, *argv = shlex.split(command.format(folder=folder))
-    interpreted = script == "attention.py" and not ON_GPU
+    interpreted = script in ("attention.py", "small_chips.py") and not ON_GPU
     variables = {"TRITON_INTERPRET": "1"} if interpreted else {}
     process = start(folder, *argv, script=ROOT / "benchmarks" / script, variables=variables)
     output, _ = finish(process)
