@@ -16,22 +16,26 @@ RUNS = Path(os.environ.get("GPT_RUNS") or "runs")
 GPT2_SIZES = ("gpt2", "gpt2-medium", "gpt2-large", "gpt2-xl")  # OpenAI's models, whatever folders have these names
 
 
+def data_root():
+    return Path(os.environ.get("GPT_DATA") or Path(__file__).parent)
+
+
 def data_folder(name):
     """Path of the folder `name` in $GPT_DATA, or beside this module if that is not set; it is created if missing."""
-    return make_folders(Path(os.environ.get("GPT_DATA") or Path(__file__).parent) / name)
+    return make_folders(data_root() / name)
 
 
 @contextmanager
 def can_write(path):
-    """Name the variable that moves a folder elsewhere if this block is not allowed to write there."""
+    """Name the option or variable that moves a folder elsewhere if this block is not allowed to write there."""
     try:
         yield
     except OSError as error:
         if error.errno not in (errno.EACCES, errno.EPERM, errno.EROFS):
             raise
-        variable = "GPT_RUNS" if RUNS in (path, *path.parents) else "GPT_DATA"
+        moved_by = "the variable GPT_DATA" if data_root() in path.parents else "--runs or the variable GPT_RUNS"
         rule = f"cannot write {path} ({error.strerror})"
-        raise UserError(f"{rule}; set the variable {variable} to a folder where you can") from None
+        raise UserError(f"{rule}; name a folder where you can by {moved_by}") from None
 
 
 def make_folders(path):
@@ -45,22 +49,22 @@ def make_folders(path):
     return path
 
 
-def find_run(name, *also):
+def find_run(name, *also, runs=RUNS):
     """Path of what a user names: runs/NAME if there is such a run, else NAME. UserError for a size of GPT-2.
 
     "" is the run with the newest .pt file, or newest file that matches one of the patterns `also`.
     """
     if not name:
-        found = [path for pattern in ("*.pt", *also) for path in RUNS.glob(f"*/{pattern}")]
-        require(found, f"no run in {RUNS}/; train one first: python train.py configs/shakespeare.py")
+        found = [path for pattern in ("*.pt", *also) for path in runs.glob(f"*/{pattern}")]
+        require(found, f"no run in {runs}/; train one first: python train.py configs/shakespeare.py")
         return max(found, key=lambda path: path.stat().st_mtime).parent
-    require(str(name) not in GPT2_SIZES, f"{name} is OpenAI's model; a run of this name is {RUNS}/{name}")
+    require(str(name) not in GPT2_SIZES, f"{name} is OpenAI's model; a run of this name is {runs}/{name}")
     path = Path(name)
     if str(path) != path.name or path.name == "..":
         return path
     if str(name) != path.name:  # ./NAME or NAME/
         return path.absolute()
-    return RUNS / path if (RUNS / path).is_dir() else path
+    return runs / path if (runs / path).is_dir() else path
 
 
 def optional(module, purpose):

@@ -98,9 +98,13 @@ def test_a_last_checkpoint_that_cannot_be_written_is_an_error(folder, run, train
     assert_same_runs(folder)
 
 
-def test_a_read_only_folder_is_one_sentence(folder, run):
+def test_a_read_only_folder_is_one_sentence(folder, run, monkeypatch):
     (folder / "runs").symlink_to("/sys/kernel")  # in which even root cannot make a folder
-    refused(run(steps=2), "runs/run", "GPT_RUNS")
+    refused(run(steps=2), "runs/run", "--runs", "GPT_RUNS")
+    refused(run(steps=2, runs="/sys/kernel/x"), "/sys/kernel/x", "--runs", "GPT_RUNS")
+    with monkeypatch.context() as patch:
+        patch.setenv("GPT_DATA", "/sys/kernel")
+        refused(run(steps=2), "/sys/kernel/prepared", "GPT_DATA")
     (folder / "runs").unlink()
     (folder / "runs").symlink_to(folder / "gone")
     refused(run(steps=2), "runs", "a link to a folder that is gone")

@@ -25,7 +25,7 @@ import torch
 from torch.utils._pytree import tree_map_only
 
 from data.corpus import open_corpus
-from data.files import RUNS, atomic_file, can_write, lock_file, make_folders
+from data.files import atomic_file, can_write, lock_file, make_folders
 from data.tokenizer import STORED, to_state
 from errors import UNFINISHED, UserError, quote, require
 from model import GPTConfig
@@ -80,7 +80,7 @@ class Run:
         if self.saved:
             self._check()
         if self.ranks.rank == 0:
-            self.folder = self.folder or make_folder(config.name)
+            self.folder = self.folder or make_folder(Path(config.runs), config.name)
             try:
                 self.lock = lock_file(self.folder / ".lock", timeout=0)
             except filelock.Timeout:
@@ -218,11 +218,11 @@ def divergence(best, loss, val_loss, bad_in_row, vocab_size):
     return None
 
 
-def make_folder(name):
+def make_folder(runs, name):
     """Make and return runs/NAME, or runs/NAME-2, -3, ... if that exists: a new run overwrites nothing."""
-    make_folders(RUNS)
+    make_folders(runs)
     for number in itertools.count(1):
-        folder = RUNS / (name if number == 1 else f"{name}-{number}")
+        folder = runs / (name if number == 1 else f"{name}-{number}")
         with suppress(FileExistsError), can_write(folder):
             folder.mkdir()
             UNFINISHED.add(folder)  # until its first step

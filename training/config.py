@@ -13,7 +13,7 @@ from typing import Literal, get_args, get_origin
 
 import numpy as np
 
-from data.files import GPT2_SIZES, find_run, read_json
+from data.files import GPT2_SIZES, RUNS, find_run, read_json
 from data.loader import Batches
 from data.tokenizer import end_of_text
 from device import resolve_device
@@ -43,7 +43,7 @@ SHARES = {"dropout", "ema", "beta2"}
 # Options that may change when a run is resumed. For `data` and `input`, the tokens are compared instead.
 FREE_ON_RESUME = {
     "resume", "allow_changes", "data", "input", "verify", "keep", "max_bad_steps", "log_every", "sample_every", "wandb",
-    "save_every", "parallel", "checkpoint_activations",
+    "save_every", "parallel", "checkpoint_activations", "runs",
 }  # fmt: skip
 
 
@@ -117,6 +117,8 @@ class Config(GPTConfig):
     # run
     name: str = "run"
     """The run's folder is runs/NAME, or runs/NAME-2 and so on if that exists. gpt2 is the name of OpenAI's model."""
+    runs: str = str(RUNS)
+    """Folder in place of runs/. The variable GPT_RUNS moves it for all commands."""
     resume: str = ""
     """Resume this run, given as its folder or NAME; --resume alone takes the newest."""
     allow_changes: bool = False
@@ -237,13 +239,13 @@ def load_config(argv):
         flags = ["--help"]
     given = {flag[2:].partition("=")[0].replace("-", "_") for flag in flags if flag.startswith("--")}
     require(not {"steps", "epochs"} <= given, "--steps and --epochs both say how long to train; give one of them")
-    if known.resume is not None:
-        require(not settings, "--resume takes the options of the run; leave out the config file")
-        require("init_from" not in given, "--resume goes on with the weights of the run; leave out --init_from")
-        return resumed_config(find_run(known.resume, "config.json"), flags)
-
     cpu, dial = settings.pop("cpu", {}), settings.pop("dial", None)
     typed = parse_flags(Config, [flag for flag in flags if flag != "--help"], settings)
+    if known.resume is not None:
+        require(not path, "--resume takes the options of the run; leave out the config file")
+        require("init_from" not in given, "--resume goes on with the weights of the run; leave out --init_from")
+        return resumed_config(find_run(known.resume, "config.json", runs=Path(typed.runs)), flags)
+
     if not resolve_device(typed.device).startswith("cuda"):
         if not cpu and settings.get("n_embd", 0) >= TOO_WIDE and not typed.init_from:
             cpu = {name: value for name, value in TOY.items() if name not in given}

@@ -1,6 +1,7 @@
 """The losses of runs: metrics.jsonl -> curves."""
 
 import json
+import logging
 import sys
 import warnings
 
@@ -57,6 +58,7 @@ def draw_losses(path, runs, x="step", y="loss"):
         runs: list of (label, records of metrics.jsonl). A single run has its best loss in the title.
         x: step, tokens or seconds, a field of the records. y: loss or bpb.
     """
+    logging.getLogger("matplotlib").setLevel(logging.ERROR)  # else it reports at length where it cannot keep a cache
     from matplotlib.figure import Figure  # takes a second, which the start of a run need not wait for
     from matplotlib.font_manager import fontManager
 
