@@ -117,7 +117,7 @@ def command(out_of_memory="", fail=fail, needs_output=False):
 
     Args:
         out_of_memory: what to do if a GPU has too little memory.
-        fail: prints the sentence and exits.
+        fail: prints the sentence and exits; None raises UserError, in a notebook or another program.
         needs_output: whether the command ends when its standard output cannot be written.
     """
     while (spare := os.open(os.devnull, os.O_RDWR)) < 3:  # else a file of the run gets the number of a closed stream
@@ -131,12 +131,16 @@ def command(out_of_memory="", fail=fail, needs_output=False):
             yield
             UNFINISHED.clear()
             out.flush()
-        except KeyboardInterrupt:  # of sample.py --interactive
+        except KeyboardInterrupt:  # of sample.py --interactive, or of a notebook
+            if not fail:
+                raise
             sys.exit(130)
         except Exception as error:
             sentence = sentence_of(error, out_of_memory)
             if sentence is None:
                 raise
+            if not fail:
+                raise UserError(sentence) from None
             fail(sentence)
         finally:
             out.end()

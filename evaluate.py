@@ -191,7 +191,8 @@ def describe(name, result):
     return f"{name}: {', '.join(values)} ({', '.join(counts)})"
 
 
-def main(config):
+def main(argv):
+    config = parse_flags(EvaluateConfig, argv)
     require(config.split in ("", "val", "train"), f"split={config.split!r} must be val or train")
     require(not (config.text and config.split), "--text and --split name two texts; choose one of them")
     require(config.batch_size >= 1, f"batch_size={config.batch_size} must be at least 1")
@@ -218,4 +219,4 @@ if __name__ == "__main__":
     # lm_eval imports Hugging Face's package "evaluate", which this file's name would hide
     sys.path.sort(key=lambda folder: folder == str(Path(__file__).parent))
     with command(out_of_memory="take a smaller --batch_size", needs_output=True):
-        main(parse_flags(EvaluateConfig, sys.argv[1:]))
+        main(sys.argv[1:])

@@ -56,7 +56,8 @@ def export(name, path, dtype="float32"):
     write_folder(found, path, dtype)
 
 
-def main(config):
+def main(argv):
+    config = parse_flags(ExportConfig, argv)
     export(config.run, config.path, config.dtype)
     trust = ", trust_remote_code=True" if (config.path / "modeling_kestrel.py").exists() else ""
     use = f"load it with AutoModelForCausalLM.from_pretrained({str(config.path)!r}{trust})"
@@ -67,4 +68,4 @@ def main(config):
 
 if __name__ == "__main__":
     with command():
-        main(parse_flags(ExportConfig, sys.argv[1:]))
+        main(sys.argv[1:])

@@ -23,7 +23,7 @@ import tyro
 from data.files import find_run, read_json, writing
 from flags import parse_flags
 from training.config import FREE_ON_RESUME
-from training.curves import LEGEND_WIDTH, bits_per_nat, draw_losses, read_metrics
+from training.curves import LEGEND_WIDTH, Image, bits_per_nat, draw_losses, read_metrics
 
 NOT_COMPARED = FREE_ON_RESUME - {"data", "input"} | {"name"}  # options that do not change a loss
 SUFFIXES = (".png", ".svg", ".pdf")
@@ -77,7 +77,9 @@ def labels_of(folders, options):
     return labels if room else names
 
 
-def main(config):
+def main(argv):
+    """Draw as a command line says; returns the image."""
+    config = parse_flags(PlotConfig, argv)
     require(config.out.suffix in SUFFIXES, f"--out {config.out} must end in {', '.join(SUFFIXES)}")
     require(config.runs, "plot.py needs at least one run folder, such as runs/NAME")
     folders = [*map(find_run, config.runs)]
@@ -89,8 +91,9 @@ def main(config):
     with writing(config.out):
         draw_losses(config.out, list(zip(labels_of(folders, options), records, strict=True)), config.x, config.y)
     print(config.out)
+    return Image(config.out)
 
 
 if __name__ == "__main__":
     with command():
-        main(parse_flags(PlotConfig, sys.argv[1:]))
+        main(sys.argv[1:])

@@ -163,7 +163,8 @@ def interact(generator, config):
             print(f"error: {error}", file=sys.stderr)
 
 
-def main(config):
+def main(argv):
+    config = parse_flags(SampleConfig, argv)
     typed = config.interactive or config.chat
     reads = typed or config.prompt == "-"
     require(sys.stdin or not reads, "standard input is closed; open it, or give the text as --prompt TEXT")
@@ -182,4 +183,4 @@ def main(config):
 
 if __name__ == "__main__":
     with command(out_of_memory="take fewer --num_samples or a shorter --prompt", needs_output=True):
-        main(parse_flags(SampleConfig, sys.argv[1:]))
+        main(sys.argv[1:])

@@ -28,6 +28,7 @@ from device import autocast, set_precision
 from threads import cpu_threads
 from training.checkpoint import Run
 from training.config import load_config
+from training.curves import Image
 from training.network import as_graph, choose_micro_batch, compile_and_wrap, load_pretrained, make_model
 from training.optimizer import Optimizer
 from training.ranks import STOP, Signals, rank_command, start_ranks
@@ -197,13 +198,15 @@ def train(config, corpus, run, ranks):
 
 
 def main(argv):
-    with rank_command(out_of_memory="give a smaller --micro_batch, or --checkpoint_activations blocks"):
+    """Train as a command line says; returns loss.png. In a notebook or another program, mistakes raise UserError."""
+    with rank_command(__name__ == "__main__", "give a smaller --micro_batch, or --checkpoint_activations blocks"):
         config = load_config(argv)
         ranks = start_ranks(config)
         config = ranks.broadcast(config) if config.resume else config  # ranks may have found different newest runs
-        run = Run(config, ranks)
-        corpus = run.open_corpus(argv)
-        train(config.completed(corpus), corpus, run, ranks)
+        with Run(config, ranks) as run:
+            corpus = run.open_corpus(argv)
+            train(config.completed(corpus), corpus, run, ranks)
+        return Image(run.folder / "loss.png")
 
 
 if __name__ == "__main__":

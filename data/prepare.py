@@ -48,8 +48,8 @@ class PrepareConfig(Options):
     """Replace a corpus, or an unfinished one, that was prepared with other options or from other files."""
 
 
-def main(config):
-    began = time.perf_counter()
+def main(argv):
+    began, config = time.perf_counter(), parse_flags(PrepareConfig, argv)
     options = Options(**{field.name: getattr(config, field.name) for field in fields(Options)})
     name, place = config.corpus, config.input
     if name.startswith(HUB):
@@ -69,4 +69,4 @@ def main(config):
 
 if __name__ == "__main__":
     with command():
-        main(parse_flags(PrepareConfig, sys.argv[1:]))
+        main(sys.argv[1:])

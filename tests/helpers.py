@@ -23,6 +23,7 @@ import train
 from data import tokenizer
 from data.tokenizer import to_state
 from training.checkpoint import save_checkpoint
+from training.ranks import rank_command
 from training.report import Report
 from weights import FORMAT
 
@@ -45,7 +46,8 @@ def in_process(capsys, *argv, **options):
     """Call train.py in this process, because starting another takes seconds; returns a CompletedProcess."""
     capsys.readouterr()
     try:
-        train.main(flags(argv, options))
+        with rank_command(True, ""):
+            train.main(flags(argv, options))
         code = 0
     except SystemExit as end:
         code = end.code

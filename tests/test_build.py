@@ -12,13 +12,13 @@ from contextlib import suppress
 
 import numpy as np
 import pytest
-from helpers import ROOT, wait_for
+from helpers import ROOT, flags, wait_for
 
 from data import build
 from data.build import Options
 from data.corpus import open_corpus, prepare
 from data.files import data_folder
-from data.prepare import PrepareConfig, main
+from data.prepare import main
 from data.tokenizer import end_of_text
 from errors import UserError
 
@@ -143,7 +143,7 @@ def test_a_failed_preparation_does_not_cost_the_corpus_that_is_there(tmp_path):
 
 
 CHANGES = dict(
-    tokens="1K", val_share=0.3, separator="--", text_field="a", skip_bad=True, sample="1BT", shard_tokens="1K"
+    tokens="1K", val_share=0.3, separator="---", text_field="a", skip_bad=True, sample="1BT", shard_tokens="1K"
 )
 
 
@@ -155,7 +155,7 @@ def test_prepared_tokens_are_replaced_only_by_force(tmp_path, monkeypatch, capsy
         lines = "".join(json.dumps(dict(text=text, a=text)) + "\n" for text in make_documents(50, ord(name)))
         (tmp_path / f"{name}.jsonl").write_text(lines)
     monkeypatch.setattr(build, "GROUP_BYTES", 1)
-    typed = dict(corpus="text", input=tmp_path, tokenizer="bytes+eot")
+    typed = dict(input=tmp_path, tokenizer="bytes+eot")
 
     def write_manifest(folder, manifest, write=build.write_manifest):
         write(folder, manifest)
@@ -164,18 +164,18 @@ def test_prepared_tokens_are_replaced_only_by_force(tmp_path, monkeypatch, capsy
 
     with monkeypatch.context() as patch, suppress(KeyboardInterrupt):
         patch.setattr(build, "write_manifest", write_manifest)
-        main(PrepareConfig(**typed))
+        main(flags(["text"], typed))
     [folder] = (path.parent for path in data_folder("prepared").rglob("manifest.json"))
     assert folder.name.endswith(".building") == (finished == 1)
     before, manifest = shards_of(folder), build.read_manifest(folder)
     typed[option] = CHANGES[option]
     if (option, finished) != ("skip_bad", 1):
         with pytest.raises(UserError, match=f"{option}=.*--force") as error:
-            main(PrepareConfig(**typed))
+            main(flags(["text"], typed))
         assert f"{manifest['train']['tokens'] + manifest['val']['tokens']:,} tokens" in str(error.value)
         assert shards_of(folder) == before
         typed["force"] = True
-    main(PrepareConfig(**typed))
+    main(flags(["text"], typed))
     assert build.read_manifest(open_corpus("text", "bytes+eot", tmp_path).folder)["request"] != manifest["request"]
 
 

@@ -209,7 +209,7 @@ def test_a_malicious_checkpoint_executes_nothing(folder, run, trains, write):
     assert files_in(folder) == before  # without a good checkpoint nothing changes
     for name in ("best.pt", "checkpoint.pt"):
         with pytest.raises(ValueError, match=name):
-            sample.main(sample.SampleConfig(run=f"runs/run/{name}", device="cpu"))
+            sample.main([f"runs/run/{name}", "--device", "cpu"])
     assert not (folder / "executed").exists()
     pickle.loads(pickle.dumps(Evil()))
     assert (folder / "executed").exists()  # it would have been

@@ -22,11 +22,9 @@ from data import sources
 from data.build import Options
 from data.corpus import open_corpus, prepare
 from data.loader import validation_batches
-from data.prepare import PrepareConfig
 from data.prepare import main as prepare_main
 from data.tokenizer import make_tokenizer, to_state
 from errors import UserError, sentence_of
-from flags import parse_flags
 
 pytestmark = pytest.mark.usefixtures("data_root")
 
@@ -226,7 +224,7 @@ def test_a_text_in_another_field(tmp_path, capsys, name, suffix):
     assert field in str(error.value) and "--text_field" in str(error.value)
     words = shlex.split(str(error.value).split("to python -m data.prepare")[1])
     words += ["--text_field", field, "--val_share", "0.4"]
-    prepare_main(parse_flags(PrepareConfig, words))
+    prepare_main(words)
     for spec in ("bytes+eot", "bpe:300"):
         assert open_corpus(name, spec, path).val.documents > 50
     assert f"val_share=0.4, text_field={field}" in capsys.readouterr().err

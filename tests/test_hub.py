@@ -6,6 +6,7 @@ import io
 import numpy as np
 import pyarrow
 import pytest
+from helpers import flags
 from hub_server import running
 from pyarrow import parquet
 from test_build import ids_of
@@ -13,7 +14,7 @@ from test_build import ids_of
 from data import build, documents
 from data.build import Options
 from data.corpus import open_corpus, prepare
-from data.prepare import PrepareConfig, main
+from data.prepare import main
 from data.shards import header
 from errors import UserError
 
@@ -134,8 +135,8 @@ def test_any_data_set(server):
     for place, numbers in (("hub:a/b", (0, 1)), ("hub:a/b/more", (1,)), ("hub:a/b/more/", (1,))):
         train, _ = expected([text for number in numbers for text in texts_of_file(number)])
         assert ids_of(prepare("text", "bytes+eot", place, Options(val_share=0.2)).train).tolist() == train
-    options = dict(corpus="hub:a/chat", text_field="messages", tokenizer="bytes", val_share=0.3)
-    main(PrepareConfig(**options))
+    options = dict(text_field="messages", tokenizer="bytes", val_share=0.3)
+    main(flags(["hub:a/chat"], options))
     found = open_corpus("chat", "bytes", "hub:a/chat")
     assert found.train.turns and found.train.documents + found.val.documents == 20
     with pytest.raises(UserError, match=r"data\.prepare text --input hub:a/c --tokenizer bytes \(--tokens 1B"):

@@ -25,6 +25,7 @@ import matplotlib.figure  # noqa: F401 here, so that the forked processes need n
 from helpers import FAST, contents, flags, metrics, same
 
 import train
+from training.ranks import rank_command
 from weights import checkpoints, load_checkpoint
 
 STEPS = 90
@@ -47,7 +48,8 @@ def fork_run(name):
     try:
         log = os.open("log.txt", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
         os.dup2(log, 1), os.dup2(log, 2)
-        train.main(argv)
+        with rank_command(True, ""):
+            train.main(argv)
         code = 0
     except SystemExit as end:
         code = end.code

@@ -15,7 +15,7 @@ import json
 import math
 import sys
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
@@ -35,13 +35,16 @@ from training.ranks import is_first_on_host
 from weights import FORMAT, NOT_OF_WEIGHTS, checkpoints, load_checkpoint, load_first
 
 
-class Run:
+class Run(ExitStack):
     """The folder of a run, in which rank 0 saves checkpoints while training goes on.
+
+    The end of its context waits for the last checkpoint and unlocks the folder.
 
     saved: contents of the checkpoint to resume from, until begin() has loaded it; {} for a new run.
     """
 
     def __init__(self, config, ranks):
+        super().__init__()
         self.config, self.ranks = config, ranks
         self.folder = Path(config.resume) if config.resume else None
         self.saved = load_first(checkpoints(self.folder)) if self.folder else {}
@@ -82,14 +85,14 @@ class Run:
         if self.ranks.rank == 0:
             self.folder = self.folder or make_folder(Path(config.runs), config.name)
             try:
-                self.lock = lock_file(self.folder / ".lock", timeout=0)
+                self.callback(lock_file(self.folder / ".lock", timeout=0).release)
             except filelock.Timeout:
                 raise UserError(f"another process is training {self.folder}; stop it first") from None
             self.good = []  # checkpoints that could be loaded, newest first; the next save removes damaged ones
             if self.saved:
                 paths = checkpoints(self.folder)
                 self.good = paths[paths.index(self.saved["path"]) :]
-            self.pool = ThreadPoolExecutor(1)
+            self.pool = self.enter_context(ThreadPoolExecutor(1))
         self.folder = self.ranks.broadcast(self.folder)
         start, best = self.saved.get("step", 0), math.inf
         if self.ranks.device == "cpu" and self.ranks.world == 1:
@@ -197,12 +200,10 @@ class Run:
             self._fail_later(f"no {name} of step {contents['step']} could be written ({reason}); make room on the disk")
 
     def close(self):
-        """Wait for the last checkpoint; UserError if it could not be written."""
-        if self.ranks.rank == 0:
-            self.pool.shutdown()  # when all is written
-            self.lock.release()
-            if self.error is not None:
-                raise UserError(self.error)
+        """Wait for the last checkpoint, and unlock the folder; UserError if it could not be written."""
+        super().close()
+        if self.error is not None:
+            raise UserError(self.error)
 
 
 def divergence(best, loss, val_loss, bad_in_row, vocab_size):

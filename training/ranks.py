@@ -88,10 +88,11 @@ def start_ranks(config):
 
 
 @contextmanager
-def rank_command(out_of_memory):
+def rank_command(exits, out_of_memory):
     """errors.command() for a process among others: it names the rank that fails, and leaves the group of processes.
 
     Before the ranks have joined, all ranks of a host fail alike, and only the first one prints.
+    exits: whether a mistake of the user ends the process; else it raises UserError.
     """
 
     def fail(sentence):
@@ -102,7 +103,7 @@ def rank_command(out_of_memory):
         sys.exit(1)
 
     try:
-        with command(out_of_memory, fail):
+        with command(out_of_memory, fail if exits else None):
             try:
                 yield
             except RuntimeError as error:
@@ -133,8 +134,8 @@ def _leave_group():
 class Signals:
     """Within this context SIGTERM, SIGINT and SIGHUP ask for STOP and SIGUSR1 for SAVE; a second Ctrl-C exits at once.
 
-    A signal that is ignored, as SIGHUP is under nohup, stays ignored. A rank that waits for a GPU cannot handle
-    signals; torchrun kills it 30 s after SIGTERM.
+    In a notebook, or another program, the second one raises KeyboardInterrupt. A signal that is ignored, as SIGHUP is
+    under nohup, stays ignored. A rank that waits for a GPU cannot handle signals; torchrun kills it 30 s after SIGTERM.
     """
 
     def __init__(self, ranks):
@@ -160,6 +161,8 @@ class Signals:
             with suppress(OSError):  # os.write, because print() may be interrupted halfway
                 os.write(2, b"\nstopping soon, with a checkpoint; Ctrl-C again exits at once\n")
         elif number == signal.SIGINT:
+            if self.before[number] is signal.default_int_handler:  # which a command replaces
+                raise KeyboardInterrupt
             os._exit(130)
 
     def agreed(self):
