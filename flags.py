@@ -1,16 +1,18 @@
 """Command lines: flags for a dataclass of options, nanoGPT's names, --help."""
 
 import inspect
+import io
 import re
 import shutil
 import sys
 import textwrap
+from contextlib import redirect_stderr
 from dataclasses import MISSING, fields
 from typing import Annotated, Literal, get_args, get_origin
 
 import tyro
 
-from errors import require
+from errors import UserError, require
 
 # nanoGPT's option, or option=value: ours
 NANOGPT = {
@@ -48,7 +50,10 @@ def parse_flags(kind, argv, settings=None):
     """An instance of the dataclass `kind` from `--name value` flags; of a repeated flag the last one counts.
 
     A flag of a boolean option may stand alone and then means True.
-    settings: values that flags override, by name; --help prints them.
+    settings: values that flags override, by name; --help prints them, and ends the process.
+
+    Raises:
+        UserError: an option does not exist, or a value is missing or of another type.
     """
     settings, names, argv = settings or {}, {field.name: field.type for field in fields(kind)}, list(argv)
     if "--help" in argv or "-h" in argv:
@@ -64,9 +69,16 @@ def parse_flags(kind, argv, settings=None):
         if names.get(name) is bool and not given and following not in ("True", "False"):
             argv.insert(index + 1, "True")
     options = dict(default=kind(**settings)) if settings else {}
-    command = re.match(r"python (-m )?[\w.]+", kind.__doc__)  # in messages of tyro
-    options |= dict(prog=command[0] if command else None, use_underscores=True)
-    return tyro.cli(kind, args=argv, config=(tyro.conf.FlagConversionOff,), **options)
+    printed = io.StringIO()
+    try:
+        with redirect_stderr(printed):
+            return tyro.cli(kind, args=argv, use_underscores=True, config=(tyro.conf.FlagConversionOff,), **options)
+    except SystemExit:  # after a box: a title, the mistake and perhaps options with similar names, between lines
+        text = re.sub("[│╭╮╰╯├┤]", " ", printed.getvalue())
+        _, mistake, *parts = (" ".join(part.split()) for part in re.split("[-─]{5,}", text))
+        similar = [name for part in parts if part.startswith("Perhaps") for name in re.findall(r"--\w+", part)]
+        advice = f" (perhaps {' or '.join(similar)})" if similar else ""
+        raise UserError(f"{mistake.rstrip('.')}{advice}; --help lists all options") from None
 
 
 def refuse_nanogpt(name, value, names):

@@ -23,7 +23,7 @@ import tyro
 from data.files import find_run, read_json, writing
 from flags import parse_flags
 from training.config import FREE_ON_RESUME
-from training.curves import LEGEND_WIDTH, Image, bits_per_nat, draw_losses, read_metrics
+from training.curves import LEGEND_WIDTH, bits_per_nat, draw_losses, read_metrics
 
 NOT_COMPARED = FREE_ON_RESUME - {"data", "input"} | {"name"}  # options that do not change a loss
 SUFFIXES = (".png", ".svg", ".pdf")
@@ -75,6 +75,13 @@ def labels_of(folders, options):
     labels = [f"{name}: {change}" for name, change in zip(names, changes, strict=True)]
     room = differing and len(labels) <= LEGEND_LINES and max(map(len, labels)) <= LEGEND_WIDTH
     return labels if room else names
+
+
+class Image(type(Path())):
+    """Path of a picture, which a notebook shows if it is a PNG file."""
+
+    def _repr_png_(self):
+        return self.read_bytes() if self.suffix == ".png" else None
 
 
 def main(argv):

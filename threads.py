@@ -32,10 +32,11 @@ class Threads:
     OpenMP or MKL is set, and on other systems than Linux.
     """
 
-    most = None  # threads when all cores are free
+    most = None  # threads when all cores are free; None where nothing is computed on a CPU
+    fixed = True  # whether the number stays
 
     def start(self, most=None, fixed=False):
-        """Compute in `most` threads, or in one for each core. fixed: whether the number stays."""
+        """Compute in `most` threads, or in one for each core."""
         chosen = any(name.startswith(("OMP_", "GOMP_", "KMP_", "MKL_")) for name in os.environ)
         now, self.fixed = torch.get_num_threads(), fixed or chosen
         self.most = most or (now if chosen else min(now, usable_cores()))
@@ -45,10 +46,8 @@ class Threads:
     def share(self):
         """Compute in fewer threads if they waited for cores since the last call, and some time later in all again.
 
-        Call it between two steps, as often as you like.
+        Call it between two steps, as often as you like. It changes nothing before start().
         """
-        if self.most is None:
-            self.start()
         if self.fixed or time.perf_counter() < self.times[0] + 1:
             return
         before, self.times, threads = self.times, times(), torch.get_num_threads()

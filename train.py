@@ -28,7 +28,6 @@ from device import autocast, set_precision
 from threads import cpu_threads
 from training.checkpoint import Run
 from training.config import load_config
-from training.curves import Image
 from training.network import as_graph, choose_micro_batch, compile_and_wrap, load_pretrained, make_model
 from training.optimizer import Optimizer
 from training.ranks import STOP, Signals, rank_command, start_ranks
@@ -154,8 +153,7 @@ def train(config, corpus, run, ranks):
     step_batches = training_batches(batches, range(start, config.steps), config, ranks, micro_batch)
     with Signals(ranks) as signals, closing(step_batches):
         for step in range(start, config.steps + 1):  # `step` updates are done: report, evaluate, save, make the next
-            if ranks.device == "cpu":
-                cpu_threads.share()
+            cpu_threads.share()
             begun, last = step > start, step == config.steps
             logs = begun and step % config.log_every == 0
             if logs:
@@ -198,7 +196,7 @@ def train(config, corpus, run, ranks):
 
 
 def main(argv):
-    """Train as a command line says; returns loss.png. In a notebook or another program, mistakes raise UserError."""
+    """Train as a command line says. In a notebook or another program, mistakes raise UserError."""
     with rank_command(__name__ == "__main__", "give a smaller --micro_batch, or --checkpoint_activations blocks"):
         config = load_config(argv)
         ranks = start_ranks(config)
@@ -206,7 +204,6 @@ def main(argv):
         with Run(config, ranks) as run:
             corpus = run.open_corpus(argv)
             train(config.completed(corpus), corpus, run, ranks)
-        return Image(run.folder / "loss.png")
 
 
 if __name__ == "__main__":

@@ -13,6 +13,7 @@ from device import resolve_device, resolve_dtype
 from errors import UserError, require
 from hf.read import Pretrained, download_files, read_folder, restore
 from model import GPT, RMSNorm
+from threads import cpu_threads
 
 FORMAT = 2  # of checkpoints; 1 had each block's embedding skip in the block
 NOT_OF_WEIGHTS = ("dropout", "attention", "mask_documents", "end_of_text")  # options that weights do not determine
@@ -59,6 +60,8 @@ def load(run="", device="auto", dtype="auto"):
         UserError: the device does not exist; and as in read().
     """
     device = resolve_device(device)
+    if device == "cpu":
+        cpu_threads.start()
     found = read(run)
     require_tokenizer(found)
     model = GPT(replace(found.config, attention="auto"), seed=None)  # this machine may have other kernels

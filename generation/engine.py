@@ -172,8 +172,7 @@ class Engine:
     @contextmanager
     def _threads(self, tokens):
         """Limit the CPU threads to as many as pay for this number of tokens."""
-        if self.device.type == "cpu":
-            cpu_threads.share()
+        cpu_threads.share()
         before = torch.get_num_threads()
         torch.set_num_threads(min(before, max(1, self.weights * tokens // THREAD_WORK)))
         try:

@@ -40,8 +40,7 @@ def score(model, texts, batch_size, stride=None):
     total = sum(len(ids) - start for ids, start in texts)
     bar = tqdm(total=total, unit_scale=True, delay=0.1, disable=None, leave=False)  # after attention's line
     while batch := list(islice(windows, batch_size)):
-        if device.type == "cpu":
-            cpu_threads.share()
+        cpu_threads.share()
         owners, inputs, targets = (pad_sequence(rows, True, -100) for rows in zip(*batch, strict=True))  # [B, T]
         scored = targets >= 0
         owners, targets = owners[scored], targets[scored].to(device)

@@ -4,7 +4,6 @@ import os
 import shutil
 import subprocess
 import sys
-import time
 from contextlib import suppress
 from pathlib import Path
 from types import SimpleNamespace
@@ -17,7 +16,6 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import device
-import threads
 from attention import choose, gpu
 from errors import UserError, sentence_of
 from generation import choose as sampling

@@ -3,7 +3,6 @@
 import os
 import signal
 import threading
-from pathlib import Path
 
 import nbformat
 import pytest
@@ -50,8 +49,7 @@ def test_the_example(folder, execute):
     assert not any(cell.get("outputs") or cell.get("execution_count") for cell in cells)
     outputs = execute([cell for cell in cells if "colab" not in cell.metadata.get("tags", ())], folder / "examples")
     *_, trained, _, plotted, sampled = outputs
-    for shown in (trained, plotted):
-        assert shown[-1].data["image/png"]
+    assert plotted[-1].data["image/png"]
     assert "step 30/30" in printed(trained) and printed(sampled).startswith("ROMEO:")
     assert (folder / "runs/notebook/best.pt").exists() and (folder / "losses.png").exists()
 
@@ -72,7 +70,7 @@ def test_a_kernel_outlives_mistakes_and_interrupts(folder, execute):
     ]
     _, mistake, stopped, _ = execute([*map(nbformat.v4.new_code_cell, sources)], folder, manager)
     assert "nowhere.py" in printed(mistake)
-    assert "stopped at step" in printed(stopped) and stopped[-1].data["image/png"]
+    assert "stopped at step" in printed(stopped)
     assert contents("runs/run/checkpoint.pt")["step"] == len(losses(folder)) >= 3
 
 
@@ -101,8 +99,8 @@ def test_the_second_interrupt_raises_and_the_run_can_go_on(folder, monkeypatch, 
         at_step(patch, 3, lambda: [os.kill(os.getpid(), signal.SIGINT) for _ in range(2)])
         with pytest.raises(KeyboardInterrupt) as kept:
             train.main(flags((), options))
-    assert train.main(["--resume"]).parent == Path("runs/run") and kept
-    assert len(losses(folder)) == 8 and "Ctrl-C" in capfd.readouterr().err
+    train.main(["--resume"])
+    assert kept and len(losses(folder)) == 8 and "Ctrl-C" in capfd.readouterr().err
 
 
 def test_an_error_before_the_first_step_leaves_nothing(folder, monkeypatch):

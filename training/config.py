@@ -227,7 +227,7 @@ def load_config(argv):
 
     Raises:
         UserError: one sentence that says what to do.
-        SystemExit: tyro has printed what is wrong with a flag, or --help is printed.
+        SystemExit: --help is printed.
     """
     argv = list(argv)
     path = pop_config_file(argv)

@@ -4,7 +4,6 @@ import json
 import logging
 import sys
 import warnings
-from pathlib import Path
 
 COLORS = ("#c0392b", "#2471a3", "#1e8449", "#b9770e", "#7d3c98", "#117a65", "#5d6d7e", "#d35480")
 STYLES = ("-", "--", ":", "-.")  # the next one after each eight runs
@@ -12,13 +11,6 @@ X_LABELS = {"step": "step", "tokens": "training tokens", "seconds": "time since 
 FALL = 0.15  # of a run, which a picture of several runs may cut off at the top
 LEGEND_WIDTH = 110  # characters
 Y_LABELS = {"loss": "loss (nats per token)", "bpb": "loss (bits per byte)"}
-
-
-class Image(type(Path())):
-    """Path of a picture, which a notebook shows if it is a PNG file."""
-
-    def _repr_png_(self):
-        return self.read_bytes() if self.suffix == ".png" and self.exists() else None
 
 
 def read_metrics(folder):
