@@ -10,6 +10,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import torch
 from helpers import FAST, at_step, finish, in_process, losses, metrics, run_script, start, wait_for_step
 from matplotlib.figure import Figure
 from wandb_server import serve
@@ -19,7 +20,7 @@ from data.tokenizer import make_tokenizer
 from model import GPT
 from training.config import Config
 from training.curves import plot_losses
-from training.report import flops_per_token
+from training.report import Report, flops_per_token
 
 SHORT = dict(steps=4, eval_every=2)
 
@@ -56,6 +57,28 @@ def test_lines_fit_the_terminal(folder, monkeypatch, capsys, columns, has):
     assert len(progress) == 4 and all(has in line for line in progress)
     assert columns < 80 or ("? left" in progress[0] and "0:00:0" in progress[1])
     assert max(map(len, progress)) < columns
+
+
+@pytest.mark.parametrize(
+    "device, world, printed",
+    [
+        ("cpu", 1, "cpu (1 thread), float32"),
+        ("cpu", 2, "cpu (1 thread) x 2 with DDP, float32"),
+        ("mps", 1, "mps (Apple M3), float32"),
+        ("cuda", 1, "cuda (NVIDIA H200) x 1, bfloat16"),
+    ],
+)
+def test_the_first_lines_name_the_chip(folder, monkeypatch, capsys, device, world, printed):
+    describe = Report.describe
+
+    def elsewhere(self, model, batches, ranks, micro_batch):
+        describe(self, model, batches, ranks._replace(device=device, world=world), micro_batch)
+
+    monkeypatch.setattr(Report, "describe", elsewhere)
+    monkeypatch.setattr(torch.backends.mps, "get_name", lambda: "Apple M3")
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA H200")
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    assert f"device     {printed}\n" in in_process(capsys, **FAST | SHORT).stdout
 
 
 def test_resuming_drops_later_records_and_a_cut_line(folder, trains):

@@ -129,15 +129,15 @@ def choose_micro_batch(model, config, ranks, saved):
     """
     count, asked = config.batch_size // ranks.world, config.micro_batch
     size = 1 if asked == "auto" else asked or count
-    rule = f"batch_size={config.batch_size} must be a multiple of {ranks.world} GPUs x micro_batch={size}; change one"
-    require(count % size == 0, rule)
+    parts = f"micro_batch={size}" if ranks.world == 1 else f"{ranks.world} processes x micro_batch={size}"
+    require(count % size == 0, f"batch_size={config.batch_size} must be a multiple of {parts}; change one")
     if saved and (asked == "auto" or (asked == 0 and config.dropout > 0)):
         if count % saved == 0:
             return saved
         require(
             config.dropout == 0,
-            f"the saved micro-batch ({saved}) does not divide this run's {count} sequences per GPU; take another "
-            f"number of GPUs, or accept other dropout masks: --micro_batch {count} --allow_changes",
+            f"the saved micro-batch ({saved}) does not divide this run's {count} sequences per process; take another "
+            f"number of processes, or accept other dropout masks: --micro_batch {count} --allow_changes",
         )
     if asked != "auto":
         return size

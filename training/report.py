@@ -60,9 +60,15 @@ class Report:
         if not self.enabled:
             return
         config, corpus, device = self.config, self.corpus, ranks.device
-        chip = torch.cuda.get_device_name(device) if ranks.on_gpu else f"{torch.get_num_threads()} threads"
+        threads = torch.get_num_threads()
+        chip = f"{threads} thread{'s' if threads > 1 else ''}"
+        if device == "mps":
+            chip = torch.backends.mps.get_name()
+        elif ranks.on_gpu:
+            chip = torch.cuda.get_device_name(device)
         dtype = str(resolve_dtype(config.dtype, device)).removeprefix("torch.")
-        how = " with FSDP" if ranks.sharded else " with DDP" if ranks.world > 1 else ""
+        how = f" x {ranks.world}" if ranks.on_gpu or ranks.world > 1 else ""
+        how += " with FSDP" if ranks.sharded else " with DDP" if ranks.world > 1 else ""
         parameters = sum(p.numel() for p in model.parameters())
         epochs = config.steps * config.batch_size / batches.windows_per_epoch
         train, val = batches.tokens.counted, self.val.counted
@@ -73,7 +79,7 @@ class Report:
                 counted += f" ({left_out:,} more are left out: too long for block_size with their question)"
         fields = dict(
             run=f"{self.folder} (process {os.getpid()})",
-            device=f"{device} ({chip}) x {ranks.world}{how}, {dtype}",
+            device=f"{device} ({chip}){how}, {dtype}",
             model=f"{parameters:,} parameters: {config.n_layer} layers, {config.n_head} heads "
             f"({config.kv_heads} kv), width {config.n_embd}, context {config.block_size}",
             data=f"{corpus.source}: {counted}, tokenizer {corpus.tokenizer.name} of {corpus.tokenizer.n_vocab:,}",
