@@ -162,9 +162,10 @@ class Attention(nn.Module):
 
     def forward(self, x, shared):
         (B, T, C), config = x.shape, self.config
-        rows = (B, T) if shared.documents is None else (1, B * T)  # documents are packed in one row
+        packed = {} if shared.documents is None else dict(cu_seqlens=shared.documents, max_seqlen=T)
+        rows = (1, B * T) if packed else (B, T)  # documents are packed in one row
         dropout = config.dropout if self.training else 0.0
-        options = dict(window=self.window, dropout=dropout, cu_seqlens=shared.documents, impl=config.attention)
+        options = dict(window=self.window, dropout=dropout, impl=config.attention, **packed)
         qkv = self.qkv(x)
         if not (shared.rotary or shared.layers or config.qk_norm or config.value_residual):
             y = attention_qkv(qkv.view(*rows, -1), config.n_head, config.kv_heads, **options)

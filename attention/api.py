@@ -70,8 +70,8 @@ def attention(
             pair of such tensors, for queries and for keys, where they differ. Empty sequences are allowed. Tokens
             before the first start and from the last end on belong to no sequence: nobody sees them, their output and
             gradients are 0, their lse is -inf. What passes the end of the row is cut off.
-        max_seqlen: length of the longest sequence, or a pair (queries, keys), as flash-attention asks for. It is not
-            needed: the kernels find where sequences end on the device.
+        max_seqlen: length of the longest sequence or more, or a pair (queries, keys), as in flash-attention. The SDPA
+            path needs it on GPUs and in graphs, and computes longer sequences wrongly there; the kernels do not.
         prefix_lengths: [B] int32, for prefix-LM: the keys at positions below it are visible to all queries of the row,
             before them too; 0 gives the causal mask. Needs causal; not with window, decay or cu_seqlens.
         return_lse: also return the logarithm of the softmax denominator (with the sink), natural log, differentiable.

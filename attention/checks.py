@@ -138,7 +138,7 @@ def check_ragged(call):
     for x in starts:
         check_tensor("cu_seqlens", x, q.device, (torch.int32,))
     for limit in limits:
-        if limit is not None:
+        if max_seqlen is not None:
             check_int("max_seqlen", limit, 1, MAX_LENGTH)
     if lengths is not None:
         raise ValueError("lengths and cu_seqlens were both given; packed sequences need no lengths: leave them out")

@@ -62,7 +62,7 @@ def key_of(call):
     if features_of(call) or has_score_args(call) or not PLAIN.issuperset(types) or torch.compiler.is_compiling():
         return None
     given = call.lengths is not None, type(call.cu_seqlens), call.max_seqlen is not None  # one tensor, or a pair
-    if call.cu_seqlens is not None and not call.q.is_cuda:
+    if call.cu_seqlens is not None:
         given = *given, hides_values(call)
     return (*((x.shape, x.stride(), x.dtype, x.device) for x in (call.q, call.k, call.v)), options, types, given)
 
@@ -93,7 +93,7 @@ def _choose(call):
     if asked == "hopper" and lack:
         raise ValueError(f"the Hopper kernels do not serve {lack}; use impl='auto'")
     if asked == "auto" and q.dtype in DTYPES:
-        inexpressible = None if q.is_cuda else sdpa_problem(call)
+        inexpressible = None if takes_kernels(q.device) else sdpa_problem(call)
         dims = None if lack else (settings_dim(q.shape[-1]), settings_dim(call.v.shape[-1]))
         impl, reason, _ = implementation(q.device, q.dtype, dims, not lack and call.is_ragged, inexpressible)
         if impl == "triton" and lack and not no_hopper:
@@ -123,9 +123,9 @@ def implementation(device, dtype, dims, ragged, inexpressible=None):
     Returns (name, reason in words, whether kernels failed their self-check).
 
     dims: of keys and values, as the tiles of the Hopper kernels hold them, if those could serve, else None; each pair
-    is a setting of its own. ragged: whether they would be those for lengths and packed sequences. inexpressible:
-    elsewhere than on a CUDA GPU, what SDPA cannot express, in words, or None. On a CUDA GPU the kernels first compute a
-    tiny case, which is compared with the reference: seconds, since they are compiled for it.
+    is a setting of its own. ragged: whether they would be those for lengths and packed sequences. inexpressible: where
+    no kernels are taken, what SDPA cannot express, in words, or None. Kernels first compute a tiny case, which is
+    compared with the reference: seconds, since they are compiled for it.
     """
     if device.type == "cuda" and device.index is None:
         device = torch.device("cuda", torch.cuda.current_device())

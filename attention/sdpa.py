@@ -6,6 +6,7 @@ import torch
 import torch.nn.functional as F
 
 from . import ops
+from .checks import pair
 from .features import feature_lacking, four_dims
 from .reference import hides, narrowed
 
@@ -23,8 +24,8 @@ def sdpa_problem(call):
         if getattr(call, name):
             return name
     if call.cu_seqlens is not None:
-        if call.q.device.type != "cpu" or hides_values(call):  # which are read here, on the host
-            return "cu_seqlens on a GPU, in a graph or of a fake tensor"
+        if call.max_seqlen is None and hides_values(call):
+            return "cu_seqlens without max_seqlen on a GPU, in a graph or of a fake tensor"
         if isinstance(call.cu_seqlens, tuple) or call.bias is not None:
             return "cu_seqlens of queries and keys apart, or with a bias"
     if call.dropout > 0 and call.seed is not None:
@@ -39,14 +40,16 @@ def sdpa_problem(call):
 
 
 def hides_values(call):
-    """Whether the host must not read what is in the tensors of a Call."""
-    return ops.recorded() or ops.watched(*call[:3], call.cu_seqlens)
+    """Whether the host must not read what is in the tensors of a Call, or would wait for a GPU."""
+    return call.q.device.type != "cpu" or ops.recorded() or ops.watched(*call[:3], call.cu_seqlens)
 
 
 def attention_by_sdpa(call):
     """out [B, Tq, H, Dv] of a Call that sdpa_problem() accepts, with its scale."""
     arguments = *call[:3], call.causal, call.window, call.scale, call.dropout
     if call.cu_seqlens is not None:
+        if hides_values(call):
+            return sdpa_attention_in_blocks(*arguments, call.cu_seqlens, pair(call.max_seqlen)[0])
         return packed_sdpa_attention(*arguments, call.cu_seqlens)
     return sdpa_attention(*arguments, None if call.bias is None else four_dims(call, call.bias))
 
@@ -56,28 +59,56 @@ def packed_sdpa_attention(q, k, v, causal, window, scale, dropout, cu_seqlens):
     tokens = q.shape[1]
     starts = cu_seqlens.clamp(0, tokens).tolist()
     most = max(TOGETHER, *(end - start for start, end in pairwise(starts)))
-    cuts = [0, starts[0]]
+    cuts = starts[:1]
     for start, end in pairwise(starts):
         if end - cuts[-1] > most:
             cuts.append(start)
-    sizes = [end - start for start, end in pairwise([*cuts, starts[-1], tokens])]
-    number = torch.searchsorted(cu_seqlens[1:].contiguous(), torch.arange(tokens, device=q.device), right=True)[None]
-    *parts, rest = zip(*(x.split(sizes, 1) for x in (q, k, v, number)), strict=True)
+    sizes = [end - start for start, end in pairwise([*cuts, starts[-1]])]
+    every = q, k, v, numbers(cu_seqlens, tokens)[None]
+    parts = zip(*(x[:, starts[0] : starts[-1]].split(sizes, 1) for x in every), strict=True)
     outs = [
-        sdpa_attention(*qkv, causal, window, scale, dropout, None, None if numbers[0, 0] == numbers[0, -1] else numbers)
-        for *qkv, numbers in parts[1:]
-        if numbers.numel()
+        sdpa_attention(*qkv, causal, window, scale, dropout, None, None if (own == own[:, :1]).all() else own.mT == own)
+        for *qkv, own in parts
     ]
-    zero = sum(x[..., :0].sum() for x in (q, k, v))  # with gradients of 0
-    before, behind = (zero.expand(*x[0].shape[:3], v.shape[-1]) for x in (parts[0], rest))  # in no sequence
-    return torch.cat([before, *outs, behind], 1)
+    return F.pad(torch.cat(outs, 1), (0, 0, 0, 0, starts[0], tokens - starts[-1]))  # others are in no sequence
 
 
-def sdpa_attention(q, k, v, causal, window, scale, dropout, bias, number=None):
+def sdpa_attention_in_blocks(q, k, v, causal, window, scale, dropout, cu_seqlens, longest):
+    """sdpa_attention() of packed sequences of at most `longest` tokens; reads nothing on the host.
+
+    Blocks of queries are its batch, each with the blocks of keys that they may see. A token sees itself, so no row of
+    the mask is empty: tokens of no sequence, and the padding, are zeros that see each other.
+    """
+    tokens = q.shape[1]
+    reach = min(longest, tokens, window or tokens)  # keys that a query sees at most, its own included
+    block = max(64, -(-reach // 2))  # those of a query lie in its own block and two before; without causal two after
+    blocks, around = -(-tokens // block), 3 if causal else 5
+    number = numbers(cu_seqlens, tokens)
+    outside = ((number == 0) | (number == cu_seqlens.shape[0]))[:, None, None]
+    parts = []
+    for x in (*(x[0].masked_fill(outside, 0.0) for x in (q, k, v)), number):
+        padding = 2 * block, (blocks + around - 3) * block - tokens
+        parts.append(F.pad(x, (*(0, 0) * (x.dim() - 1), *padding)).unflatten(0, (-1, block)))
+    q, q_number = (x[2 : 2 + blocks] for x in parts[::3])
+    k, v, k_number = (torch.cat([x[i : i + blocks] for i in range(around)], 1) for x in parts[1:])
+    q_pos = torch.arange(2 * block, 3 * block, device=q.device)[:, None]
+    distance = q_pos - torch.arange(around * block, device=q.device)
+    seen = (q_number[:, :, None] == k_number[:, None]) & (distance < reach) & (distance > (-1 if causal else -reach))
+    out = sdpa_attention(q, k, v, False, None, scale, dropout, None, seen[:, None])
+    return out.flatten(0, 1)[:tokens].masked_fill(outside, 0.0)[None]
+
+
+def numbers(cu_seqlens, tokens):
+    """The number of each token's sequence, [T] int32: from 1 on, 0 before the first, N + 1 behind the last."""
+    tokens = torch.arange(tokens, dtype=torch.int32, device=cu_seqlens.device)
+    return torch.searchsorted(cu_seqlens.contiguous(), tokens, right=True, out_int32=True)
+
+
+def sdpa_attention(q, k, v, causal, window, scale, dropout, bias, seen=None):
     """out [B, Tq, H, Dv] of a call that lacks nothing; arguments as in attention(), bias with four dimensions.
 
-    number: [1, T], each token's sequence; None if there is one. What nobody sees is cut off or zeroed: it may hold
-    NaN, and 0 * NaN is NaN.
+    seen: bool [B, 1 or H, Tq, Tk], of which causal and window leave a part; None = all. What nobody sees is cut off or
+    zeroed: it may hold NaN, and 0 * NaN is NaN.
     """
     if window is not None:  # positions are counted from the last key, so nothing else moves
         before = max(k.shape[1] - q.shape[1] + 1 - window, 0)
@@ -91,14 +122,14 @@ def sdpa_attention(q, k, v, causal, window, scale, dropout, bias, number=None):
     if q_len == 1:  # it sees all keys
         causal = False
     # PyTorch's causal attention on CPUs gives NaN unless the scale is positive
-    if number is not None or window is not None or (causal and (q_len < k_len or bias is not None or scale <= 0)):
+    if seen is not None or window is not None or (causal and (q_len < k_len or bias is not None or scale <= 0)):
         q_pos = torch.arange(q_len, device=q.device)[:, None] + k_len - q_len
         distance = q_pos - torch.arange(k_len, device=q.device)
         mask = distance >= 0 if causal else torch.ones_like(distance, dtype=torch.bool)
         if window is not None:
             mask = mask & (distance.abs() < window)
-        if number is not None:
-            mask = mask & (number.mT == number)
+        if seen is not None:
+            mask = mask & seen
     if bias is not None:
         hidden = hides(bias) if mask is None else hides(bias) | ~mask
         mask = narrowed(bias, q.dtype).masked_fill(hidden, float("-inf"))

@@ -6,7 +6,7 @@ from functools import partial
 import pytest
 import torch
 import torch.nn.functional as F
-from problems import CASES, GRADIENTS, ON_GPU, check, make_problem, needs_gpu, results
+from problems import BACKEND, CASES, GRADIENTS, ON_GPU, check, make_problem, needs_gpu, results
 
 from attention import attention, problem, table
 from attention.portable import launch as portable
@@ -161,17 +161,24 @@ def test_dropout_is_rounded_to_8_bits(device):
         dict(packed=[0, 5, 5, 90, 250, 260, 270], q_len=275),
         dict(packed=[3, 5, 40, 170], q_len=170, window=7, heads=4, kv_heads=2),
         dict(packed=[0, 0], q_len=3, causal=False),
+        dict(packed=[2, 150, 290, 290], q_len=310, window=100, causal=False, heads=4, kv_heads=2, value_dim=24),
+        dict(packed=[0, 400], q_len=400, scale=-0.3),
+        dict(packed=[0, 100, 199, 330], q_len=330, causal=False),
     ],
     ids=str,
 )
 def test_sdpa_agrees(options, device):
-    device = "cpu" if "packed" in options else device
+    """Packed sequences in a graph too, where nothing is read of cu_seqlens."""
     arguments, dout, _ = make_problem(device, torch.float32, **options)
+    calls = [partial(attention, impl="reference"), partial(attention, impl="sdpa")]
+    if "packed" in options:
+        calls.append(torch.compile(calls[1], fullgraph=True, backend=BACKEND))
+        for x in (*map(arguments.get, "qkv"), dout):
+            x[:, options["packed"][-1] :] = torch.nan  # in no sequence
     leaves = [arguments[name].requires_grad_() for name in GRADIENTS if name in arguments]
-    gradients = []
-    for impl in ("sdpa", "reference"):
-        gradients.append(torch.autograd.grad(attention(**arguments, impl=impl), leaves, dout))
-    torch.testing.assert_close(*gradients, rtol=1e-2 if ON_GPU else 1e-4, atol=1e-3 if ON_GPU else 1e-5)
+    expected, *found = ((out := call(**arguments), *torch.autograd.grad(out, leaves, dout)) for call in calls)
+    for other in found:
+        torch.testing.assert_close(other, expected, rtol=1e-2 if ON_GPU else 1e-4, atol=1e-3 if ON_GPU else 1e-5)
 
 
 def test_reference_by_other_ways():

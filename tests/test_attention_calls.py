@@ -70,19 +70,23 @@ def test_a_cpu_prints_once_what_serves_and_that_the_reference_is_slow(undecided,
 
 
 def test_packed_sequences_on_a_cpu_go_into_graphs(undecided):
-    """Where SDPA would read their bounds on the host: after a call with values, and with another default device."""
+    """Which hold no lengths that were read on the host: after a call with values, and with another default device."""
     q, starts, others = torch.randn(1, 300, 2, 8), integers(0, 200, 300).cpu(), integers(0, 60, 300).cpu()
 
     def packed(q, starts):
         return attention(q, q, q, cu_seqlens=starts)
 
+    def by_sdpa(q, starts):
+        return attention(q, q, q, cu_seqlens=starts, max_seqlen=250, impl="sdpa")
+
     expected = packed(q, others)
     with torch.device("meta"):
         torch.testing.assert_close(packed(q, others), expected)
-    for options in ({}, dict(pre_dispatch=True)):
-        torch.testing.assert_close(make_fx(packed, **options)(q, starts)(q, others), expected)
-    with FakeTensorMode() as mode:
-        assert packed(mode.from_tensor(q), mode.from_tensor(starts)).shape == q.shape
+    for call in (packed, by_sdpa):
+        for options in ({}, dict(pre_dispatch=True)):
+            torch.testing.assert_close(make_fx(call, **options)(q, starts)(q, others), expected)
+        with FakeTensorMode() as mode:
+            assert call(mode.from_tensor(q), mode.from_tensor(starts)).shape == q.shape
 
 
 def test_each_setting_of_the_hopper_kernels_is_checked(undecided, monkeypatch):

@@ -50,6 +50,7 @@ PACKED = [
     (dict(cu_seqlens=2 * [STARTS]), "cu_seqlens is list"),
     (dict(cu_seqlens=STARTS, max_seqlen=0), "max_seqlen=0"),
     (dict(cu_seqlens=STARTS, max_seqlen=(10, -1)), "max_seqlen=-1"),
+    (dict(cu_seqlens=STARTS, max_seqlen=(10, None)), "max_seqlen=None"),
     (dict(cu_seqlens=STARTS, max_seqlen=(1, 2, 3)), "max_seqlen=(1, 2, 3)"),
     (dict(cu_seqlens=STARTS, max_seqlen=torch.tensor(10)), "max_seqlen=tensor(10)"),
     (dict(cu_seqlens=integers(0, 5, 10), alibi_slopes=floats(1, 4)), "alibi_slopes has shape (1, 4)"),

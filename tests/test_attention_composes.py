@@ -99,6 +99,7 @@ CALLS = {
     "plain": partial(attention, impl="triton"),
     "decay": lambda q, k, v: attention(q, k, v, window=7, decay=-q.abs().mean(-1), impl="triton"),
     "packed": partial(halves, impl="triton"),
+    "sdpa_packed": partial(halves, impl="sdpa"),
     "qkv": partial(from_qkv, impl="triton"),
     "all_results": partial(all_results, impl="triton"),
     "hopper": partial(attention, window=7, impl="hopper"),

@@ -16,7 +16,7 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import device
-from attention import choose, gpu
+from attention import choose, explain, gpu
 from errors import UserError, sentence_of
 from generation import choose as sampling
 from generation import engine
@@ -41,6 +41,7 @@ def chip(monkeypatch):
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: capability)
         monkeypatch.setattr(torch.cuda, "get_device_name", lambda device=None: "GeForce")
         monkeypatch.setattr(torch.cuda, "get_arch_list", lambda: list(architectures))
+        monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
 
     def forget():
         for known in (device.note, *vars(gpu).values()):
@@ -87,7 +88,6 @@ def test_gpus_without_tensor_cores_in_triton_and_amds_take_pytorch(chip, monkeyp
     monkeypatch.setattr(engine, "Cache", MagicMock(side_effect=NotImplementedError))  # which it needs after its kernels
     monkeypatch.setattr(choose, "_passes", lambda *check: (True, "passed"))
     monkeypatch.setattr(choose, "_CHOICES", {})
-    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     with FakeTensorMode(), torch.device("cuda:0"), SkipInitialisation(), torch.no_grad():
         x, tokens, head = torch.empty(16, 32), torch.empty(16, dtype=torch.int64), nn.Linear(32, 300)
         changed = MagicMock(is_cuda=True, device=x.device)  # fake tensors on a GPU cannot be changed in place
@@ -120,6 +120,16 @@ def test_shared_memory_is_the_drivers(chip, monkeypatch):
     t4 = SimpleNamespace(shared_memory_per_block_optin=65_536)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: t4)
     assert gpu.shared_memory(torch.device("cuda", 0)) == 65_536
+
+
+@pytest.mark.parametrize("where", ["cuda", "mps", "cpu"])
+def test_packed_documents_take_sdpa_where_no_kernels_run(chip, where):
+    """On a T4, an AMD GPU and a Mac, and in graphs, where the host reads no values."""
+    chip((7, 5))
+    with FakeTensorMode():
+        q, starts = torch.empty(1, 64, 2, 16, device=where), torch.empty(9, dtype=torch.int32, device=where)
+    assert explain(q, q, q, cu_seqlens=starts, max_seqlen=32, dropout=0.1).startswith("sdpa: ")
+    assert explain(q, q, q, cu_seqlens=starts).startswith("reference: ")
 
 
 def test_a_gpu_that_pytorch_does_not_see(monkeypatch, capsys):

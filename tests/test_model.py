@@ -81,13 +81,15 @@ def test_masked_documents_are_isolated(config):
 
 def test_many_short_documents_share_the_last_place():
     """Attention gets as many places as the shape has room for, here 16. No document reaches into another row."""
-    model = make_model(dataclasses.replace(CONFIGS["gpt2"], mask_documents=True, end_of_text=0))
+    model = make_model(dataclasses.replace(CONFIGS["gpt2"], mask_documents=True, end_of_text=0, attention="sdpa"))
     tokens = torch.randint(1, 50, (2, 24))
     tokens[0, :19] = 0  # nineteen documents of a token
     changed = tokens.clone()
     changed[0, 20] = 1 + tokens[0, 20] % 49
     logits, other = model(tokens), model(changed)
     assert torch.equal(logits[0, :20], other[0, :20]) and torch.equal(logits[1], other[1])
+    compiled = torch.compile(model, fullgraph=True, backend="aot_eager")  # for which SDPA needs to know their length
+    torch.testing.assert_close(compiled(tokens), logits)
 
 
 def test_parameters_and_flops():

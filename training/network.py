@@ -88,7 +88,7 @@ def check_attention(config, dtype, device):
         return
     options = dict(window=config.window, dropout=config.dropout)
     if config.mask_documents:
-        options["cu_seqlens"] = torch.zeros(2, dtype=torch.int32, device=device)
+        options |= dict(cu_seqlens=torch.zeros(2, dtype=torch.int32, device=device), max_seqlen=config.block_size)
     head = torch.empty(config.head_dim, dtype=resolve_dtype(dtype, device), device=device)
     q, k = (head.expand(1, config.block_size, heads, -1) for heads in (config.n_head, config.kv_heads))
     try:
