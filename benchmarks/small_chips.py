@@ -121,7 +121,7 @@ def main():
     if DEVICE == "cuda":
         pretend(args.chip, CHIPS[args.chip] * 2**10)
     train.training_batches = timed
-    table(["config", "chip", "triton, ms a step", "sdpa"], rows(args.chip, args.configs, options))
+    table(["config", "as sm", "ours, ms a step", "SDPA"], rows(args.chip, args.configs, options))
 
 
 if __name__ == "__main__":
