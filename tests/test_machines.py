@@ -5,6 +5,7 @@ import shutil
 import subprocess
 import sys
 from contextlib import suppress
+from importlib import import_module
 from pathlib import Path
 from types import SimpleNamespace
 from unittest.mock import MagicMock
@@ -83,6 +84,8 @@ def test_gpus_without_tensor_cores_in_triton_and_amds_take_pytorch(chip, monkeyp
     """For attention, the loss, the MLP, Muon and sampling; an MI200 of AMD's has the numbers of a Hopper GPU."""
     for name in ("generation.fused", "generation.top_k", "kernels.cross_entropy", "kernels.matmul", "kernels.muon"):
         monkeypatch.setitem(sys.modules, name, None)  # importing it raises ImportError
+        package, module = name.split(".")
+        monkeypatch.delattr(import_module(package), module, raising=False)  # of an earlier import
     for module in (optimizer, sampling):
         monkeypatch.setattr(module, "may_launch", lambda *tensors: True)
     monkeypatch.setattr(engine, "Cache", MagicMock(side_effect=NotImplementedError))  # which it needs after its kernels
