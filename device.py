@@ -35,6 +35,8 @@ def gpu_problem(device, gpus):
     """Why PyTorch cannot use an NVIDIA GPU of this machine, in words; None if it can, or if there is none."""
     if torch.version.hip:
         return None
+    if not gpus and os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1"):
+        return None
     if not gpus:
         found = next(Path("/dev").glob("nvidia[0-9]*"), None)
         rule = f"PyTorch {torch.__version__} sees no GPU, although {found} exists"

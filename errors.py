@@ -7,11 +7,13 @@ if sys.platform == "win32":
 
 import errno
 import os
+import re
 import shlex
 import shutil
 import signal
 import subprocess
 from contextlib import contextmanager, redirect_stderr, redirect_stdout
+from pathlib import Path
 
 UNFINISHED = set()  # folders that a command removes if it fails: a run before its first step, half an export
 # what PyTorch and Triton say
@@ -60,7 +62,7 @@ def sentence_of(error, out_of_memory):
         return f"{str(error).split('. ')[0]}; the kernels do not fit this GPU: give --attention sdpa"
     if type(error).__name__ == "AcceleratorError":  # PyTorch's
         return f"{str(error).splitlines()[0]}; start again, and if it comes back, give --device cpu"
-    if isinstance(error, subprocess.CalledProcessError):  # of Triton, which compiles with Python's headers
+    if isinstance(error, subprocess.CalledProcessError) and re.search(r"cc|clang|\+\+", Path(error.cmd[0]).name):
         return f"{error.cmd[0]} failed; install a C compiler and Python's headers, as python3-dev, or give --device cpu"
     if isinstance(error, OSError) and error.filename is not None:  # a file that is missing or cannot be read
         return f"{error.filename}: {error.strerror}"

@@ -73,9 +73,11 @@ def parse_flags(kind, argv, settings=None):
     try:
         with redirect_stderr(printed):
             return tyro.cli(kind, args=argv, use_underscores=True, config=(tyro.conf.FlagConversionOff,), **options)
-    except SystemExit:  # after a box: a title, the mistake and perhaps options with similar names, between lines
-        text = re.sub("[│╭╮╰╯├┤]", " ", printed.getvalue())
-        _, mistake, *parts = (" ".join(part.split()) for part in re.split("[-─]{5,}", text))
+    except SystemExit as end:  # after a box: a title, the mistake and perhaps options with similar names, between lines
+        if not end.code:
+            raise
+        text = re.sub("(?m)^ *│|│ *$", "", printed.getvalue())
+        _, mistake, *parts = (" ".join(part.split()) for part in re.split(r"(?m)^(?: *[-─]{5,} *|╭.*)$", text))
         similar = [name for part in parts if part.startswith("Perhaps") for name in re.findall(r"--\w+", part)]
         advice = f" (perhaps {' or '.join(similar)})" if similar else ""
         raise UserError(f"{mistake.rstrip('.')}{advice}; --help lists all options") from None

@@ -10,6 +10,7 @@ import torch
 
 from device import note
 
+VARIABLES = "OMP_", "GOMP_", "MKL_NUM_THREADS"  # beginnings of the names by which a user chooses threads
 WAITS = 0.15  # of a thread's time that it waits for a core: then there are too many threads
 
 
@@ -27,21 +28,31 @@ class Threads:
     """The threads of PyTorch on a CPU.
 
     They wait for each other many times a step, spinning. When one waits for a core, all do: on two cores beside one
-    busy process, two threads compute half as fast as one. Linux tells how long threads have waited for cores.
-    The order of sums, and so their last bits, depends on the number of threads. It stays as it is if a variable of
-    OpenMP or MKL is set, and on other systems than Linux.
+    busy process, two threads compute half as fast as one. Linux tells how long threads have waited for cores; on other
+    systems their number stays. The order of sums, and so their last bits, depends on it.
     """
 
     most = None  # threads when all cores are free; None where nothing is computed on a CPU
     fixed = True  # whether the number stays
 
     def start(self, most=None, fixed=False):
-        """Compute in `most` threads, or in one for each core."""
-        chosen = any(name.startswith(("OMP_", "GOMP_", "KMP_", "MKL_")) for name in os.environ)
-        now, self.fixed = torch.get_num_threads(), fixed or chosen
-        self.most = most or (now if chosen else min(now, usable_cores()))
-        torch.set_num_threads(self.most)
+        """Compute in `most` threads, or in one for each core, unless the environment says how many."""
+        self.stop()
+        chosen = any(name.startswith(VARIABLES) for name in os.environ)
+        self.before, self.fixed = torch.get_num_threads(), fixed or chosen
+        self.most = most or (self.before if chosen else min(self.before, usable_cores()))
         self.times, self.patience, self.lowered = times(), 5, 0
+        self._set(self.most)
+
+    def stop(self):
+        """Compute in as many threads as before start(), unless another has changed their number."""
+        if self.most and torch.get_num_threads() == self.now:
+            torch.set_num_threads(self.before)
+        self.most, self.fixed = None, True
+
+    def _set(self, number):
+        self.now = number
+        torch.set_num_threads(number)
 
     def share(self):
         """Compute in fewer threads if they waited for cores since the last call, and some time later in all again.
@@ -55,11 +66,11 @@ class Threads:
         needed = threads * seconds
         if threads > 1 and waited > WAITS * needed and ran < (1 - WAITS) * needed:  # so it waited for other processes
             fewer = min(threads - 1, max(1, int(ran / seconds + 0.25)))
-            note(f"other work takes CPU cores; computing in {fewer} of {threads} threads until they are free")
-            torch.set_num_threads(fewer)
+            note(f"threads wait for CPU cores; computing in {fewer} of {threads} until other work has ended")
+            self._set(fewer)
             self.lowered, self.patience = self.times[0], min(2 * self.patience, 600)  # if it comes and goes, wait
         elif threads < self.most and waited < WAITS * needed and self.times[0] > self.lowered + self.patience:
-            torch.set_num_threads(self.most)
+            self._set(self.most)
 
 
 def times():

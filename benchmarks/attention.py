@@ -270,6 +270,9 @@ def here(small):
 
     table(["cell", f"{taken}, forward/backward in ms", "sdpa"], timed())
     mine, theirs = totals.values()
+    if not theirs:
+        print(f"impl='auto' takes {taken} here; no cell was served by both")
+        return
     advice = "which is right" if mine <= theirs else "but should take SDPA: --attention sdpa, impl='sdpa'"
     print(f"impl='auto' takes {taken} here, {advice}: {mine:.4g} ms where both serve, SDPA {theirs:.4g} ms")
     chip, _, *versions = machine().values()

@@ -41,8 +41,8 @@ CONFIGS = {  # name in configs/ -> options for which it needs neither its data n
     "finetune_shakespeare": f"{GPT2} --n_head 25 --n_embd 1600 --batch_size 4",  # a quarter of the layers
 }
 FIXED = (
-    f"--data text --input {ROOT}/data/play.txt --tokenizer bytes+eot --name {FOLDER.name} --compile off "
-    "--eval_every 1000000 --eval_batches 1 --log_every 1000000"
+    f"--data text --input {ROOT}/data/play.txt --tokenizer bytes+eot --runs {FOLDER.parent} --name {FOLDER.name} "
+    "--compile off --eval_every 1000000 --eval_batches 1 --log_every 1000000"
 )
 clock, training_batches = [], train.training_batches
 
@@ -93,9 +93,9 @@ def time_step(argv):
         with redirect_stdout(io.StringIO()):
             config = load_config(argv)
             ranks = start_ranks(config)
-            run = Run(config, ranks)
-            corpus = run.open_corpus(argv)
-            train.train(config.completed(corpus), corpus, run, ranks)
+            with Run(config, ranks) as run:
+                corpus = run.open_corpus(argv)
+                train.train(config.completed(corpus), corpus, run, ranks)
     except StopIteration:  # train() asked timed() for more
         return f"{1000 * (clock[1] - clock[0]) / STEPS:.2f}"
     except Exception as error:

@@ -33,7 +33,8 @@ def can_write(path):
     except OSError as error:
         if error.errno not in (errno.EACCES, errno.EPERM, errno.EROFS):
             raise
-        moved_by = "the variable GPT_DATA" if data_root() in path.parents else "--runs or the variable GPT_RUNS"
+        is_data = data_root() in path.parents and RUNS not in (path, *path.parents)
+        moved_by = "the variable GPT_DATA" if is_data else "--runs or the variable GPT_RUNS"
         rule = f"cannot write {path} ({error.strerror})"
         raise UserError(f"{rule}; name a folder where you can by {moved_by}") from None
 

@@ -46,14 +46,16 @@ def test_resume_is_bit_exact(folder, options, trains):
     assert_resumes_bit_exactly(folder, trains, steps=6, **options)
 
 
-def test_a_resumed_run_has_its_number_of_threads(folder, trains):
-    before = torch.get_num_threads()
+def test_a_resumed_run_has_its_number_of_threads(folder, trains, monkeypatch):
+    """And leaves the process's as it was."""
+    before, found = torch.get_num_threads(), []
+    at_step(monkeypatch, 3, lambda: found.append(torch.get_num_threads()))
     try:
         torch.set_num_threads(2)
         trains(steps=2, eval_every=2, eval_batches=1)
         torch.set_num_threads(1)
-        trains("--resume", "--steps", "3", "--allow_changes")
-        assert torch.get_num_threads() == 2
+        trains("--resume", "--steps", "3", "--allow_changes", log_every=1)
+        assert found == [2] and torch.get_num_threads() == 1
     finally:
         torch.set_num_threads(before)
 

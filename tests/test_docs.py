@@ -1,4 +1,4 @@
-"""docs/attention.md: excerpts of simple.py, the worked example (docs/tilt.patch), and what it tells users of others."""
+"""docs/attention.md: excerpts of simple.py, the worked example (docs/tilt.patch), other packages; names of tests."""
 
 import os
 import re
@@ -106,3 +106,10 @@ def test_masks_of_sdpa():
         valid = [slice(None, n) for n in lengths] if kind == "for padding" else [slice(None)] * 2
         for row, tokens in enumerate(valid):
             torch.testing.assert_close(ours[row, tokens], theirs[row, tokens])
+
+
+def test_pages_name_tests_that_exist():
+    tests = "".join(path.read_text() for path in (ROOT / "tests").glob("*.py"))
+    for page in (ROOT / "docs").glob("*.md"):
+        for name in re.findall(r"`(test_\w+)`", page.read_text()):
+            assert f"def {name}(" in tests, f"{page.name} names {name}"

@@ -4,6 +4,7 @@ import os
 import shutil
 import subprocess
 import sys
+import time
 from contextlib import suppress
 from importlib import import_module
 from pathlib import Path
@@ -17,6 +18,7 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import device
+import threads
 from attention import choose, explain, gpu
 from errors import UserError, sentence_of
 from generation import choose as sampling
@@ -211,3 +213,92 @@ def test_a_read_only_checkout(folder):
         code, err = call(*command, **moved)
         assert code == 0 and "atplotlib" not in err, err
     assert Path("a.png").exists() and Path("runs/run/loss.png").exists()
+
+
+@pytest.fixture
+def cpu_threads(monkeypatch):
+    """PyTorch's threads as where the environment says nothing of them."""
+    for name in [name for name in os.environ if name.startswith(threads.VARIABLES)]:
+        monkeypatch.delenv(name)
+    before = torch.get_num_threads()
+    yield threads.Threads()
+    torch.set_num_threads(before)
+
+
+def test_threads_leave_cores_to_other_work(cpu_threads):
+    """Other processes really run here."""
+    torch.set_num_threads(4)
+    cpu_threads.start(most=4)
+    busy = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(threads.usable_cores())]
+    try:
+        x, end = torch.randn(300, 300), time.monotonic() + 60
+        while torch.get_num_threads() == 4:
+            assert time.monotonic() < end
+            (x @ x).relu().sum()
+            cpu_threads.share()
+    finally:
+        for process in busy:
+            process.kill()
+            process.wait()
+
+
+def test_threads_follow_what_linux_tells(cpu_threads, monkeypatch):
+    """All come back when the cores are free, later each time; work of this process's own changes nothing."""
+    clock = [0.0, 0.0, 0.0]
+    monkeypatch.setattr(threads, "times", lambda: tuple(clock))
+    monkeypatch.setattr(threads.time, "perf_counter", lambda: clock[0])
+
+    def after(seconds, ran, waited):
+        for index, change in enumerate((seconds, ran * seconds, waited * seconds)):
+            clock[index] += change
+        cpu_threads.share()
+        return torch.get_num_threads()
+
+    torch.set_num_threads(4)
+    cpu_threads.start(most=4)
+    assert after(2, ran=3.9, waited=0.1) == 4
+    assert after(2, ran=4, waited=2) == 4  # of this process's own threads, as when it writes a checkpoint
+    assert after(0.1, ran=1, waited=3) == 4  # too short to tell
+    assert after(2, ran=2.5, waited=1.5) == 2
+    assert after(2, ran=1.3, waited=0.7) == 1
+    assert after(2, ran=0.6, waited=0.4) == 1
+    seconds = 0
+    while after(2, ran=1, waited=0) == 1:
+        seconds += 2
+    assert torch.get_num_threads() == 4 and 4 < seconds < 60
+    assert after(2, ran=2, waited=2) == 2
+    assert sum(after(2, ran=2, waited=0) == 2 for _ in range(60)) * 2 > seconds
+    assert after(2, ran=1, waited=1) == 1
+    cpu_threads.stop()  # the next run of a notebook has all
+    assert after(2, ran=1, waited=3) == 4
+
+
+@pytest.mark.parametrize("by", ["the environment", "a checkpoint", "--deterministic"])
+def test_threads_that_the_user_chose_stay(cpu_threads, monkeypatch, by):
+    if by == "the environment":
+        monkeypatch.setenv("OMP_NUM_THREADS", "3")
+    torch.set_num_threads(3)
+    cpu_threads.start(most=3 if by == "a checkpoint" else None, fixed=by != "the environment")
+    before = torch.get_num_threads()
+    monkeypatch.setattr(threads, "times", lambda: (1e9, 1.0, 1e9))
+    monkeypatch.setattr(threads.time, "perf_counter", lambda: 1e9)
+    cpu_threads.share()
+    assert torch.get_num_threads() == before and (by == "--deterministic" or before == 3)
+
+
+@pytest.mark.parametrize(
+    "files, cores",
+    [
+        ({"cpu.max": "150000 100000"}, 2),
+        ({"cpu.max": "max 100000"}, None),
+        ({"cpu/cpu.cfs_quota_us": "50000", "cpu/cpu.cfs_period_us": "100000"}, 1),
+        ({"cpu/cpu.cfs_quota_us": "-1", "cpu/cpu.cfs_period_us": "100000"}, None),
+        ({}, None),
+    ],
+)
+def test_cores_of_a_quota(tmp_path, monkeypatch, files, cores):
+    monkeypatch.setattr(os, "sched_getaffinity", lambda process: range(5), raising=False)
+    for name, text in files.items():
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(text + "\n")
+    assert threads.usable_cores(tmp_path) == (cores or 5)

@@ -96,7 +96,10 @@ class Run(ExitStack):
         self.folder = self.ranks.broadcast(self.folder)
         start, best = self.saved.get("step", 0), math.inf
         if self.ranks.device == "cpu" and self.ranks.world == 1:
-            cpu_threads.start(self.saved.get("threads"), config.deterministic)  # the order of sums depends on it
+            threads = self.saved.get("threads")  # on which the order of sums depends
+            compiles = config.compile in ("model", "blocks")  # for a number of threads
+            cpu_threads.start(threads, fixed=bool(threads) or config.deterministic or compiles)
+            self.callback(cpu_threads.stop)
         if self.saved:
             load_weights(model, self.saved)
             optimizer.load(self.saved)
@@ -183,9 +186,9 @@ class Run(ExitStack):
         print(f"warning: {error}", file=sys.stderr)
 
     def _write(self, name, contents, copied):
-        if copied:
-            copied.synchronize()
         try:
+            if copied:
+                copied.synchronize()
             path = self.folder / name
             if name == "checkpoint.pt" and self.config.keep > 1 and path in self.good:
                 self.good[0] = path.rename(self.folder / f"checkpoint-{self.on_disk}.pt")

@@ -4,6 +4,7 @@ import gc
 import os
 import signal
 import sys
+import threading
 from contextlib import contextmanager, nullcontext, suppress
 from datetime import timedelta
 from typing import Any, NamedTuple
@@ -144,6 +145,8 @@ class Signals:
 
     def __enter__(self):
         handled = [n for n in HANDLED if n == signal.SIGINT or signal.getsignal(n) != signal.SIG_IGN]
+        if threading.current_thread() is not threading.main_thread():  # which alone handles signals
+            handled = []
         self.before = {number: signal.signal(number, self._handle) for number in handled}
         return self
 
