@@ -1,5 +1,6 @@
 """Command lines: flags for a dataclass of options, nanoGPT's names, --help."""
 
+import difflib
 import inspect
 import io
 import re
@@ -8,6 +9,7 @@ import sys
 import textwrap
 from contextlib import redirect_stderr
 from dataclasses import MISSING, fields
+from decimal import Decimal
 from typing import Annotated, Literal, get_args, get_origin
 
 import tyro
@@ -42,6 +44,7 @@ NANOGPT = {
 }
 
 
+UNITS = {"": 1, "K": 10**3, "M": 10**6, "B": 10**9, "T": 10**12}
 # a comment between the options of a class, which is a heading, or an option with its docstring
 OPTION = re.compile(r'^    (?:# (.+)|(\w+): .+(?:\n    """((?s:.+?))""")?)$', re.MULTILINE)
 
@@ -64,8 +67,11 @@ def parse_flags(kind, argv, settings=None):
         following = argv[index + 1] if index + 1 < len(argv) else "--"
         if not flag.startswith("--"):
             continue
-        name = flag[2:].replace("-", "_")
-        refuse_nanogpt(name, value if given else following, names)
+        name, typed = flag[2:].replace("-", "_"), value if given else following
+        refuse_nanogpt(name, typed, names)
+        number = count_of(typed) if int in (names.get(name), *get_args(names.get(name))) else None
+        if number is not None:
+            argv[index : index + 2 - bool(given)] = [f"{flag}={number}"]
         if names.get(name) is bool and not given and following not in ("True", "False"):
             argv.insert(index + 1, "True")
     options = dict(default=kind(**settings)) if settings else {}
@@ -79,8 +85,24 @@ def parse_flags(kind, argv, settings=None):
         text = re.sub("(?m)^ *│|│ *$", "", printed.getvalue())
         _, mistake, *parts = (" ".join(part.split()) for part in re.split(r"(?m)^(?: *[-─]{5,} *|╭.*)$", text))
         similar = [name for part in parts if part.startswith("Perhaps") for name in re.findall(r"--\w+", part)]
+        named = re.findall(r"--(\w+)", mistake)
+        similar += [f"--{name}" for name in names if "".join(word[:1] for word in name.split("_")) in named]  # --lr
         advice = f" (perhaps {' or '.join(similar)})" if similar else ""
+        if mistake.startswith("Missing"):
+            advice = f": --{named[0]} {values_of(names[named[0]])}" if named else ""
         raise UserError(f"{mistake.rstrip('.')}{advice}; --help lists all options") from None
+
+
+def perhaps(name, names, before=""):
+    """The one of some names that a user may have meant, in brackets; "" if none is like it."""
+    return "".join(f" (perhaps {before}{found})" for found in difflib.get_close_matches(name, names, 1))
+
+
+def count_of(text):
+    """The whole number in a text such as 4096, 1e3, 43M or 1.5B; None if there is none."""
+    found = re.fullmatch(r"(\d+(?:\.\d+)?(?:E\d+)?)([KMBT]?)", text.upper())
+    number = Decimal(found[1]) * UNITS[found[2]] if found else Decimal("NaN")
+    return int(number) if number == number.to_integral_value() else None
 
 
 def refuse_nanogpt(name, value, names):

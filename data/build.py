@@ -8,7 +8,6 @@ import hashlib
 import json
 import math
 import os
-import re
 import shutil
 import sys
 from bisect import bisect
@@ -28,13 +27,13 @@ from data.loader import map_ahead
 from data.shards import SPLITS, ShardWriter
 from data.tokenizer import encode, end_of_text, from_state, make_tokenizer, never_merges, to_state
 from errors import UserError, require
+from flags import count_of
 
 VERSION = 3  # of the prepared files
 FEW, FEW_SHARE, SHARE = 1000, 0.1, 0.005  # with fewer documents than FEW, the larger share is for validation
 SAMPLE_BYTES = 250 * 10**6  # of text that bpe:N learns from: its distinct words must fit into memory
 GROUP_BYTES = 1 << 28  # of input files that are finished together; a larger file is a group of its own
 BETWEEN = "\n\n"  # documents, if the tokenizer has no end-of-text
-UNITS = {"": 1, "K": 10**3, "M": 10**6, "B": 10**9, "T": 10**12}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,9 +67,9 @@ def parse_tokens(text):
     """The number of tokens in text such as 1B, 100M, 4096 or all."""
     if text == "all":
         return math.inf
-    found = re.fullmatch(r"(\d+(?:\.\d+)?)([KMBT]?)", text.upper())
-    require(found, f"{text!r} is no number of tokens; write it as 1B, 100M or 4096")
-    return int(float(found[1]) * UNITS[found[2]])
+    number = count_of(text)
+    require(number is not None, f"{text!r} is no number of tokens; write it as 1B, 100M or 4096")
+    return number
 
 
 def build(folder, source, request, tokenizer_spec, options, threads):

@@ -146,6 +146,20 @@ def test_values_of_every_kind(config_file):
         assert (config.cuda_graph, config.micro_batch, config.deterministic) == (value, 4, value)
 
 
+def test_short_names_and_numbers():
+    config = load_config(["shakespeare", "--device", "cpu", "--steps", "1e3", "--batch_size=1.5K", "--seed", "43M"])
+    assert (config.name, config.n_layer) == ("shakespeare", 4)
+    assert (config.steps, config.batch_size, config.seed) == (1000, 1500, 43_000_000)
+
+
+def test_without_arguments_the_configs_are_listed(folder, capsys):
+    result = in_process(capsys)
+    assert not result.returncode and not (folder / "runs").exists()
+    assert set(re.findall(r"^  (\w+)", result.stdout, re.MULTILINE)) == {
+        path.stem for path in MODERN.parent.glob("*.py")
+    }
+
+
 OUT_OF_RANGE = ["n_head 0", "window 0", "n_kv_head 0", "dropout 1.5", "beta2 1.5", "epochs nan", "epochs -1.0"]
 OUT_OF_RANGE += ["learning_rate nan", "learning_rate inf", "muon_scale -1.0", "seed 5000000000000000000"]
 
@@ -156,6 +170,10 @@ OUT_OF_RANGE += ["learning_rate nan", "learning_rate inf", "muon_scale -1.0", "s
         *((f"--{option}", option.replace(" ", "=")) for option in OUT_OF_RANGE),
         ("--learning_rat 1", "--learning_rat --learning_rate"),
         ("--dev cpu", "--dev --device"),  # no abbreviations
+        ("--lr 1e-3", "--lr --learning_rate"),
+        ("--wandb", "--wandb off offline online"),
+        ("--steps 1.5", "--steps 1.5"),
+        ("shakespere", "shakespere shakespeare"),
         ("--n_kv_head 4", "n_head=6 n_kv_head=4"),
         ("--key_offset True", "key_offset=True --position"),
         ("--learning_rate 1e-5", "learning_rate=1e-05 min_learning_rate=0.0001"),

@@ -317,7 +317,8 @@ def test_mistakes(folder, run):
     gpt2(folder / "tiny")
     make_run(folder / "runs/x", make_tokenizer("bytes"), block_size=16)
     export("runs/x", "out")
-    (folder / "empty").mkdir()
+    for name in ("empty", "runs/tiny2"):
+        (folder / name).mkdir()
     tensors = safetensors.load_file("tiny/model.safetensors")
     safetensors.save_file(tensors | {NEW: torch.ones(1)}, "tiny/new.safetensors")
     os.truncate(folder / "tiny/model.safetensors", 5000)
@@ -326,6 +327,7 @@ def test_mistakes(folder, run):
         (weights.read, ["tiny"], "cannot read tiny/model.safetensors"),
         (weights.read, ["empty"], "empty has no checkpoint and no model.safetensors"),
         (weights.read, ["nowhere"], "nowhere does not exist"),
+        (weights.read, ["tinny"], r"tinny does not exist \(perhaps tiny2\)"),
         (export, ["runs/x", "out"], "out exists"),
         (export, ["out", "new"], "Hugging Face model already"),
     ):

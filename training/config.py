@@ -1,13 +1,14 @@
 """Config: every option of a run, typed and documented. load_config() reads defaults < config file < flags."""
 
 import argparse
-import difflib
 import math
 import runpy
 import sys
+import textwrap
 from dataclasses import asdict, dataclass, fields, replace
 from inspect import signature
 from pathlib import Path, PurePath
+from shutil import get_terminal_size
 from types import ModuleType
 from typing import Literal, get_args, get_origin
 
@@ -18,10 +19,11 @@ from data.loader import Batches
 from data.tokenizer import end_of_text
 from device import resolve_device
 from errors import UserError, require
-from flags import parse_flags, refuse_nanogpt, values_of
+from flags import parse_flags, perhaps, refuse_nanogpt, values_of
 from model import GPTConfig
 from weights import network_options
 
+CONFIGS = Path(__file__).parents[1] / "configs"
 # In place of a network that would take days without a GPU, unless its config file has a dictionary `cpu`.
 TOY = dict(
     n_layer=4, n_head=4, n_embd=128, block_size=128, batch_size=8, micro_batch=0, steps=300, warmup_steps=30,
@@ -227,9 +229,16 @@ def load_config(argv):
 
     Raises:
         UserError: one sentence that says what to do.
-        SystemExit: --help is printed.
+        SystemExit: --help is printed, or without arguments the config files.
     """
     argv = list(argv)
+    if not argv:
+        print("Name a config, as in: python train.py shakespeare\n")
+        for path in sorted(CONFIGS.glob("*.py")):
+            about = path.read_text().splitlines()[0].removeprefix("# ")
+            indents = dict(initial_indent=f"  {path.stem:22}", subsequent_indent=" " * 24)
+            print(*textwrap.wrap(about, get_terminal_size().columns, **indents), sep="\n")
+        sys.exit()
     path = pop_config_file(argv)
     settings = read_config_file(path) if path else {}
     early = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
@@ -322,7 +331,10 @@ def resumed_config(folder, flags):
 
 def read_config_file(path):
     """The assignments of a config file, by name, and its function dial(), without modules, functions and classes."""
-    require(path.is_file(), f"config file {path} does not exist; configs/ has some, and --resume goes on with a run")
+    names = {each.stem: each for each in sorted(CONFIGS.glob("*.py"))}
+    path = path if path.exists() else names.get(str(path), path)  # shakespeare is configs/shakespeare.py
+    rule = f"config file {path} does not exist{perhaps(path.stem, names)}"
+    require(path.is_file(), f"{rule}; configs/ has {', '.join(names)}, and --resume goes on with a run")
     settings = {
         name: value
         for name, value in runpy.run_path(str(path)).items()
@@ -345,8 +357,7 @@ def checked_types(settings, path):
         refuse_nanogpt(name, value, kinds)
         kind = kinds.get(name)
         if kind is None:
-            close = "".join(f" (perhaps --{found})" for found in difflib.get_close_matches(name, kinds, 1))
-            rule = f"{path} sets {name}, and there is no option --{name}={value}{close}"
+            rule = f"{path} sets {name}, and there is no option --{name}={value}{perhaps(name, kinds, '--')}"
             raise UserError(f"{rule}; begin the name of a helper with _, as in _{name}")
         if isinstance(value, np.generic):
             value = value.item()
