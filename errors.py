@@ -12,6 +12,7 @@ import shlex
 import shutil
 import signal
 import subprocess
+import textwrap
 from contextlib import contextmanager, redirect_stderr, redirect_stdout
 from pathlib import Path
 
@@ -33,6 +34,14 @@ def require(condition, message):
 def quote(path):
     """A path or name as a shell needs it in a command that is printed."""
     return shlex.quote(str(path))
+
+
+def fold(text, indent=0):
+    """A line broken between words, to the terminal's width or else 100 columns; the lines after it are indented."""
+    return textwrap.fill(
+        text, shutil.get_terminal_size((100, 24)).columns, subsequent_indent=" " * indent,
+        break_long_words=False, break_on_hyphens=False,
+    )  # fmt: skip
 
 
 def catch_ctrl_c():

@@ -4,9 +4,7 @@ import difflib
 import inspect
 import io
 import re
-import shutil
 import sys
-import textwrap
 from contextlib import redirect_stderr
 from dataclasses import MISSING, fields
 from decimal import Decimal
@@ -14,7 +12,7 @@ from typing import Annotated, Literal, get_args, get_origin
 
 import tyro
 
-from errors import UserError, require
+from errors import UserError, fold, require
 
 # nanoGPT's option, or option=value: ours
 NANOGPT = {
@@ -113,8 +111,9 @@ def refuse_nanogpt(name, value, names):
 
 def print_help(kind, settings):
     """Print the options of a dataclass by subject, with their values: those of settings, else the defaults."""
-    width, options = shutil.get_terminal_size().columns, {field.name: field for field in fields(kind)}
-    print(f"usage: {inspect.cleandoc(kind.__doc__)}\n\nIn brackets: the value unless you give another.")
+    options = {field.name: field for field in fields(kind)}
+    usage = f"usage: {inspect.cleandoc(kind.__doc__)}\n\nIn brackets: the value unless you give another."
+    print(*map(fold, usage.splitlines()), sep="\n")
     for owner in kind.__mro__[:-1]:
         for heading, name, text in OPTION.findall(inspect.getsource(owner)):
             if heading:
@@ -125,8 +124,7 @@ def print_help(kind, settings):
             typed = name.upper() if get_origin(option) is Annotated else f"--{name} {values_of(option)}"
             hidden = value in ((), MISSING) or not str(value).strip()  # "" or a line break
             shown = "" if hidden else f"  [{value if str(value).isprintable() else repr(value)}]"
-            lines = textwrap.wrap(" ".join(text.split()), width, initial_indent=" " * 6, subsequent_indent=" " * 6)
-            print(f"  {typed}{shown}", *lines, sep="\n")
+            print(f"  {typed}{shown}", *([fold(" " * 6 + " ".join(text.split()), 6)] if text else []), sep="\n")
 
 
 def values_of(kind):

@@ -16,7 +16,7 @@ In Python:
 A list of messages in place of the text, such as [{"role": "user", "content": "Hello!"}], is a conversation.
 """
 
-from errors import UserError, catch_ctrl_c, command, require
+from errors import UserError, catch_ctrl_c, command, fold, require
 
 if __name__ == "__main__":
     catch_ctrl_c()
@@ -125,7 +125,7 @@ def print_speed(generator):
     ):
         if count:
             rates.append(f"{name} {count:,} tokens in {seconds:.3f} s, {count / seconds:,.0f} tokens/s")
-    print("; ".join(rates), file=sys.stderr)
+    print(fold("; ".join(rates)), file=sys.stderr)
 
 
 def interact(generator, config):

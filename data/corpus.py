@@ -20,7 +20,7 @@ from data.hub_tokenizer import HubTokenizer
 from data.shards import HEADER_BYTES, SPLITS, Tokens, file_sha256, map_shard
 from data.sources import PLAY, find_source
 from data.tokenizer import from_state, is_untrained, make_tokenizer, to_state, tokenizer_name
-from errors import UserError, quote, require
+from errors import UserError, fold, quote, require
 
 
 @dataclass(frozen=True)
@@ -59,7 +59,7 @@ def open_corpus(name, tokenizer_spec, input=None, *, sha256=None, verify=False):
             # a prepared text may be deleted
             if not exists or find_source(name, input).sha256 == manifest["request"]["source_sha256"]:
                 if corpus.source == PLAY:
-                    print(f"NOTICE: this is {PLAY}; {command} downloads tiny Shakespeare", file=sys.stderr)
+                    print(fold(f"NOTICE: this is {PLAY}; {command} downloads tiny Shakespeare"), file=sys.stderr)
                 return corpus
             reason = "its files have changed"
         except UserError as error:

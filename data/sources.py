@@ -16,7 +16,7 @@ from data.external import token_files
 from data.files import atomic_file, data_folder
 from data.hub import DATASETS, HUB, download_file, list_dataset
 from data.shards import SPLITS, file_sha256
-from errors import require
+from errors import fold, require
 
 SHAKESPEARE_URL = "https://raw.githubusercontent.com/karpathy/char-rnn/master/data/tinyshakespeare/input.txt"
 SHAKESPEARE_SHA256 = "86c4e6aa9db7c042ec79f339dcb96d42b0075e16b8fc2e86bf0ca57e2dc565ed"
@@ -142,7 +142,7 @@ def _find_shakespeare(input):
         return _of_files(path.parent, [path], "tiny Shakespeare")
     require(not input, f"{input} is not tiny Shakespeare (its sha256 differs); for another text give --data text")
     notice = "tiny Shakespeare could not be downloaded; this is the embedded play, data/play.txt"
-    print(f"NOTICE: {notice}. --input FILE reads a copy of the former.", file=sys.stderr)
+    print(fold(f"NOTICE: {notice}. --input FILE reads a copy of the former."), file=sys.stderr)
     return _of_files(PLAY_FILE.parent, [PLAY_FILE], PLAY)
 
 

@@ -4,11 +4,9 @@ import argparse
 import math
 import runpy
 import sys
-import textwrap
 from dataclasses import asdict, dataclass, fields, replace
 from inspect import signature
 from pathlib import Path, PurePath
-from shutil import get_terminal_size
 from types import ModuleType
 from typing import Literal, get_args, get_origin
 
@@ -18,7 +16,7 @@ from data.files import GPT2_SIZES, RUNS, find_run, read_json
 from data.loader import Batches
 from data.tokenizer import end_of_text
 from device import resolve_device
-from errors import UserError, require
+from errors import UserError, fold, require
 from flags import parse_flags, perhaps, refuse_nanogpt, values_of
 from model import GPTConfig
 from weights import network_options
@@ -236,8 +234,7 @@ def load_config(argv):
         print("Name a config, as in: python train.py shakespeare\n")
         for path in sorted(CONFIGS.glob("*.py")):
             about = path.read_text().splitlines()[0].removeprefix("# ")
-            indents = dict(initial_indent=f"  {path.stem:22}", subsequent_indent=" " * 24)
-            print(*textwrap.wrap(about, get_terminal_size().columns, **indents), sep="\n")
+            print(fold(f"  {path.stem:22}{about}", 24))
         sys.exit()
     path = pop_config_file(argv)
     settings = read_config_file(path) if path else {}

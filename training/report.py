@@ -16,7 +16,7 @@ import torch
 from data.files import atomic_file
 from data.loader import windowed
 from device import resolve_dtype
-from errors import quote
+from errors import fold, quote
 from generation import Generator
 from training.curves import best_of, in_words, plot_losses, read_metrics
 
@@ -92,7 +92,7 @@ class Report:
                 f"weight decay {config.weight_decay:.2g}, dropout {config.dropout:.2g}"
             )
         for name, text in fields.items():
-            show(f"{name:11}{text}")
+            show(fold(f"{name:11}{text}", 11))
 
     def start(self):
         """Begin to log and to measure at the end of the first step, which may compile; its own line includes it."""
