@@ -30,6 +30,7 @@ from helpers import (
 from test_sample import save
 
 from data.tokenizer import make_tokenizer
+from errors import fold
 from model import Block
 
 TRAIN = "--data text --input corpus.txt --tokenizer bytes --device cpu --steps 2 --n_layer 1 --batch_size 2 --attention"
@@ -180,3 +181,12 @@ def test_compilation_without_a_compiler(folder):
     process = start(folder, variables=variables, **FAST | dict(compile="model"))
     one_sentence(finish(process, 1)[1], "C++ compiler", "--compile off")
     assert not list(Path("runs").iterdir())
+
+
+@pytest.mark.parametrize("columns, lines", [("80", 3), ("", 2)])
+def test_long_lines_break_between_words(monkeypatch, columns, lines):
+    monkeypatch.setenv("COLUMNS", columns)
+    text = f"data       {'seventeen letters ' * 9}end"
+    found = fold(text, 11).splitlines()
+    assert len(found) == lines and max(map(len, found)) <= int(columns or 100)
+    assert " ".join(line.strip() for line in found) == text and all(line.startswith(" " * 11) for line in found[1:])
