@@ -13,6 +13,7 @@ import gc
 import io
 import shutil
 import subprocess
+import sys
 import time
 from contextlib import redirect_stdout
 from pathlib import Path
@@ -44,7 +45,7 @@ FIXED = (
     f"--data text --input {ROOT}/data/play.txt --tokenizer bytes+eot --runs {FOLDER.parent} --name {FOLDER.name} "
     "--compile off --eval_every 1000000 --eval_batches 1 --log_every 1000000"
 )
-clock, training_batches = [], train.training_batches
+clock, failures, training_batches = [], [], train.training_batches
 
 
 def pretend(chip, limit):
@@ -98,7 +99,8 @@ def time_step(argv):
                 train.train(config.completed(corpus), corpus, run, ranks)
     except StopIteration:  # train() asked timed() for more
         return f"{1000 * (clock[1] - clock[0]) / STEPS:.2f}"
-    except Exception as error:
+    except Exception as error:  # the other configs are tried too
+        failures.append(argv)
         return f"{type(error).__name__}: {error}"[:100]
     finally:
         shutil.rmtree(FOLDER, ignore_errors=True)
@@ -122,6 +124,7 @@ def main():
         pretend(args.chip, CHIPS[args.chip] * 2**10)
     train.training_batches = timed
     table(["config", "as sm", "ours, ms a step", "SDPA"], rows(args.chip, args.configs, options))
+    sys.exit(f"error: {len(failures)} runs failed, as the table says" if failures else 0)
 
 
 if __name__ == "__main__":

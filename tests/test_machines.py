@@ -1,5 +1,6 @@
 """Machines that are not here: chips without kernels, GPUs that PyTorch does not see, Macs, Windows."""
 
+import itertools
 import os
 import shutil
 import subprocess
@@ -13,7 +14,7 @@ from unittest.mock import MagicMock
 
 import pytest
 import torch
-from helpers import FAST, ROOT, finish, flags, refused, start
+from helpers import FAST, ROOT, finish, flags, in_process, refused, run_script, start
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
@@ -240,6 +241,19 @@ def test_threads_leave_cores_to_other_work(cpu_threads):
         for process in busy:
             process.kill()
             process.wait()
+
+
+@pytest.mark.parametrize("script", ["train.py", "evaluate.py", "sample.py"])
+def test_each_loop_shares_cores(cpu_threads, folder, monkeypatch, capsys, script):
+    """Linux says at each look that half of the time was spent waiting."""
+    assert in_process(capsys, **FAST | dict(steps=2, eval_every=2)).returncode == 0
+    looks = itertools.count()
+    monkeypatch.setattr(threads, "times", lambda: (next(looks) - 1e6, next(looks) / 2, next(looks) / 2))
+    torch.set_num_threads(2)
+    device.note.cache_clear()
+    argv = flags((), FAST | dict(steps=2)) if script == "train.py" else ["run", "--device", "cpu"]
+    code, _, err = run_script(monkeypatch, capsys, script, *argv)
+    assert not code and "1 of 2" in err, err
 
 
 def test_threads_follow_what_linux_tells(cpu_threads, monkeypatch):
