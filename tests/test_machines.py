@@ -223,6 +223,7 @@ def cpu_threads(monkeypatch):
         monkeypatch.delenv(name)
     before = torch.get_num_threads()
     yield threads.Threads()
+    threads.cpu_threads.stop()  # a script's: started here, it would give a later test's run this test's number
     torch.set_num_threads(before)
 
 
