@@ -36,7 +36,7 @@ from data.documents import RECORDS, read_text, suffix_of
 from flags import parse_flags
 from generation import Chat, Generator, Sampling, generate, generate_batch
 from generation.chat import HELP
-from generation.text import NEW_TEXT, opening
+from generation.text import NEW_TEXT, marked, opening
 from weights import load
 
 __all__ = ["generate", "generate_batch", "load"]
@@ -58,7 +58,7 @@ class SampleConfig(Sampling):
     """Answer what you type, as a model of configs/chat.py does. /system TEXT begins a new conversation with this system
     message, /reset one with the same message as before. If the context is full, the oldest turns are left out."""
     max_tokens: int = 500
-    """Tokens per sample."""
+    """Tokens per sample. Once they fill the context (block_size), the model reads only its newest half."""
     num_samples: int = 1
     """Samples, made in one batch."""
     stop: tuple[str, ...] = ()
@@ -103,8 +103,8 @@ def show(text):
 
 def print_samples(generator, prompt, config):
     """Print the first sample as it is made, then the others; a prompt that was typed stands on the screen already."""
-    prompts, texts = [prompt] * config.num_samples, [prompt] * config.num_samples
-    before = "" if config.interactive else prompt
+    prompts, texts = [prompt] * config.num_samples, [""] * config.num_samples
+    before = "" if config.interactive else marked(prompt)
     for number, piece in generator.stream(prompts, config.max_tokens, config.stop, config.ignore_eot):
         if number == 0:
             show(before + piece)
@@ -113,7 +113,7 @@ def print_samples(generator, prompt, config):
             texts[number] += piece
     print()
     for text in texts[1:]:
-        print(f"---------------\n{text}")
+        print(f"---------------\n{marked(prompt)}{text}")
 
 
 def print_speed(generator):

@@ -1,7 +1,7 @@
 """Train a GPT.
 
     python train.py configs/shakespeare.py [--learning_rate 3e-4 ...]     one process, on a GPU or a CPU
-    python train.py --resume                                              resume the newest run
+    python train.py --resume                                              resume the newest run that is not finished
     torchrun --nproc_per_node=4 train.py configs/gpt2.py                  several GPUs of a host
 
 A run writes runs/NAME/: config.json, kestrel.json (the tokenizer), metrics.jsonl, checkpoints, best.pt and loss.png.
@@ -156,8 +156,8 @@ def train(config, corpus, run, ranks):
             cpu_threads.share()
             begun, last = step > start, step == config.steps
             logs = begun and step % config.log_every == 0
-            if logs:
-                report.step(step, rate, loss, grad_norm, optimizer.skipped)
+            if begun:
+                report.step(step, rate, loss, grad_norm, optimizer.skipped, logs)
             asked = signals.agreed() if begun else 0  # a vote of all ranks; before the first step nothing can be kept
             evaluates = (begun or step == 0) and (last or step % config.eval_every == 0)
             saves = begun and (last or asked or step % (config.save_every or config.eval_every) == 0)

@@ -50,15 +50,17 @@ def make_folders(path):
     return path
 
 
-def find_run(name, *also, runs=RUNS):
+def find_run(name, *also, runs=RUNS, fits=None):
     """Path of what a user names: runs/NAME if there is such a run, else NAME. UserError for a size of GPT-2.
 
-    "" is the run with the newest .pt file, or newest file that matches one of the patterns `also`.
+    "" is the run with the newest .pt file, or newest file that matches one of the patterns `also`; if fits(folder) is
+    False for it but not for all runs, the newest for which it is True.
     """
     if not name:
         found = [path for pattern in ("*.pt", *also) for path in runs.glob(f"*/{pattern}")]
         require(found, f"no run in {runs}/; train one first: python train.py configs/shakespeare.py")
-        return max(found, key=lambda path: path.stat().st_mtime).parent
+        folders = [path.parent for path in sorted(found, key=lambda path: path.stat().st_mtime, reverse=True)]
+        return next(filter(fits, folders), folders[0])
     require(str(name) not in GPT2_SIZES, f"{name} is OpenAI's model; a run of this name is {runs}/{name}")
     path = Path(name)
     if str(path) != path.name or path.name == "..":

@@ -1,10 +1,10 @@
 """Prompts to text."""
 
-import sys
 import time
 
 from data.chat import TURNS, encode_prompt
 from data.tokenizer import end_of_text
+from device import note
 from errors import require
 from generation.choose import Sampling
 from generation.engine import Engine
@@ -61,7 +61,7 @@ class Generator(Engine):
 
     def __init__(self, model, tokenizer, batch=1, sampling=None, seed=1337, graph=None):
         super().__init__(model, tokenizer.n_vocab, batch, sampling, seed, graph)
-        self.tokenizer, self.noted = tokenizer, set()
+        self.tokenizer = tokenizer
 
     def stream(self, prompts, max_tokens=500, stop=(), ignore_eot=False):
         """Continue one prompt for each sample; yields (number of the sample, piece of text), some of them empty.
@@ -79,14 +79,11 @@ class Generator(Engine):
         texts = [encoded[str(prompt)] for prompt in prompts]
         longest = max(len(self.context(text, block_size + 1)) for text in texts)
         if longest > block_size:
-            self._note(f"the prompt is longer than block_size; the model reads its last {block_size} tokens")
+            note(f"the prompt is longer than block_size; the model reads its last {block_size} tokens")
         ends = set() if ignore_eot else {end_of_text(self.tokenizer)}
         if not all(isinstance(prompt, str) for prompt in prompts):
             ends |= {self.tokenizer._special_tokens[name] for name in TURNS}
             max_tokens = min(max_tokens, block_size + 1 - max(map(len, texts)))
-        elif longest + max_tokens > block_size + 1:
-            newest = max(block_size // 2, 1)
-            self._note(f"past {block_size} tokens (block_size), the model reads only the newest {newest}")
         stop = [text for text in ((stop,) if isinstance(stop, str) else stop) if text]
         streams = [TextStream(self.tokenizer, stop, ends) for _ in prompts]
 
@@ -109,12 +106,6 @@ class Generator(Engine):
         for row, stream in enumerate(streams):
             if not stream.ended:
                 yield row, stream.finish()
-
-    def _note(self, text):
-        """Print a line to standard error, once."""
-        if text not in self.noted:
-            self.noted.add(text)
-            print(f"note: {text}", file=sys.stderr)
 
     def _encode(self, prompt, room):
         if isinstance(prompt, str):

@@ -1,6 +1,7 @@
 """Between text and tokens, token by token."""
 
 import codecs
+import sys
 
 from data.tokenizer import END_OF_TEXT, encode, end_of_text, mend
 from errors import UserError, require
@@ -31,6 +32,11 @@ def opening(tokenizer):
         return NEW_TEXT
     except UserError:  # characters of another kind of text, such as DNA
         return tokenizer.decode([0])
+
+
+def marked(prompt):
+    """A prompt as it is printed before its continuation: dim on a terminal."""
+    return f"\x1b[2m{prompt}\x1b[22m" if prompt.strip() and sys.stdout.isatty() else prompt
 
 
 class TextStream:

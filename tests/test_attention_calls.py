@@ -58,13 +58,12 @@ def test_every_rank_prints_its_own_failure(undecided, monkeypatch, capsys):
         assert err.startswith(printed) and bool(err) == bool(printed)
 
 
-def test_a_cpu_prints_once_what_serves_and_that_the_reference_is_slow(undecided, capsys):
+def test_a_cpu_prints_once_that_the_reference_is_slow(undecided, capsys):
     q = torch.randn(1, 16, 2, 8)
     for _ in range(2):
         attention(q, q, q, dropout=0.1, cu_seqlens=torch.tensor([0, 5, 16], dtype=torch.int32))
         attention(q, q, q, sink=torch.zeros(2))
-    sdpa, reference = capsys.readouterr().err.splitlines()
-    assert sdpa.startswith("attention  sdpa on cpu, float32: ")
+    [reference] = capsys.readouterr().err.splitlines()
     assert reference.startswith("attention  reference on cpu, float32: ") and "sink" in reference
     assert "many times slower" in reference
 

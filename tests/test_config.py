@@ -11,7 +11,9 @@ import pytest
 from helpers import ROOT, flags, in_process, make_gpt2_small
 
 from data.tokenizer import make_tokenizer
+from training.checkpoint import save_checkpoint
 from training.config import Config, load_config
+from weights import FORMAT
 
 SHIPPED = sorted((ROOT / "configs").glob("*.py"))
 MODERN = ROOT / "configs" / "modern.py"
@@ -235,6 +237,9 @@ def test_resume_alone_takes_the_newest_run(folder):
         assert (config.resume, config.steps) == ("runs/old", 101)
     Path("runs/old/checkpoint.pt").touch()  # the newest file decides
     assert load_config(["--resume"]).resume == "runs/old"
+    save_checkpoint(Path("runs/old/checkpoint.pt"), dict(format=FORMAT, step=101))  # it is finished
+    assert load_config(["--resume"]).resume == "runs/new"
+    assert load_config(["--resume", "--steps", "200", "--allow_changes"]).resume == "runs/old"
 
 
 def test_a_changed_option_needs_allow_changes(folder, refuse):

@@ -18,6 +18,7 @@ from wandb_server import serve
 import train
 from data.tokenizer import make_tokenizer
 from model import GPT
+from training import report
 from training.config import Config
 from training.curves import plot_losses
 from training.report import Report, flops_per_token
@@ -57,6 +58,19 @@ def test_lines_fit_the_terminal(folder, monkeypatch, capsys, columns, has):
     assert len(progress) == 4 and all(has in line for line in progress)
     assert columns < 80 or ("? left" in progress[0] and "0:00:0" in progress[1])
     assert max(map(len, progress)) < columns
+
+
+@pytest.mark.parametrize("terminal", [True, False])
+def test_progress_by_time(folder, monkeypatch, capsys, terminal):
+    """A terminal shows the first step and then one every two seconds; all outputs tell how long a long run takes."""
+    monkeypatch.setattr("sys.stdout.isatty", lambda: terminal)
+    monkeypatch.setattr(report, "PROGRESS_SECONDS", -1)
+    monkeypatch.setattr(report, "LONG", 0)
+    monkeypatch.setattr(report, "MEASURED", 0)
+    out = in_process(capsys, **FAST | dict(steps=6, eval_every=6, log_every=4)).stdout
+    shown = [int(step) for step in re.findall(r"step (\d)/6  loss", out)]
+    assert shown == ([1, 2, 3, 4, 5, 6] if terminal else [4]) and len(losses(folder)) == 1
+    assert out.count("more hours") == 1
 
 
 @pytest.mark.parametrize(
@@ -157,7 +171,7 @@ def test_an_error_of_wandb_ends_only_its_logging(folder, monkeypatch, capsys, se
     result = in_process(capsys, **FAST | SHORT | dict(wandb="online", sample_every=2))
     assert result.returncode == 0 and len(losses(folder)) == 4
     assert result.stderr.count("warning: ") == 1 and "TimeoutError" in result.stderr, result.stderr
-    assert "sample after 2 steps:\na <b>\n\ufffd[2Jc\n" in result.stdout
+    assert re.search("sample after 2 steps.*:\na <b>\n\ufffd\\[2Jc\n", result.stdout)
 
 
 RECORDS = [

@@ -19,7 +19,7 @@ from device import resolve_device
 from errors import UserError, fold, require
 from flags import parse_flags, perhaps, refuse_nanogpt, values_of
 from model import GPTConfig
-from weights import network_options
+from weights import checkpoints, load_first, network_options
 
 CONFIGS = Path(__file__).parents[1] / "configs"
 # In place of a network that would take days without a GPU, unless its config file has a dictionary `cpu`.
@@ -120,7 +120,7 @@ class Config(GPTConfig):
     runs: str = str(RUNS)
     """Folder in place of runs/. The variable GPT_RUNS moves it for all commands."""
     resume: str = ""
-    """Resume this run, given as its folder or NAME; --resume alone takes the newest."""
+    """Resume this run, given as its folder or NAME; --resume alone takes the newest that is not finished."""
     allow_changes: bool = False
     """With --resume: accept other options or data than before; the result will differ from an uninterrupted run."""
     keep: int = 2
@@ -250,7 +250,8 @@ def load_config(argv):
     if known.resume is not None:
         require(not path, "--resume takes the options of the run; leave out the config file")
         require("init_from" not in given, "--resume goes on with the weights of the run; leave out --init_from")
-        return resumed_config(find_run(known.resume, "config.json", runs=Path(typed.runs)), flags)
+        fits = None if given & {"steps", "epochs"} else has_steps_left
+        return resumed_config(find_run(known.resume, "config.json", runs=Path(typed.runs), fits=fits), flags)
 
     if not resolve_device(typed.device).startswith("cuda"):
         if not cpu and settings.get("n_embd", 0) >= TOO_WIDE and not typed.init_from:
@@ -300,6 +301,15 @@ def pop_config_file(argv):
         if not (is_value or argument.startswith("-")):
             return Path(argv.pop(index))
     return None
+
+
+def has_steps_left(folder):
+    """Whether the run in a folder is not finished; True if it cannot be read, so that an error will name it."""
+    try:
+        steps = read_json(folder / "config.json")["steps"]
+        return load_first(checkpoints(folder), weights=False).get("step", 0) < steps
+    except (UserError, OSError, KeyError):
+        return True
 
 
 def resumed_config(folder, flags):

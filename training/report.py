@@ -18,6 +18,7 @@ from data.loader import windowed
 from device import resolve_dtype
 from errors import fold, quote
 from generation import Generator
+from generation.text import marked
 from training.curves import best_of, in_words, plot_losses, read_metrics
 
 # Dense bf16/fp16 tensor-core TFLOP/s from the vendors' data sheets, by the first of these parts in the device's name.
@@ -31,6 +32,9 @@ PEAK_TFLOPS = {
 SAMPLE_PROMPT, SAMPLE_TOKENS = 16, 100  # of --sample_every
 WANDB_SECONDS = 60  # to wait for wandb at the end of a run
 PLOT_SECONDS = 30  # between two drawings of loss.png; one takes as long as a hundred steps of a small network
+PROGRESS_SECONDS = 2  # between two progress lines on a terminal, if steps take less
+LONG = 3600  # seconds of a run, which are announced once the time left has been measured for this long:
+MEASURED = 10
 
 
 class Report:
@@ -45,7 +49,8 @@ class Report:
         self.peak = peak_flops(ranks.device) * ranks.world
         self.began = self.plotted = self.first_began = self.lap_began = time.perf_counter()
         self.first_step = self.lap_step = start
-        self.val_loss, self.wandb = None, None
+        self.val_loss, self.wandb, self.announced = None, None, False
+        self.on_terminal, self.shown = self.enabled and sys.stdout.isatty(), -math.inf  # when a step was last printed
         self.sync_later = f"to send the rest later, type: wandb sync {quote(folder / 'wandb' / 'latest-run')}"
         # Steps after `start` are repeated, and so is the evaluation of step 0 if that is the start.
         self.kept = []
@@ -93,6 +98,13 @@ class Report:
             )
         for name, text in fields.items():
             show(fold(f"{name:11}{text}", 11))
+        self._show_first_step()
+
+    def _show_first_step(self):
+        """On a terminal, say what is waited for."""
+        if self.on_terminal:
+            compiles = ", which compiles kernels: up to a minute, the first time" if torch.cuda.is_initialized() else ""
+            show_progress([f"first step{compiles} ..."])
 
     def start(self):
         """Begin to log and to measure at the end of the first step, which may compile; its own line includes it."""
@@ -119,35 +131,45 @@ class Report:
         yield
         self.lap_began += time.perf_counter() - began
 
-    def step(self, step, learning_rate, loss, grad_norm, skipped):
-        """Record a training step. loss (nats per token), grad_norm, skipped: [] tensors, whose values it waits for."""
-        loss, grad_norm, skipped = torch.stack((loss, grad_norm, skipped)).tolist()
-        if not self.enabled:
+    def step(self, step, learning_rate, loss, grad_norm, skipped, logs):
+        """Record a training step if it `logs`, and print a line about it; on a terminal, print one every two seconds.
+
+        loss (nats per token), grad_norm, skipped: [] tensors, whose values it waits for if it prints.
+        """
+        due = self.on_terminal and time.perf_counter() > self.shown + PROGRESS_SECONDS
+        if not self.enabled or not (logs or due):
             return
-        now, steps = time.perf_counter(), self.config.steps
-        seconds = (now - self.lap_began) / (step - self.lap_step)
-        self.lap_began, self.lap_step = now, step
-        record = dict(
-            step=step, seconds=now - self.began, loss=loss, learning_rate=learning_rate,
-            grad_norm=grad_norm, skipped_steps=int(skipped),
-            tokens_per_second=self.tokens_per_step / seconds, tflops=self.flops_per_step / seconds / 1e12,
-        )  # fmt: skip
-        if self.peak:
-            record["mfu"] = self.flops_per_step / seconds / self.peak
-        if torch.cuda.is_initialized():
-            record["peak_memory"] = torch.cuda.max_memory_allocated()  # bytes, of rank 0's GPU
-        self._write(record)
-        fields = [f"step {step}/{steps}", f"loss {loss:.4f}"]
+        loss, grad_norm, skipped = torch.stack((loss, grad_norm, skipped)).tolist()
+        self.shown = now = time.perf_counter()
+        fields = [f"step {step}/{self.config.steps}", f"loss {loss:.4f}"]
         fields += [f"val {self.val_loss:.4f}"] if self.val_loss is not None else []
         fields += [f"{skipped:.0f} skipped"] if skipped else []
-        left = "?"  # after the first step, which may compile
+        record = dict(
+            step=step, seconds=now - self.began, loss=loss, learning_rate=learning_rate, grad_norm=grad_norm,
+            skipped_steps=int(skipped),
+        )  # fmt: skip
+        if step > self.lap_step:  # otherwise this is the first step, which may compile
+            rate = (step - self.lap_step) / (now - self.lap_began)
+            record |= dict(tokens_per_second=self.tokens_per_step * rate, tflops=self.flops_per_step * rate / 1e12)
+            record |= dict(mfu=self.flops_per_step * rate / self.peak) if self.peak else {}
+            fields.append(f"{record['tokens_per_second']:,.0f} tokens/s")
+        if torch.cuda.is_initialized():
+            record["peak_memory"] = torch.cuda.max_memory_allocated()  # bytes, of rank 0's GPU
+        left = "?"
         if step > self.first_step:
-            seconds = (steps - step) * (now - self.first_began) / (step - self.first_step)  # with evaluations
+            a_step = (now - self.first_began) / (step - self.first_step)  # seconds, with evaluations
+            seconds = (self.config.steps - step) * a_step
             left = timedelta(seconds=round(seconds))
-        fields += [f"{record['tokens_per_second']:,.0f} tokens/s", f"{left} left"]
-        fields += [f"norm {grad_norm:.2f}", f"lr {learning_rate:.2e}"]
-        fields += [f"MFU {record['mfu']:.1%}"] if self.peak else []
+            if seconds > LONG and now > self.first_began + MEASURED and not self.announced:
+                self.announced = True
+                rule = f"note: at this speed the run takes {seconds / 3600:,.1f} more hours"
+                show(fold(f"{rule}; Ctrl-C saves and stops it, fewer --steps or a smaller network make it shorter"))
+        fields += [f"{left} left", f"norm {grad_norm:.2f}", f"lr {learning_rate:.2e}"]
+        fields += [f"MFU {record['mfu']:.1%}"] if "mfu" in record else []
         show_progress(fields)
+        if logs:
+            self._write(record)
+            self.lap_began, self.lap_step = now, step
 
     def evaluation(self, step, loss, is_best):
         """Record the validation loss (nats per token), and draw loss.png if the last drawing is some time ago."""
@@ -157,6 +179,8 @@ class Report:
         self._write({"step": step, "seconds": time.perf_counter() - self.began, "val_loss": loss, "val_bpb": bits})
         mark = "  (best)" if is_best else ""
         show(f"step {step}/{self.config.steps}  val loss {loss:.4f} nats/token  {bits:.4f} bits/byte{mark}")
+        if self.waiting is not None:
+            self._show_first_step()
         if time.perf_counter() - self.plotted > PLOT_SECONDS:
             self._draw()
             self.plotted = time.perf_counter()
@@ -175,7 +199,10 @@ class Report:
                     tokens = [token for [token] in generator.tokens([prompt], SAMPLE_TOKENS)]
             finally:
                 model.train()
-            show(f"sample after {step} steps:\n{printable(tokenizer.decode(prompt + tokens))}\n")
+            begins = tokenizer.decode(prompt).rstrip("\N{REPLACEMENT CHARACTER}")  # of a character that is cut off
+            text = printable(tokenizer.decode(prompt + tokens).removeprefix(begins))
+            title = f"sample after {step} steps, which continues the validation text:"
+            show(f"{title}\n{marked(printable(begins))}{text}\n")
 
     def close(self, step, model=None):
         """Print how the run ended, then draw loss.png; in this order, as torchrun kills a stopping rank after 30 s.
