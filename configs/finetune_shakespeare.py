@@ -1,4 +1,4 @@
-# nanoGPT's finetune_shakespeare: GPT-2's largest model goes on with tiny Shakespeare for 20 steps, about 2 epochs.
+# nanoGPT's finetune_shakespeare: 20 steps of GPT-2's largest model. It needs pip install -e '.[hub]' and a large GPU.
 #     python train.py configs/finetune_shakespeare.py --init_from gpt2      a smaller one, or a run of yours: runs/NAME
 init_from = "gpt2-xl"
 data = "shakespeare"

@@ -1,4 +1,4 @@
-# The control of the recipes: nanoGPT's GPT-2 124M and AdamW, tuned for these books (docs/recipes.md).
+# The control of the recipes: GPT-2 124M with AdamW, tuned. It needs a GPU, and the books of docs/data.md.
 #     python benchmarks/recipes.py split classic-books-markdown books --megabytes 220     docs/data.md: how to get them
 #     python train.py configs/gpt2_books.py
 data = "text"

@@ -1,4 +1,5 @@
-# One number sets the run: --depth is the number of layers. dial() derives the rest, but for given flags.
+# Our recipe, for any size: --depth is the number of layers. It needs a GPU, and the books of docs/data.md or --input.
+# dial() derives the other options, unless flags give them.
 #     python train.py configs/modern.py --tokens 43_000_000        GPT-2's size, on books: docs/recipes.md
 #     python train.py configs/modern.py --depth 4 --data text --input FOLDER --tokenizer bpe:8192
 # docs/recipes.md says what each part of the network and of the optimizer gives, and how far the formulas were tried.

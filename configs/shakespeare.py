@@ -1,4 +1,4 @@
-# The showcase: a modern network on subword tokens.
+# A small modern network on tiny Shakespeare: begin here. It needs nothing, and two minutes on two CPU cores.
 data = "shakespeare"
 tokenizer = "bpe:384"  # more text per context than single characters
 

@@ -1,4 +1,4 @@
-# The control: nanoGPT's train_shakespeare_char, number for number. nanoGPT's best validation loss is 1.47, ours 1.45.
+# nanoGPT's train_shakespeare_char, number for number; its best validation loss is 1.47, ours 1.45. It needs nothing.
 data = "shakespeare"
 tokenizer = "char"
 
