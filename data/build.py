@@ -43,7 +43,8 @@ class Options:
     tokens: str = "all"
     """Stop after this many tokens, such as 1B."""
     val_share: float | None = None
-    """Share of the documents for validation; None takes 0.005, or 0.1 if there are fewer than 1,000."""
+    """Share for validation: of the documents, or of the text if there are few; None takes 0.005, or 0.1 if there are
+    fewer than 1,000 documents."""
     text_field: str = "text"
     """Field of JSON lines, or column of Parquet files, that holds the text or the messages. In conversations, the
     default takes the field messages or conversations."""
@@ -75,8 +76,8 @@ def parse_tokens(text):
 def build(folder, source, request, tokenizer_spec, options, threads):
     """Write the shards and the manifest of a corpus to a folder, which may contain a part of it already.
 
-    A document is for validation if its sha256 is small enough. A single document is cut after 90 % of its characters.
-    The caller holds the folder's lock. request: what the corpus is made from, and how.
+    A document is for validation if its sha256 is small enough; see also _divide(). The caller holds the folder's lock.
+    request: what the corpus is made from, and how.
     """
     if source.others:
         print(f"files of {source.title} that are left out: {source.others:,}", file=sys.stderr)
@@ -119,9 +120,9 @@ def build(folder, source, request, tokenizer_spec, options, threads):
             for writer in writers.values():
                 writer.close()
             first = manifest["finished"] = last
-    remedy = "give more text, in documents that differ, more --tokens, or another --val_share"
+    remedy = "give more text, or data.prepare other --tokens or --val_share"
     for split in SPLITS:
-        require(manifest[split]["tokens"], f"{source.title} has no text for the split {split}; {remedy}")
+        require(manifest[split]["tokens"] > 1, f"{source.title} has too little text for the split {split}; {remedy}")
 
 
 def encode_block(tokenizer, manifest, block):
@@ -129,10 +130,9 @@ def encode_block(tokenizer, manifest, block):
 
     Threads can do this at the same time, since tiktoken releases Python's lock.
     """
-    cut, end = manifest["cut"], end_of_text(tokenizer)
+    end, ends = end_of_text(tokenizer), block.last and manifest["cut"] is None  # nothing follows a single document
     ids, documents, text_bytes = {split: [[]] for split in SPLITS}, Counter(), Counter()
-    for split, text in split_texts(block, cut, manifest["threshold"]):
-        ends = block.last and cut is None  # nothing follows a single document
+    for split, text in split_texts(block, manifest):
         if manifest.get("chat"):
             turns = json.loads(text)
             ids[split] += encode_turns(tokenizer, turns)
@@ -148,14 +148,16 @@ def encode_block(tokenizer, manifest, block):
     return {split: np.concatenate(arrays, **how) for split, arrays in ids.items()}, documents, text_bytes
 
 
-def split_texts(block, cut, threshold):
-    """Yield (split, text) of the texts of a block. cut, threshold: see _new_manifest()."""
+def split_texts(block, manifest):
+    """Yield (split, text) of the texts of a block. manifest: see _divide()."""
+    edge, cut = manifest.get("edge", (None, manifest["cut"]))
     for text in block.texts:
-        if cut is None:
-            yield "val" if hash_of(block, text) < threshold else "train", text
-        else:  # one document, as in nanoGPT
+        number = hash_of(block, text)
+        if number == edge or (edge is None and cut is not None):
             train = max(0, cut - block.offset)
             yield from (("train", text[:train]), ("val", text[train:]))
+        else:
+            yield "val" if number < manifest["threshold"] else "train", text
 
 
 def hash_of(block, text):
@@ -165,53 +167,69 @@ def hash_of(block, text):
 
 
 def _new_manifest(source, tokenizer_spec, val_share, read):
-    """Decide from the first documents how the corpus is split, and make its tokenizer.
-
-    `threshold`: documents whose hash is below it are for validation. `cut`: of a single document, the characters for
-    training; None if there are several documents.
-    """
+    """Decide from the first documents how the corpus is split, and make its tokenizer."""
     every_file, many = range(len(source.names)), bool(source.fetch)  # a data set of the hub is large
-    hashes, characters, bad = [], 0, 0
+    documents, bad = [], 0
     for block in () if many else read(every_file):
-        characters += sum(map(len, block.texts))
         bad += block.bad
-        hashes += [hash_of(block, text) for text in block.texts if block.last]
-        many = len(hashes) >= FEW
+        documents += [(hash_of(block, text), block.offset + len(text)) for text in block.texts if block.last]
+        many = len(documents) >= FEW
         if many:
             break
     rule = f"{source.title} has no text{f', only {bad:,} bad lines or rows' if bad else ''}"
-    require(many or hashes, f"{rule}; --input must be a text file, or a folder with some")
+    require(many or documents, f"{rule}; --input must be a text file, or a folder with some")
     share = val_share or (SHARE if many else FEW_SHARE)
-    threshold, cut = int(share * 2**64), None
-    if len(hashes) == 1 and not source.chat:
-        cut = int((1 - share) * characters)
-    elif not many:  # at least one document for each split
-        threshold = min(max(threshold, min(hashes) + 1), max(hashes))
+    how = dict(cut=None, threshold=int(share * 2**64))
+    how |= {} if many else _divide(documents, share, not source.chat)
+    if tokenizer_spec.startswith("bpe"):
+        size = tqdm.format_sizeof(min(source.offsets[-1], SAMPLE_BYTES), "B")
+        print(f"learning {tokenizer_spec} from {size} of text ...", file=sys.stderr)
     from_all = tokenizer_spec.startswith("char") and not source.chat
-    texts = _learned_texts(read(every_file), cut, threshold, from_all)
+    texts = _learned_texts(read(every_file), how, from_all)
     if source.chat:
         texts = ("\n".join(said for _, said in json.loads(text)) for text in texts)
-    tokenizer = make_tokenizer(tokenizer_spec, texts, many_documents=cut is None)
+    tokenizer = make_tokenizer(tokenizer_spec, texts, many_documents=how["cut"] is None)
     if source.chat:
         tokenizer = with_turns(tokenizer)
     dtype = "<u2" if tokenizer.n_vocab <= 1 << 16 else "<u4"
-    manifest = dict(finished=0, bad=0, cut=cut, threshold=threshold, dtype=dtype, tokenizer=to_state(tokenizer))
+    manifest = dict(finished=0, bad=0) | how | dict(dtype=dtype, tokenizer=to_state(tokenizer))
     for split in SPLITS:
         manifest[split] = dict(shards=[], tokens=0, documents=0, text_bytes=0)
     return manifest | {"chat": source.chat}
 
 
-def _learned_texts(blocks, cut, threshold, from_all):
+def _divide(documents, share, may_cut):
+    """How a manifest splits few documents, (hash, characters) each.
+
+    threshold: documents whose hash is below it are for validation, and at least one is for each split. If this gives
+    validation less than half or more than twice its share of the text, it gets the documents with the lowest hashes
+    instead. edge: hash of the one that is cut then, and its characters for training. cut: these of a single document,
+    as in nanoGPT.
+    """
+    hashes, sizes = zip(*documents, strict=True)
+    threshold = min(max(int(share * 2**64), min(hashes) + 1), max(hashes))
+    found = sum(size for number, size in documents if number < threshold) / sum(sizes)
+    if share / 2 <= found <= min(2 * share, (1 + share) / 2) or not may_cut:
+        return dict(threshold=threshold)
+    left = (1 - share) * sum(sizes)  # characters for training
+    documents.sort()
+    while left > documents[-1][1]:
+        left -= documents.pop()[1]
+    edge = documents[-1][0]
+    return dict(threshold=edge, edge=(edge, int(left))) if len(hashes) > 1 else dict(cut=int(left))
+
+
+def _learned_texts(blocks, manifest, from_all):
     """Yield what a tokenizer learns from: the training text up to SAMPLE_BYTES, or all text."""
     size = 0
     for block in blocks:
-        for split, text in split_texts(block, cut, threshold):
+        for split, text in split_texts(block, manifest):
             if from_all or split == "train":
                 yield text
                 size += len(text.encode())
                 if size >= SAMPLE_BYTES and not from_all:
                     return
-    if from_all and cut is None:
+    if from_all and manifest["cut"] is None:
         yield BETWEEN
 
 

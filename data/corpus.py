@@ -189,7 +189,8 @@ def load_corpus(folder, manifest, verify=False):
             path = folder / shard["file"]
             arrays.append(map_shard(path, manifest["dtype"], shard["tokens"], shard.get("offset", HEADER_BYTES)))
             require(not verify or file_sha256(path) == shard["sha256"], f"{path} is damaged: its sha256 is another")
-        splits.append(Tokens(tuple(arrays), entry["documents"], entry["text_bytes"], turns, f"the split {split}"))
+        about = f"the split {split} of {manifest['request']['source']}"
+        splits.append(Tokens(tuple(arrays), entry["documents"], entry["text_bytes"], turns, about))
     return Corpus(
         *splits,
         tokenizer=tokenizer,

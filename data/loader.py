@@ -27,6 +27,9 @@ class Batches:
 
     def __init__(self, tokens, block_size, batch_size, seed):
         tokens = self.tokens = windowed(tokens, block_size)
+        if not tokens.turns:
+            rule = f"{tokens.about} has {len(tokens)} tokens, too few for block_size={block_size}"
+            require(block_size < len(tokens), f"{rule}; give more text, or a smaller --block_size")
         self.block_size, self.batch_size, self.seed = block_size, batch_size, seed
         self.windows_per_epoch = tokens.count if tokens.turns else max(1, (len(tokens) - block_size) // block_size)
         # Every phase leaves room for all windows; a phase of block_size would be phase 0 again.
@@ -75,7 +78,7 @@ class Batches:
 
 
 def validation_batches(tokens, block_size, batch_size, max_batches=None):
-    """Batches for evaluation: the same windows every time, in order, without overlap.
+    """Batches for evaluation: the same windows every time, in order, without overlap. A shorter text is one window.
 
     max_batches: at most this many batches, with windows spread evenly over the text; None takes all windows.
 
@@ -84,6 +87,7 @@ def validation_batches(tokens, block_size, batch_size, max_batches=None):
         have fewer sequences than batch_size, so weight the mean loss of a batch by the targets that are not -100.
     """
     tokens = windowed(tokens, block_size)
+    block_size = min(block_size, len(tokens) - 1)
     available = (len(tokens) - 1) // block_size  # windows
     count = available if max_batches is None else min(available, max_batches * batch_size)
     starts = np.arange(count) * available // count * block_size
@@ -112,10 +116,5 @@ def map_ahead(pool, function, items, count):
 
 
 def windowed(tokens, block_size):
-    """Tokens that can be cut into windows of block_size + 1."""
-    if tokens.turns:
-        return tokens if isinstance(tokens, Windows) else Windows(tokens, block_size)
-    rule = f"block_size={block_size} must be below {len(tokens)}, the tokens of {tokens.about}"
-    remedy = "give more text, a smaller --block_size, or another --val_share to python -m data.prepare --force"
-    require(block_size < len(tokens), f"{rule}; {remedy}")
-    return tokens
+    """The tokens, of conversations as data.chat.Windows."""
+    return Windows(tokens, block_size) if tokens.turns and not isinstance(tokens, Windows) else tokens

@@ -14,7 +14,6 @@ import numpy as np
 import rustbpe
 import tiktoken
 from tiktoken.load import load_tiktoken_bpe
-from tqdm import tqdm
 
 from data.files import GPT2_SIZES, data_folder, find_run, read_json
 from data.hub_tokenizer import END_OF_TEXT, HubTokenizer, byte_letters, read_tokenizer_json
@@ -223,9 +222,7 @@ def _encoding(name, pattern, tokens, ends=False, special=None):
 
 def _train_bpe(name, size, texts, many_documents):
     """Train byte-pair encoding on texts: `size` tokens, or fewer if the texts have too few pairs."""
-    trainer = rustbpe.Tokenizer()
-    texts = tqdm(texts, desc="learning tokens", unit=" texts", unit_scale=True, disable=None, leave=False)
-    learned = (chunk for text in texts for chunk in chunks([text]))
+    trainer, learned = rustbpe.Tokenizer(), (chunk for text in texts for chunk in chunks([text]))
     trainer.train_from_iterator(learned, size - many_documents, pattern=GPT4_PATTERN)
     # two merges may give the same bytes; tiktoken identifies tokens by their bytes, so keep one
     tokens = list(dict.fromkeys(bytes(token) for token, _ in trainer.get_mergeable_ranks()))

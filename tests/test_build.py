@@ -57,18 +57,30 @@ def shards_of(folder):
     return {path.name: path.read_bytes() for path in folder.glob("*.bin")}
 
 
-@pytest.mark.parametrize("count, share", [(2, 0.1), (3, 0.1), (40, 0.1), (999, 0.1), (3000, 0.005)])
+@pytest.mark.parametrize("count, share", [(40, 0.1), (999, 0.1), (3000, 0.005)])
 def test_every_document_is_in_one_split_in_order(tmp_path, count, share):
     documents = make_documents(count, seed=count)
     found = prepare("text", "bytes+eot", write_lines(tmp_path / "x.jsonl", documents))
     # those whose sha256, as a fraction of 1, is below the share
     val = [text for text in documents if int(hashlib.sha256(text.encode()).hexdigest(), 16) / 2**256 < share]
-    if count < 40:  # at least one
-        val = val or [min(documents, key=lambda text: hashlib.sha256(text.encode()).digest())]
     assert val and documents_of(found.val, found.tokenizer) == val
     assert documents_of(found.train, found.tokenizer) == [text for text in documents if text not in val]
     assert (found.train.documents, found.val.documents) == (count - len(val), len(val)) and count > len(val)
     assert found.val.text_bytes == sum(len(text.encode()) for text in val)
+
+
+@pytest.mark.parametrize("sizes", [[90, 60, 120], range(100, 112), [9000, *[40] * 40], [40] * 9], ids=str)
+@pytest.mark.parametrize("share", [None, 0.3])
+def test_of_few_documents_a_share_of_the_text_is_for_validation(tmp_path, sizes, share):
+    """By whole documents, of which one may be cut."""
+    text = " ".join(make_documents(500))
+    texts = [text[number * 97 :][:size] for number, size in enumerate(sizes)]
+    found = prepare("text", "bytes+eot", write_lines(tmp_path / "x.jsonl", texts), Options(val_share=share))
+    train, val = (documents_of(split, found.tokenizer) for split in (found.train, found.val))
+    share = share or 0.1
+    assert share / 2 <= len("".join(val)) / len("".join(texts)) <= 2 * share
+    whole, cut = ([piece for piece in train + val if (piece in texts) == is_whole] for is_whole in (True, False))
+    assert sorted(filter(None, [*whole, "".join(cut)])) == sorted(texts)
 
 
 def test_new_documents_move_no_others(tmp_path):
@@ -129,7 +141,7 @@ def test_a_failed_preparation_does_not_cost_the_corpus_that_is_there(tmp_path):
     whole = shards_of(before.folder)
     with pytest.raises(UserError, match=r"'txt'.*--text_field"):
         prepare("text", "bytes+eot", path, Options(text_field="txt"))
-    with pytest.raises(UserError, match=r"no text for the split val; give more text, in documents that differ"):
+    with pytest.raises(UserError, match=r"split val; give more text, or .*--val_share"):
         prepare("text", "bytes+eot", path, Options(val_share=1e-9))
     with open(path, "a") as file:
         file.write("no JSON\n")

@@ -20,8 +20,8 @@ from test_tokenizer import SPECS, VERSE, to_list
 
 from data import sources
 from data.build import Options
-from data.corpus import open_corpus, prepare
-from data.loader import validation_batches
+from data.corpus import corpus_folder, open_corpus, prepare
+from data.loader import Batches, validation_batches
 from data.prepare import main as prepare_main
 from data.tokenizer import make_tokenizer, to_state
 from errors import UserError, sentence_of
@@ -145,13 +145,13 @@ def test_folder_of_texts(tmp_path, capsys):
     others |= {"books.tar.gz": "", ".notes.txt": "hidden"}
     for name, text in {**contents, **others}.items():
         (folder / name).write_bytes(text.encode())
-    found = open_corpus("text", "char", folder)
+    found = prepare("text", "char", folder, Options(val_share=0.4))
     assert "files of .texts that are left out: 6\n" in capsys.readouterr().err
     assert found.source == ".texts" and found.train.documents + found.val.documents == 3
     assert sorted(filter(None, text_of(found).split("\n"))) == ["ay", "bee", "sea"]
     files = [folder / "b.txt", folder / "sub" / "b.txt"]
     files[1].write_text("another b.txt")
-    assert len({open_corpus("text", "char", file).folder for file in files}) == 2
+    assert len({corpus_folder("text", "char", file) for file in files}) == 2
 
 
 def test_links_in_a_folder(tmp_path, capsys):
@@ -230,11 +230,13 @@ def test_a_text_in_another_field(tmp_path, capsys, name, suffix):
     assert f"val_share=0.4, text_field={field}" in capsys.readouterr().err
 
 
-def test_a_short_split_is_named(tmp_path):
+def test_a_short_text_is_named(tmp_path):
+    """Of a short validation text the windows are shorter."""
     found = prepare("text", "bytes", write_lines(tmp_path / "x.jsonl", ["one", "two"]))
-    for name, split in (("train", found.train), ("val", found.val)):
-        with pytest.raises(UserError, match=f"block_size=16 must be below 5, .* split {name}; .*--val_share"):
-            validation_batches(split, 16, 1)
+    with pytest.raises(UserError, match=r"train of x\.jsonl has 9 tokens, .* block_size=16; .*--block_size"):
+        Batches(found.train, 16, 1, seed=0)
+    [[inputs, _]] = [batch() for batch in validation_batches(found.val, 16, 1)]
+    assert inputs.shape == (1, len(found.val) - 1)
 
 
 def test_wrong_inputs(tmp_path, verse, capsys):
@@ -252,9 +254,9 @@ def test_wrong_inputs(tmp_path, verse, capsys):
     for (name, input), message in wrong.items():
         with pytest.raises(UserError, match=message):
             open_corpus(name, "bytes", input)
-    (tmp_path / "equal.txt").write_text(5 * "the same\n---\n")
-    with pytest.raises(UserError, match="in documents that differ"):
-        prepare("text", "bytes", tmp_path / "equal.txt", Options(separator="---"))
+    (tmp_path / "tiny.txt").write_text("x")
+    with pytest.raises(UserError, match=r"tiny\.txt has too little text for the split train"):
+        open_corpus("text", "bytes", tmp_path / "tiny.txt")
     (tmp_path / "empty").mkdir()
     with pytest.raises(UserError, match=r"no file to read.*\.parquet"):
         open_corpus("text", "bytes", tmp_path / "empty")
