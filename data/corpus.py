@@ -39,8 +39,8 @@ class Corpus:
 def open_corpus(name, tokenizer_spec, input=None, *, sha256=None, verify=False):
     """Open a corpus, without reading its tokens.
 
-    A text that is new, has changed or lacks files is prepared first, with the same options as before. Changes are
-    detected by the contents of up to 32 MB, above by names and sizes.
+    A text that is new, has changed or whose tokens are damaged is prepared first, with the same options as before.
+    Changes are detected by the contents of up to 32 MB, above by names and sizes.
 
     Args:
         name, tokenizer_spec, input: as for `prepare`.
@@ -51,34 +51,28 @@ def open_corpus(name, tokenizer_spec, input=None, *, sha256=None, verify=False):
         return corpus
     place = f" --input {quote(input)}" if input else ""
     command = f"python -m data.prepare {name}{place} --tokenizer {quote(tokenizer_spec)}"
-    exists = input and Path(input).exists()
-    folder, reason = corpus_folder(name, tokenizer_spec, input), "it is not prepared yet"
+    on_hub = name in DATASETS or str(input).startswith(HUB)
+    source = None if on_hub or name == "shakespeare" else find_source(name, input)
+    folder, reason = corpus_folder(name, tokenizer_spec, input), ""
     if manifest := read_manifest(folder):
         try:
             corpus = load_corpus(folder, manifest, verify)
-            # a prepared text may be deleted
-            if not exists or find_source(name, input).sha256 == manifest["request"]["source_sha256"]:
-                if corpus.source == PLAY:
-                    print(fold(f"NOTICE: this is {PLAY}; {command} downloads tiny Shakespeare"), file=sys.stderr)
+            if not source or source.sha256 == manifest["request"]["source_sha256"]:
                 return corpus
-            reason = "its files have changed"
+            reason = ", whose files have changed"
         except UserError as error:
-            reason = str(error)
-    elif read_manifest(_unfinished(folder)):
-        reason = "its preparation was interrupted"
-    if name in DATASETS or str(input).startswith(HUB):
-        raise UserError(f"{name} cannot be used: {reason}; type {command} (--tokens 1B prepares a part)")
-    require(not input or exists, f"{input} does not exist; check --input")
+            reason = f" ({error})"
+    require(not on_hub, f"{name} is not prepared{reason}; type {command} (--tokens 1B prepares a part)")
     options = _last_options(folder, name, input)
-    changes = _differences(asdict(options), asdict(Options()))
-    print(f"tokenizing {name} with {tokenizer_spec}{changes and f', {changes}'}: {reason}", file=sys.stderr)
+    changed = {key: value for key, value in asdict(options).items() if value != getattr(Options, key)}
+    typed = "".join(f" --{key} {quote(value)}" for key, value in changed.items())
+    action = "checking" if name == "tokens" else "tokenizing"
+    print(f"{action} {name}{reason} with {tokenizer_spec}{typed}", file=sys.stderr)
     try:
         return prepare(name, tokenizer_spec, input, options)
     except BadRecord as error:
-        changed = {key: value for key, value in asdict(options).items() if value != getattr(Options, key)}
-        typed = "".join(f" --{key} {quote(value)}" for key, value in changed.items())
-        started = read_manifest(folder) or read_manifest(_unfinished(folder))
-        raise UserError(f"{error} to {command}{typed}{' --force' if started else ''}") from None
+        typed += " --force" if read_manifest(folder) or read_manifest(_unfinished(folder)) else ""
+        raise UserError(f"{error.rule}; mend it, or first type {command}{typed} {error.options}") from None
 
 
 def prepare(name, tokenizer_spec, input=None, options=None, threads=None, replace=True):
@@ -128,11 +122,6 @@ def _last_options(folder, name, input):
     return Options()
 
 
-def _differences(options, others):
-    """The options, as text, that have another value in `others`."""
-    return ", ".join(f"{name}={value}" for name, value in options.items() if value != others.get(name, value))
-
-
 def _unfinished(folder):
     """The folder of a corpus while it is prepared."""
     return folder.with_name(f"{folder.name}.building")
@@ -142,7 +131,8 @@ def _require_options(folder, options):
     """UserError if a folder has tokens that were prepared with other options."""
     if manifest := read_manifest(folder):
         tokens = sum(manifest[split]["tokens"] for split in SPLITS)
-        others = _differences(manifest["request"]["options"], options)
+        before = manifest["request"]["options"].items()
+        others = ", ".join(f"{key}={value}" for key, value in before if value != options.get(key, value))
         remedy = "replace them with --force, or keep both by setting GPT_DATA to another folder"
         require(not (tokens and others), f"{folder} has {tokens:,} tokens, prepared with {others}; {remedy}")
 
@@ -163,7 +153,7 @@ def corpus_folder(name, tokenizer_spec, input):
     """Path of the prepared corpus, whether it exists or not."""
     made = tokenizer_name(tokenizer_spec)
     words = [name, made.replace(":", "-")]
-    if input and name != "shakespeare":  # so that two files with the same name have two folders
+    if input:  # so that two files with the same name have two folders
         words.append(_digest(input))
     folder = data_folder("prepared") / "-".join(words)
     run = make_tokenizer(tokenizer_spec) if tokenizer_spec.startswith("run:") else None
@@ -181,7 +171,7 @@ def _digest(input):
 
 def load_corpus(folder, manifest, verify=False):
     """The Corpus that a manifest describes; UserError if a shard is missing or has another size or, verify, sha256."""
-    tokenizer, splits = from_state(manifest["tokenizer"]), []
+    tokenizer, request, splits = from_state(manifest["tokenizer"]), manifest["request"], []
     turns = turns_of(tokenizer) if manifest.get("chat") else None
     for split in SPLITS:
         entry, arrays = manifest[split], []
@@ -189,14 +179,18 @@ def load_corpus(folder, manifest, verify=False):
             path = folder / shard["file"]
             arrays.append(map_shard(path, manifest["dtype"], shard["tokens"], shard.get("offset", HEADER_BYTES)))
             require(not verify or file_sha256(path) == shard["sha256"], f"{path} is damaged: its sha256 is another")
-        about = f"the split {split} of {manifest['request']['source']}"
+        about = f"the split {split} of {request['source']}"
         splits.append(Tokens(tuple(arrays), entry["documents"], entry["text_bytes"], turns, about))
+    if request["source"] == PLAY:
+        notice = f"NOTICE: this is {PLAY}, data/play.txt, as tiny Shakespeare could not be downloaded"
+        command = f"python -m data.prepare shakespeare --tokenizer {request['tokenizer']}"
+        print(fold(f"{notice}; once online, type {command}"), file=sys.stderr)
     return Corpus(
         *splits,
         tokenizer=tokenizer,
         folder=folder,
         sha256=_tokens_sha256(manifest),
-        source=manifest["request"]["source"],
+        source=request["source"],
         bad_lines=manifest.get("bad", 0),
     )
 

@@ -156,7 +156,11 @@ def _separated(path, separator):
 
 
 class BadRecord(UserError):
-    """A line or row without a text. The sentence ends with options of data.prepare that help."""
+    """A line or row without a text. options: of data.prepare, which help."""
+
+    def __init__(self, rule, options):
+        super().__init__(f"{rule}; mend it, or give {options}")
+        self.rule, self.options = rule, options
 
 
 def _parsed(path, kind, items, fields, chat, skip_bad):
@@ -175,14 +179,22 @@ def _parsed(path, kind, items, fields, chat, skip_bad):
                     texts.append(text)
             except (ValueError, RecursionError) as error:
                 if number == 1 and kind == "line":
-                    _require_lines(path, item, row, error)
+                    _require_lines(path, item, row)
                 if not skip_bad:
                     rule = f"{path}, {kind} {number} has no {'conversation' if chat else 'UTF-8 text'} in {fields[0]!r}"
-                    absent = isinstance(row, dict) and not any(field in row for field in fields)
-                    remedy = f"mend it, or give {'--text_field FIELD or ' if absent else ''}--skip_bad"
-                    raise BadRecord(f"{rule} ({error or type(error).__name__}); {remedy}") from None
+                    reason = "it is no JSON: " * isinstance(error, json.JSONDecodeError) + str(error)
+                    option = _other_field(row, fields, chat) if number == 1 else None
+                    raise BadRecord(f"{rule} ({reason})", option or "--skip_bad") from None
                 bad += 1
         yield Block(texts, read, bad)
+
+
+def _other_field(row, fields, chat):
+    """The option that names the longest text or list of messages of a row without these fields, or None."""
+    if isinstance(row, dict) and not row.keys() & {*fields}:
+        sizes = {field: len(value) for field, value in row.items() if isinstance(value, list if chat else str)}
+        return f"--text_field {quote(max(sizes, key=sizes.get))}" if sizes else None
+    return None
 
 
 def _text_of(row, fields):
@@ -196,15 +208,14 @@ def _text_of(row, fields):
     return text
 
 
-def _require_lines(path, line, row, error):
+def _require_lines(path, line, row):
     """UserError if the first line shows that a file is one JSON value, or has objects of several lines."""
     messages = isinstance(row, list) and row and isinstance(row[0], dict) and KEYS & row[0].keys()
-    is_array = line.lstrip(b"\xef\xbb\xbf \t").startswith(b"[") and not messages
-    goes_on = isinstance(error, json.JSONDecodeError) and error.pos >= len(error.doc.rstrip())
+    start = line.strip(b"\xef\xbb\xbf \t\r\n")
     lines = quote(f"{path.name.split('.')[0]}-lines.jsonl")
     command = f"zcat -f {quote(path)} | jq -c 'arrays[], objects' > {lines}"
     rule = f"{path} has not one JSON object per line"
-    require(not is_array and not goes_on, f"{rule}; type {command}, and take that file")
+    require(start != b"{" and (messages or start[:1] != b"["), f"{rule}; type {command}, and take that file")
 
 
 def _lines(path):
@@ -229,7 +240,7 @@ def _rows(path, names, chat):
             if not columns:
                 rule = f"{path} has no {'conversations' if chat else 'text'} in a column {names[0]!r}"
                 types = ", ".join(f"{column.name} ({column.type})" for column in file.schema_arrow)
-                raise BadRecord(f"{rule}, only {types}; give --text_field COLUMN")
+                raise BadRecord(f"{rule}, only {types}", "--text_field COLUMN")
             for batch in file.iter_batches(ROWS, columns=columns):
                 done += len(batch)
                 yield [batch.slice(row, 1) for row in range(len(batch))], size * done // file.metadata.num_rows

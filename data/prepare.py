@@ -37,8 +37,8 @@ class PrepareConfig(Options):
     the Hugging Face hub, which has texts or, with --text_field messages, conversations."""
     input: Path | None = None
     """File or folder: .txt, .md, .jsonl, .ndjson, each also compressed (.gz, .bz2, .xz or .zst), .parquet; for chat,
-    .jsonl, .ndjson or .parquet. For shakespeare, a local copy. For tokens, the folder with train.bin and val.bin, or
-    with *_train_*.bin and *_val_*.bin."""
+    .jsonl, .ndjson or .parquet. For tokens, the folder with train.bin and val.bin, or with *_train_*.bin and
+    *_val_*.bin."""
     tokenizer: str = "bpe:512"
     """bytes, char, bpe:N, gpt2, gpt2:RANK_FILE or run:PATH (the tokenizer of a run or model), the same as in train.py.
     bytes+eot and char+eot have an end-of-text token."""

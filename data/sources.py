@@ -3,7 +3,6 @@
 import hashlib
 import os
 import re
-import sys
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
@@ -16,8 +15,11 @@ from data.external import token_files
 from data.files import atomic_file, data_folder
 from data.hub import DATASETS, HUB, download_file, list_dataset
 from data.shards import SPLITS, file_sha256
-from errors import fold, require
+from errors import require
+from flags import perhaps
 
+OWN = ("text", "chat", "tokens")  # corpora that --input names
+BOOKS = Path("books")  # input of two configs
 SHAKESPEARE_URL = "https://raw.githubusercontent.com/karpathy/char-rnn/master/data/tinyshakespeare/input.txt"
 SHAKESPEARE_SHA256 = "86c4e6aa9db7c042ec79f339dcb96d42b0075e16b8fc2e86bf0ca57e2dc565ed"
 PLAY_FILE = Path(__file__).parent / "play.txt"
@@ -54,27 +56,29 @@ class Source:
 
 
 def find_source(name, input=None, sample="10BT"):
-    """The Source of a corpus: shakespeare, text, chat, tokens, or a key of DATASETS.
+    """The Source of a corpus: shakespeare, a key of DATASETS, or one of OWN.
 
-    input: for text and chat, file, folder or hub:OWNER/NAME[/FOLDER]; folder for tokens; a local copy for shakespeare.
-    sample: of fineweb-edu.
+    input: of OWN: a file, folder or hub:OWNER/NAME[/FOLDER]; a folder for tokens. sample: of fineweb-edu.
     """
-    if name == "shakespeare":
-        return _find_shakespeare(input)
+    if name == "shakespeare" and not input:
+        return _find_shakespeare()
     if name in DATASETS and not input:
         return _on_the_hub(f"{name} {sample}" if name == "fineweb-edu" else name, DATASETS[name].format(sample))
-    rule = f"must be shakespeare; {' or '.join(DATASETS)}, without --input; or text, chat or tokens, with --input"
-    require(name in ("text", "chat", "tokens") and input, f"corpus {name!r} {rule}")
+    rule = f"there is no corpus {name!r} {'with' if input else 'without'} --input"
+    named = f"with it there are text, chat and tokens; without it, shakespeare, {' and '.join(DATASETS)}"
+    require(name in OWN and input, f"{rule}; {named}")
     path, chat = Path(input), name == "chat"
+    if name != "tokens" and str(input).startswith(HUB):
+        return _on_the_hub(str(input).removeprefix(HUB), str(input), chat)
+    remedy = "docs/data.md says how to make it, or give" if BOOKS in path.parents else "give"
+    similar = perhaps(path.name, [file.name for file in path.parent.glob("*")])
+    require(path.exists(), f"{path} does not exist{similar}; {remedy} --input FILE_OR_FOLDER")
     if name == "tokens":
         require(path.is_dir(), f"--data tokens needs --input FOLDER, and {path} is no folder")
         return _of_files(path, [file for split in SPLITS for file in token_files(path, split)])
-    if str(input).startswith(HUB):
-        return _on_the_hub(str(input).removeprefix(HUB), str(input), chat)
     if path.is_dir():
         return _in_folder(path, chat)
-    rule = f"{path} is no file, but a pipe or device, which cannot be read twice; write it to a file"
-    require(path.is_file() or not path.exists(), rule)
+    require(path.is_file(), f"{path} is no file, but a pipe or device, which cannot be read twice; write it to a file")
     return _of_files(path.parent, [path], path.resolve().name, chat=chat)
 
 
@@ -127,22 +131,18 @@ def _of_files(folder, files, title=None, **about):
     return Source(title or folder.resolve().name, folder, names, [0, *accumulate(sizes)], digest, **about)
 
 
-def _find_shakespeare(input):
-    path = Path(input or data_folder("downloads") / "tinyshakespeare.txt")
-    if not input and not _is_shakespeare(path):
+def _find_shakespeare():
+    path = data_folder("downloads") / "tinyshakespeare.txt"
+    if not _is_shakespeare(path):
         import requests  # here, since that takes a third of a second, and most runs download nothing
 
         with suppress(requests.RequestException):
             answer = requests.get(SHAKESPEARE_URL, timeout=(3, 10))  # seconds to connect, and between bytes
             answer.raise_for_status()
-            if hashlib.sha256(answer.content).hexdigest() == SHAKESPEARE_SHA256:
-                with atomic_file(path) as file:
-                    file.write(answer.content)
+            with atomic_file(path) as file:
+                file.write(answer.content)
     if _is_shakespeare(path):
         return _of_files(path.parent, [path], "tiny Shakespeare")
-    require(not input, f"{input} is not tiny Shakespeare (its sha256 differs); for another text give --data text")
-    notice = "tiny Shakespeare could not be downloaded; this is the embedded play, data/play.txt"
-    print(fold(f"NOTICE: {notice}. --input FILE reads a copy of the former."), file=sys.stderr)
     return _of_files(PLAY_FILE.parent, [PLAY_FILE], PLAY)
 
 

@@ -234,6 +234,8 @@ def _gpt2_ranks(path):
     os.environ.setdefault("TIKTOKEN_CACHE_DIR", str(data_folder("downloads")))
     try:
         ranks = load_tiktoken_bpe(path or GPT2_URL, GPT2_SHA256)
-    except (OSError, ValueError) as error:  # of requests, and another sha256
-        raise UserError(f"cannot read GPT-2's tokens ({error}); get {GPT2_URL} and name it: gpt2:RANK_FILE") from None
+    except (OSError, ValueError) as error:  # of requests, whose texts are long, and another sha256
+        known = "its sha256 differs" if isinstance(error, ValueError) else error.strerror
+        rule = f"cannot {f'read {path}' if path else 'download the tokens of GPT-2'} ({known or type(error).__name__})"
+        raise UserError(f"{rule}; get {GPT2_URL} and name it: --tokenizer gpt2:RANK_FILE") from None
     return sorted(ranks, key=ranks.get)

@@ -40,7 +40,7 @@ COMMANDS = {
     "sample.py": ("tiny", "--prompt FILE:none", "none: No such file", "Block.forward"),
     "evaluate.py": ("--text corpus.txt", "--text none", "none", "Block.forward"),
     "plot.py": ("tiny", "runs/none", "runs/none", "FigureBase.subplots"),
-    "data/prepare.py": ("text --input corpus.txt", "text --input none", "none: No such", "make_tokenizer"),
+    "data/prepare.py": ("text --input corpus.txt", "text --input none", "none does not exist", "make_tokenizer"),
     "export.py": ("tiny out", "none out", "none does not", "save_file"),
 }
 # Python runs this file when it starts. It sends Ctrl-C to its own process at the moment that a function is called.

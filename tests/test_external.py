@@ -62,7 +62,7 @@ def test_files_are_used_as_they_are(folder, data_root, monkeypatch, capsys, prog
     monkeypatch.setattr(external, "CHUNK", 7)
     before = {path: path.read_bytes() for path in folder.iterdir()}
     found = open_corpus("tokens", "bytes+eot", folder)
-    assert "tokenizing tokens" in capsys.readouterr().err
+    assert "checking tokens" in capsys.readouterr().err
     assert ids_of(found.train).tolist() == TRAIN and ids_of(found.val).tolist() == VAL
     assert len(found.train.shards) == count and len(found.val.shards) == 1
     assert (found.train.documents, found.val.documents) == (48, 2) and found.source == "tokens"

@@ -106,11 +106,12 @@ def test_gpt2(tmp_path, monkeypatch):
     assert (made.name, made.n_vocab, end_of_text(made)) == ("gpt2", 301, 300)
     assert made.decode(made.encode_ordinary(ODD)) == ODD and 300 not in made.encode_ordinary(END_OF_TEXT)
     (tmp_path / "other").write_bytes(b"eA== 0\n")
-    with pytest.raises(UserError, match=r"r50k_base\.tiktoken and name it: gpt2:RANK_FILE"):
+    with pytest.raises(UserError, match=r"r50k_base\.tiktoken and name it: .*gpt2:RANK_FILE"):
         make_tokenizer(f"gpt2:{tmp_path / 'other'}")
     monkeypatch.setattr(tokenizer, "GPT2_URL", "http://127.0.0.1:9/r50k_base.tiktoken")  # nobody listens there
-    with pytest.raises(UserError, match="name it: gpt2:RANK_FILE"):
+    with pytest.raises(UserError, match=r"name it: .*gpt2:RANK_FILE") as error:
         make_tokenizer("gpt2")
+    assert len(str(error.value)) < 200 and "HTTP" not in str(error.value)
 
 
 @pytest.mark.parametrize("spec", ["", "bep:300", "bpe", "bpe:", "bpe:256", "bpe:-5", "gpt-2"])
