@@ -154,6 +154,26 @@ def test_short_names_and_numbers():
     assert (config.steps, config.batch_size, config.seed) == (1000, 1500, 43_000_000)
 
 
+@pytest.mark.parametrize(
+    "argv, expected",
+    [
+        ("shakespeare --input x.txt", ("text", "x.txt")),
+        ("gpt2 --input x.txt", ("text", "x.txt")),
+        ("modern --depth 4 --input x.txt", ("text", "x.txt")),
+        ("modern --data shakespeare", ("shakespeare", "")),
+        ("shakespeare --data tokens --input x", ("tokens", "x")),
+        ("--resume old", ("shakespeare", "copy.txt")),  # of a version in which this was tiny Shakespeare
+        ("--resume old --data text", ("text", "copy.txt")),
+        ("--resume old --input x.txt", ("text", "x.txt")),
+        ("--resume talk --input x.txt", ("chat", "x.txt")),
+    ],
+)
+def test_input_alone_is_a_text(folder, argv, expected):
+    make_run("old", input="copy.txt"), make_run("talk", data="chat", input="copy.txt")
+    config = load_config([*argv.split(), "--device", "cpu"])
+    assert (config.data, config.input) == expected
+
+
 def test_without_arguments_the_configs_are_listed(folder, capsys):
     result = in_process(capsys)
     assert not result.returncode and not (folder / "runs").exists()
@@ -181,6 +201,9 @@ OUT_OF_RANGE += ["learning_rate nan", "learning_rate inf", "muon_scale -1.0", "s
         ("--learning_rate 1e-5", "learning_rate=1e-05 min_learning_rate=0.0001"),
         ("--device cuda:99", "device='cuda:99'"),
         ("--data text", "--input"),
+        ("--data shakespeare --input x.txt", "--data shakespeare --input"),
+        ("shakespeare --input none.txt", "none.txt --input"),
+        ("--text_field=body", "--text_field data.prepare"),
         ("--tokens 400", "--depth configs/modern.py"),
         (f"{MODERN} --steps 5", "--depth --tokens"),
         (f"{MODERN} --depth 0", "depth=0"),

@@ -4,8 +4,10 @@ test_checkpoint.py has the damaged checkpoints, test_distributed.py the faults o
 """
 
 import errno
+import json
 import re
 import resource
+import shutil
 import signal
 import subprocess
 import sys
@@ -181,6 +183,19 @@ def test_a_resumed_run_trains_on_the_text_that_is_named(folder, run, trains):
         trains("--resume", "--steps", str(steps), "--input", name, "--allow_changes")
         saved = contents(CHECKPOINT)
         assert (saved["tokens_sha256"], saved["config"]["input"]) == (expected, name)
+
+
+def test_a_run_of_a_copy_of_shakespeare_resumes(folder, run, trains):
+    """That a version recorded which gave --input this meaning. Without its tokens, its text can be named."""
+    trains(steps=4, eval_every=4)
+    before, old = contents(CHECKPOINT), dict(data="shakespeare")
+    torch.save(before | dict(config=before["config"] | old), CHECKPOINT)
+    (folder / "runs/run/config.json").write_text(json.dumps(before["config"] | old))
+    trains("--resume", "--steps", "5", "--allow_changes")
+    shutil.rmtree("prepared")
+    refused(run("--resume", "--steps", "6", "--allow_changes"), "corpus 'shakespeare'", "text")
+    trains("--resume", "--steps", "6", "--allow_changes", "--data", "text")
+    assert contents(CHECKPOINT)["tokens_sha256"] == before["tokens_sha256"]
 
 
 def out_of_memory(*_, **options):

@@ -12,8 +12,10 @@ from typing import Literal, get_args, get_origin
 
 import numpy as np
 
+from data.build import Options
 from data.files import GPT2_SIZES, RUNS, find_run, read_json
 from data.loader import Batches
+from data.sources import OWN
 from data.tokenizer import end_of_text
 from device import resolve_device
 from errors import UserError, fold, require
@@ -65,8 +67,8 @@ class Config(GPTConfig):
     """Corpus: tiny Shakespeare; your own text, conversations (chat) or tokens, which --input names; or a data set that
     `python -m data.prepare` has prepared."""
     input: str = ""
-    """For --data text and chat, a file, a folder, or hub:OWNER/NAME if that is prepared. For tokens, a folder. For
-    shakespeare, a local copy."""
+    """A file or folder of yours, or hub:OWNER/NAME if that is prepared. It is a text unless --data, or a config file,
+    is chat or tokens."""
     tokenizer: str = "char"
     """bytes, char, bpe:N (trained on the corpus), gpt2, gpt2:RANK_FILE, or run:PATH (the tokenizer of a run or model).
     bytes+eot and char+eot have an end-of-text token."""
@@ -188,8 +190,7 @@ class Config(GPTConfig):
         require(rate >= least, f"{rule}; give both, such as --min_learning_rate {rate / 10:g}")
         require(0 <= self.cooldown <= 1, f"cooldown={self.cooldown} must be in [0, 1], a share of the steps")
         require(self.seed < 2**62, f"seed={self.seed} must be below 2^62")
-        with_input = self.data not in ("text", "chat", "tokens") or self.input
-        require(with_input, f"data={self.data!r} needs --input PATH, a file or folder of yours")
+        require(self.data not in OWN or self.input, f"data={self.data!r} needs --input PATH, a file or folder of yours")
         one_folder = Path(self.name).name == self.name and not self.name.startswith(".")
         require(self.name and one_folder, f"name={self.name!r} must be one folder name, such as 'baseline'")
         free = self.resume or self.name not in GPT2_SIZES
@@ -245,13 +246,15 @@ def load_config(argv):
         flags = ["--help"]
     given = {flag[2:].partition("=")[0].replace("-", "_") for flag in flags if flag.startswith("--")}
     require(not {"steps", "epochs"} <= given, "--steps and --epochs both say how long to train; give one of them")
+    for name in given & (Options.__dataclass_fields__.keys() - Config.__dataclass_fields__.keys()):
+        raise UserError(f"--{name} is an option of python -m data.prepare, which you type first; see docs/data.md")
     cpu, dial = settings.pop("cpu", {}), settings.pop("dial", None)
     typed = parse_flags(Config, [flag for flag in flags if flag != "--help"], settings)
     if known.resume is not None:
         require(not path, "--resume takes the options of the run; leave out the config file")
         require("init_from" not in given, "--resume goes on with the weights of the run; leave out --init_from")
         fits = None if given & {"steps", "epochs"} else has_steps_left
-        return resumed_config(find_run(known.resume, "config.json", runs=Path(typed.runs), fits=fits), flags)
+        return resumed_config(find_run(known.resume, "config.json", runs=Path(typed.runs), fits=fits), flags, given)
 
     if not resolve_device(typed.device).startswith("cuda"):
         if not cpu and settings.get("n_embd", 0) >= TOO_WIDE and not typed.init_from:
@@ -269,7 +272,7 @@ def load_config(argv):
         block_size = min(settings.get("block_size", theirs["block_size"]), theirs["block_size"])
         settings |= theirs | {"block_size": block_size}
     if not dial:
-        config = parse_flags(Config, flags, settings).check()
+        config = with_text(parse_flags(Config, flags, settings), given).check()
         needed = "--depth and --tokens need a config file with a function dial(), such as configs/modern.py"
         require(not (config.depth or config.tokens), needed)
         return config
@@ -284,12 +287,22 @@ def load_config(argv):
         known = numbers | dict(vocab_size=numbers["vocab_size"] or vocab_size, corpus_tokens=corpus_tokens)
         derived = dial(**{name: known[name] for name in names})
         derived = checked_types(derived, f"dial() of {path}")
-        return parse_flags(Config, flags, settings | derived).check()
+        return with_text(parse_flags(Config, flags, settings | derived), given).check()
 
     config = complete(vocab_size=50257, corpus_tokens=10**9)
     # set beside the fields, which are options; replace() leaves it out
     object.__setattr__(config, "dial", lambda corpus: complete(corpus.tokenizer.n_vocab, len(corpus.train)))
     return config
+
+
+def with_text(config, given):
+    """The Config with data="text" if only --input is given, and without a file's input if only --data is."""
+    if config.data in OWN or not config.input:
+        return config
+    if "data" not in given:
+        return replace(config, data="text")
+    require("input" not in given, f"--data {config.data} takes no --input; for a text of yours leave out --data")
+    return replace(config, input="")
 
 
 def pop_config_file(argv):
@@ -312,7 +325,7 @@ def has_steps_left(folder):
         return True
 
 
-def resumed_config(folder, flags):
+def resumed_config(folder, flags, given):
     """Config of the run in a folder, changed by flags; UserError if the changes need --allow_changes."""
     require(folder.is_dir(), f"{folder} is no run's folder; --resume needs one")
     path = folder / "config.json"
@@ -325,6 +338,8 @@ def resumed_config(folder, flags):
     if record.get("tokenizer", "").startswith("run:") and any(folder.glob("*.pt")):
         record["tokenizer"] = f"run:{folder}"  # the same tokenizer; its own run may be gone
     before, config = Config(**record).check(), parse_flags(Config, flags, record).check()
+    if given & {"data", "input"}:  # others keep a corpus of an older version, shakespeare with an input
+        config = with_text(config, given)
     for name in FIXED_ON_RESUME:
         value, old = getattr(config, name), getattr(before, name)
         require(value == old, f"{folder} has {name}={old}, which cannot change any more; leave out --{name} {value}")
