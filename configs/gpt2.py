@@ -1,4 +1,4 @@
-# GPT-2 124M with nanoGPT's hyperparameters for a shorter run. It needs a GPU, and FineWeb-Edu, prepared (docs/guide.md).
+# GPT-2 124M with nanoGPT's hyperparameters for a shorter run. It needs a GPU, and FineWeb-Edu (docs/guide.md).
 #     python -m data.prepare fineweb-edu --tokenizer gpt2      10 billion tokens
 # Larger sizes are flags. Weights, gradients and moments take 5.7 and 24.9 GB on a GPU; --parallel fsdp spreads them.
 #     350M   --n_layer 24 --n_head 16 --n_embd 1024 --micro_batch 16 --learning_rate 3e-4 --min_learning_rate 3e-5

@@ -139,8 +139,9 @@ def _find_shakespeare():
         with suppress(requests.RequestException):
             answer = requests.get(SHAKESPEARE_URL, timeout=(3, 10))  # seconds to connect, and between bytes
             answer.raise_for_status()
-            with atomic_file(path) as file:
-                file.write(answer.content)
+            if hashlib.sha256(answer.content).hexdigest() == SHAKESPEARE_SHA256:  # no page of a network's own
+                with atomic_file(path) as file:
+                    file.write(answer.content)
     if _is_shakespeare(path):
         return _of_files(path.parent, [path], "tiny Shakespeare")
     return _of_files(PLAY_FILE.parent, [PLAY_FILE], PLAY)
