@@ -5,7 +5,6 @@ from contextlib import contextmanager
 from functools import partial
 
 import torch
-from torch.distributed.tensor import DTensor
 from torch.nn.utils import get_total_norm
 
 from attention.gpu import takes_kernels
@@ -238,7 +237,7 @@ class Muon(torch.optim.AdamW):
             p.grad = None  # so that AdamW skips it
         momenta = [self.state[p]["momentum"] for p in parameters]
         orthogonalise = partial(orthogonal, heights=heights)
-        if isinstance(like, DTensor):  # of FSDP
+        if hasattr(like, "placements"):  # a DTensor of FSDP
             weights, momenta, gradients = local(weights), local(momenta), local(gradients)
             orthogonalise = partial(on_whole_matrices, orthogonalise, parameter=like)
         dtype = torch.bfloat16 if like.is_cuda else like.dtype
