@@ -5,6 +5,7 @@ import sys
 if sys.platform == "win32":
     sys.exit("error: Windows lacks signals that a run needs; use WSL, the Linux in Windows: wsl --install")
 
+import difflib
 import errno
 import os
 import re
@@ -34,6 +35,11 @@ def require(condition, message):
 def quote(path):
     """A path or name as a shell needs it in a command that is printed."""
     return shlex.quote(str(path))
+
+
+def perhaps(name, names, before=""):
+    """The one of some names that a user may have meant, in brackets; "" if none is like it."""
+    return "".join(f" (perhaps {before}{found})" for found in difflib.get_close_matches(name, names, 1))
 
 
 def fold(text, indent=0):

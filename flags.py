@@ -1,6 +1,5 @@
 """Command lines: flags for a dataclass of options, nanoGPT's names, --help."""
 
-import difflib
 import inspect
 import io
 import re
@@ -12,7 +11,7 @@ from typing import Annotated, Literal, get_args, get_origin
 
 import tyro
 
-from errors import UserError, fold, require
+from errors import UserError, fold, perhaps, quote, require
 
 # nanoGPT's option, or option=value: ours
 NANOGPT = {
@@ -57,43 +56,47 @@ def parse_flags(kind, argv, settings=None):
         UserError: an option does not exist, or a value is missing or of another type.
     """
     settings, names, argv = settings or {}, {field.name: field.type for field in fields(kind)}, list(argv)
+    typed = {}
     if "--help" in argv or "-h" in argv:
         print_help(kind, settings)
         sys.exit()
     for index in reversed(range(len(argv))):
         flag, given, value = argv[index].partition("=")
-        following = argv[index + 1] if index + 1 < len(argv) else "--"
-        if not flag.startswith("--"):
+        if not re.match("--[A-Za-z]", flag):
             continue
-        name, typed = flag[2:].replace("-", "_"), value if given else following
-        refuse_nanogpt(name, typed, names)
-        number = count_of(typed) if int in (names.get(name), *get_args(names.get(name))) else None
-        if number is not None:
-            argv[index : index + 2 - bool(given)] = [f"{flag}={number}"]
-        if names.get(name) is bool and not given and following not in ("True", "False"):
+        name = flag[2:].replace("-", "_")
+        alone = not given and (index + 1 == len(argv) or re.match("--?[A-Za-z]", argv[index + 1]))
+        value = value if given or alone else argv[index + 1]
+        refuse_nanogpt(name, value, names)
+        if name not in names:
+            initials = {"".join(word[:1] for word in each.split("_")): each for each in names}  # lr
+            similar = perhaps(initials.get(name, name), names, "--")
+            raise UserError(f"there is no option {flag}{similar}; --help lists all")
+        option = names[name]
+        if option is bool and not given and value.lower() not in ("true", "false", "yes", "no"):
             argv.insert(index + 1, "True")
+            continue
+        if alone:
+            raise UserError(f"{flag} needs a value: {values_of(option)}")
+        if int in (option, *get_args(option)) and (number := count_of(value)) is not None:
+            value = str(number)
+            argv[index : index + 2 - bool(given)] = [f"{flag}={value}"]
+        typed.setdefault(name, value)  # the last one, since they are read in reverse
     options = dict(default=kind(**settings)) if settings else {}
     printed = io.StringIO()
     try:
         with redirect_stderr(printed):
             return tyro.cli(kind, args=argv, use_underscores=True, config=(tyro.conf.FlagConversionOff,), **options)
-    except SystemExit as end:  # after a box: a title, the mistake and perhaps options with similar names, between lines
-        if not end.code:
-            raise
-        text = re.sub("(?m)^ *│|│ *$", "", printed.getvalue())
-        _, mistake, *parts = (" ".join(part.split()) for part in re.split(r"(?m)^(?: *[-─]{5,} *|╭.*)$", text))
-        similar = [name for part in parts if part.startswith("Perhaps") for name in re.findall(r"--\w+", part)]
-        named = re.findall(r"--(\w+)", mistake)
-        similar += [f"--{name}" for name in names if "".join(word[:1] for word in name.split("_")) in named]  # --lr
-        advice = f" (perhaps {' or '.join(similar)})" if similar else ""
-        if mistake.startswith("Missing"):
-            advice = f": --{named[0]} {values_of(names[named[0]])}" if named else ""
-        raise UserError(f"{mistake.rstrip('.')}{advice}; --help lists all options") from None
-
-
-def perhaps(name, names, before=""):
-    """The one of some names that a user may have meant, in brackets; "" if none is like it."""
-    return "".join(f" (perhaps {before}{found})" for found in difflib.get_close_matches(name, names, 1))
+    except SystemExit:  # after a box with a title, the mistake and how to get help
+        printed = " ".join(re.sub("[│╭╮╰╯─]", "", printed.getvalue()).split()).partition(" For full helptext")[0]
+    _, found, ours = printed.partition(f"Error parsing {kind.__name__}: ")  # which __post_init__ has raised
+    require(not found, ours)
+    usage = f"type {inspect.cleandoc(kind.__doc__).splitlines()[0]}"
+    _, found, arguments = printed.partition("Unrecognized options: ")
+    require(not found, f"{arguments} is one argument too many; {usage}")
+    require("Missing" not in printed, f"an argument is missing; {usage}")
+    name = re.search(r"--(\w+)", printed)[1]
+    raise UserError(f"--{name} {quote(typed[name])} must be {values_of(names[name])}")
 
 
 def count_of(text):

@@ -11,7 +11,6 @@ from data.files import GPT2_SIZES, RUNS, find_run
 from data.tokenizer import is_untrained
 from device import resolve_device, resolve_dtype
 from errors import UserError, require
-from flags import perhaps
 from hf.read import Pretrained, download_files, read_folder, restore
 from model import GPT, RMSNorm
 from threads import cpu_threads
@@ -41,10 +40,8 @@ def read(name, weights=True):
     if (path.suffix == ".safetensors" and path.is_file()) or any(path.glob("model*.safetensors")):
         return read_folder(path, weights)
     found = [file for file in (path, path / "best.pt") if file.is_file()] + checkpoints(path)
-    runs = [folder.name for folder in RUNS.glob("*") if folder.is_dir()]
-    missing = "has no checkpoint and no model.safetensors" if path.is_dir() else "does not exist"
-    missing += "" if path.is_dir() else perhaps(path.name, runs)
-    require(found, f"{path} {missing}; name a run with a checkpoint, a model's folder, or {', '.join(GPT2_SIZES)}")
+    rule = f"name a run with a checkpoint, a model's folder, or {', '.join(GPT2_SIZES)}"
+    require(found, f"there is no checkpoint and no model.safetensors in {path}; {rule}")
     contents = load_first(found, weights)
     config, tokenizer = restore(contents["path"], contents.get("model_config"), contents.get("tokenizer"))
     return Pretrained(contents["path"], config, contents["model"] if weights else {}, tokenizer, contents)

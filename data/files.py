@@ -10,7 +10,7 @@ from pathlib import Path
 
 import filelock
 
-from errors import UserError, require
+from errors import UserError, perhaps, require
 
 RUNS = Path(os.environ.get("GPT_RUNS") or "runs")
 GPT2_SIZES = ("gpt2", "gpt2-medium", "gpt2-large", "gpt2-xl")  # OpenAI's models, whatever folders have these names
@@ -51,8 +51,9 @@ def make_folders(path):
 
 
 def find_run(name, *also, runs=RUNS, fits=None):
-    """Path of what a user names: runs/NAME if there is such a run, else NAME. UserError for a size of GPT-2.
+    """Path of what a user names: runs/NAME if there is such a run, else NAME.
 
+    UserError if it does not exist or is a size of GPT-2.
     "" is the run with the newest .pt file, or newest file that matches one of the patterns `also`; if fits(folder) is
     False for it but not for all runs, the newest for which it is True.
     """
@@ -63,11 +64,15 @@ def find_run(name, *also, runs=RUNS, fits=None):
         return next(filter(fits, folders), folders[0])
     require(str(name) not in GPT2_SIZES, f"{name} is OpenAI's model; a run of this name is {runs}/{name}")
     path = Path(name)
-    if str(path) != path.name or path.name == "..":
-        return path
-    if str(name) != path.name:  # ./NAME or NAME/
-        return path.absolute()
-    return runs / path if (runs / path).is_dir() else path
+    if str(path) == path.name != "..":
+        if str(name) != path.name:  # ./NAME or NAME/
+            path = path.absolute()
+        elif (runs / path).is_dir():
+            path = runs / path
+    similar = perhaps(path.name, [*GPT2_SIZES, *(folder.name for folder in runs.glob("*/"))])
+    there = path.exists() or path.suffix  # the tokenizer outlives a file of weights
+    require(there, f"{path} does not exist{similar}; give the NAME of {runs}/NAME, or a path")
+    return path
 
 
 def optional(module, purpose):

@@ -325,7 +325,7 @@ def test_mistakes(folder, run):
     for function, arguments, words in (
         (weights.read, ["tiny/new.safetensors"], f"tiny/new.safetensors has {NEW}"),
         (weights.read, ["tiny"], "cannot read tiny/model.safetensors"),
-        (weights.read, ["empty"], "empty has no checkpoint and no model.safetensors"),
+        (weights.read, ["empty"], "no checkpoint and no model.safetensors in empty"),
         (weights.read, ["nowhere"], "nowhere does not exist"),
         (weights.read, ["tinny"], r"tinny does not exist \(perhaps tiny2\)"),
         (export, ["runs/x", "out"], "out exists"),

@@ -18,8 +18,8 @@ from data.loader import Batches
 from data.sources import OWN
 from data.tokenizer import end_of_text
 from device import resolve_device
-from errors import UserError, fold, require
-from flags import parse_flags, perhaps, refuse_nanogpt, values_of
+from errors import UserError, fold, perhaps, require
+from flags import parse_flags, refuse_nanogpt, values_of
 from model import GPTConfig
 from weights import checkpoints, load_first, network_options
 
