@@ -7,7 +7,7 @@ The legend has the runs' names and, if there is room, the options in which they 
 compared between tokenizers.
 """
 
-from errors import catch_ctrl_c, command, require
+from errors import UserError, catch_ctrl_c, command, require
 
 if __name__ == "__main__":
     catch_ctrl_c()
@@ -22,10 +22,8 @@ import tyro
 
 from data.files import find_run, read_json, writing
 from flags import parse_flags
-from training.config import FREE_ON_RESUME
-from training.curves import LEGEND_WIDTH, bits_per_nat, draw_losses, read_metrics
+from training.curves import LEGEND_WIDTH, NO_EFFECT, bits_per_nat, draw_losses, read_metrics
 
-NOT_COMPARED = FREE_ON_RESUME - {"data", "input"} | {"name"}  # options that do not change a loss
 SUFFIXES = (".png", ".svg", ".pdf")
 LEGEND_LINES = 8  # up to which a line may have options
 
@@ -46,13 +44,13 @@ class PlotConfig:
 def read_run(folder, x, y):
     """(options, records) of a run; UserError if there is nothing to draw over x."""
     path = folder / "config.json"
-    require(path.is_file(), f"{folder} is no run: it has no config.json; name folders such as runs/NAME")
+    require(path.is_file(), f"{folder} is no run: it has no config.json")
     records = read_metrics(folder)
     drawn = [record for record in records if any(record.get(name) is not None for name in ("loss", "val_loss"))]
     options = read_json(path)
     lacks = [name for name in ("tokenizer", "batch_size", "block_size") if name not in options]
-    require(not lacks, f"{path} lacks {' and '.join(lacks)}, so it is not of a run; leave {folder} out")
-    require(drawn, f"{folder} has no losses in metrics.jsonl yet; leave it out, or train it for longer")
+    require(not lacks, f"{path} lacks {' and '.join(lacks)}, so it is not of a run")
+    require(drawn, f"{folder} has no losses in metrics.jsonl yet; train it for longer")
     if x == "seconds":
         timed = all(record.get("seconds") is not None for record in drawn)
         require(timed, f"{folder} was trained by a version that recorded no seconds; take --x step or tokens")
@@ -69,7 +67,7 @@ def labels_of(folders, options):
     names = [folder.name for folder in resolved]
     if len(set(names)) < len(names):
         names = [str(folder) for folder in folders]
-    keys = sorted({name for run in options for name in run} - NOT_COMPARED)
+    keys = sorted({name for run in options for name in run} - NO_EFFECT - {"name"})
     differing = [key for key in keys if len({json.dumps(run.get(key)) for run in options}) > 1]
     changes = [", ".join(f"{key}={run.get(key)}" for key in differing) for run in options]
     labels = [f"{name}: {change}" for name, change in zip(names, changes, strict=True)]
@@ -88,9 +86,17 @@ def main(argv):
     """Draw as a command line says; returns the image."""
     config = parse_flags(PlotConfig, argv)
     require(config.out.suffix in SUFFIXES, f"--out {config.out} must end in {', '.join(SUFFIXES)}")
-    require(config.runs, "plot.py needs at least one run folder, such as runs/NAME")
-    folders = [*map(find_run, config.runs)]
-    options, records = zip(*(read_run(folder, config.x, config.y) for folder in folders), strict=True)
+    require(config.runs, "which runs? Type python plot.py NAME [NAME ...]; runs/* are all")
+    runs = []
+    for folder in map(find_run, config.runs):
+        try:
+            runs.append((folder, *read_run(folder, config.x, config.y)))
+        except UserError as error:
+            if len(config.runs) == 1:
+                raise
+            print(f"note: {error}; it is left out", file=sys.stderr)
+    require(runs, "none of these folders has losses to draw; the notes say why")
+    folders, options, records = zip(*runs, strict=True)
     # tokenizers with the same name may differ, but then so does the length of their tokens
     kinds = {(run["tokenizer"], f"{bits_per_nat(some) or 0:.9g}") for run, some in zip(options, records, strict=True)}
     if config.y == "loss" and len(kinds) > 1:

@@ -4,6 +4,7 @@ import itertools
 import json
 import re
 import signal
+import subprocess
 import sys
 import time
 from pathlib import Path
@@ -11,7 +12,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from helpers import FAST, at_step, finish, in_process, losses, metrics, run_script, start, wait_for_step
+from helpers import FAST, at_step, environment, finish, in_process, losses, metrics, run_script, start, wait_for_step
 from matplotlib.figure import Figure
 from wandb_server import serve
 
@@ -243,6 +244,8 @@ def test_several_runs(call, figures):
     tokens, bits = map(curves, figures[1:])
     assert tokens == 2 * [[[160, 3.0], [480, 2.5]], [[0, 4.0], [480, 2.0], [640, 2.5]]]
     assert bits == 2 * [[[2.0, 1.5], [6.5, 1.25]], [[0.5, 2.0], [7.0, 1.0], [9.0, 1.25]]]
+    call(first, make_run("short", RECORDS[:2]))
+    assert [line.get_marker() for line in figures[-1].axes[0].get_lines()] == ["None", "None", "o", "o"]  # of one point
     call(first, make_run("old/a"), "--out", "b.svg")
     assert legend(figures[-1]) == ["runs/a", "runs/old/a"] and Path("b.svg").exists()
 
@@ -256,16 +259,23 @@ def test_a_note_about_other_tokenizers(call):
         assert call(first, second, "--y", "bpb")[2] == ""
 
 
+def test_plot_imports_no_torch(folder):
+    code = f"import sys, plot; plot.main([{make_run('a')!r}]); sys.exit('torch' in sys.modules)"
+    assert not subprocess.run([sys.executable, "-c", code], env=environment(folder)).returncode
+
+
 def test_mistakes_of_plot(call):
     run, foreign = make_run("run"), make_run("foreign")
     empty, young = make_run("empty", []), make_run("young", RECORDS[1:3])
     Path(foreign, "config.json").write_text('{"tokenizer": "char"}')
     for flags, words in (
-        ([], "run"),
-        (["runs/none"], "runs/none config.json"),
+        ([], "NAME"),
+        (["runs/none", run], "runs/none"),
+        (["runn"], "runn run"),
         (["gpt2"], "OpenAI's runs/gpt2"),
         (["./run"], str(Path("run").absolute())),  # as other commands, not runs/run
-        ([run, empty], empty),
+        ([empty], empty),
+        ([empty, foreign], "note"),
         ([young, "--y", "bpb"], f"{young} --y"),
         ([run, "--out", "a.text"], "a.text --out"),
         ([foreign], f"{foreign} batch_size block_size"),
@@ -273,3 +283,5 @@ def test_mistakes_of_plot(call):
         code, *_ = call(*flags)
         assert code.startswith("error: ") and all(word in code for word in words.split()), code
     assert not list(Path().glob("*.png"))
+    code, _, err = call(run, empty)
+    assert code == 0 and f"note: {empty} has no losses" in err

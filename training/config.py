@@ -21,6 +21,7 @@ from device import resolve_device
 from errors import UserError, fold, perhaps, require
 from flags import parse_flags, refuse_nanogpt, values_of
 from model import GPTConfig
+from training.curves import NO_EFFECT
 from weights import checkpoints, load_first, network_options
 
 CONFIGS = Path(__file__).parents[1] / "configs"
@@ -42,11 +43,6 @@ AT_LEAST_0 = {
 }  # fmt: skip
 ABOVE_0 = {"learning_rate", "muon_scale", "embed_scale", "rope_theta"}
 SHARES = {"dropout", "ema", "beta2"}
-# Options that may change when a run is resumed. For `data` and `input`, the tokens are compared instead.
-FREE_ON_RESUME = {
-    "resume", "allow_changes", "data", "input", "verify", "keep", "max_bad_steps", "log_every", "sample_every", "wandb",
-    "save_every", "parallel", "checkpoint_activations", "runs",
-}  # fmt: skip
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -343,9 +339,9 @@ def resumed_config(folder, flags, given):
     for name in FIXED_ON_RESUME:
         value, old = getattr(config, name), getattr(before, name)
         require(value == old, f"{folder} has {name}={old}, which cannot change any more; leave out --{name} {value}")
-    for name, value in asdict(config).items():
+    for name, value in asdict(config).items():  # for data and input, Run compares the tokens
         require(
-            value == getattr(before, name) or name in FREE_ON_RESUME or config.allow_changes,
+            value == getattr(before, name) or name in NO_EFFECT | {"data", "input"} or config.allow_changes,
             f"{folder} has {name}={getattr(before, name)}; leave out --{name} {value}, or add --allow_changes",
         )
     return config

@@ -5,6 +5,11 @@ import logging
 import sys
 import warnings
 
+# options that do not change the losses, so that they may change when a run is resumed
+NO_EFFECT = {
+    "resume", "allow_changes", "verify", "keep", "max_bad_steps", "log_every", "sample_every", "wandb", "save_every",
+    "parallel", "checkpoint_activations", "runs",
+}  # fmt: skip
 COLORS = ("#c0392b", "#2471a3", "#1e8449", "#b9770e", "#7d3c98", "#117a65", "#5d6d7e", "#d35480")
 STYLES = ("-", "--", ":", "-.")  # the next one after each eight runs
 X_LABELS = {"step": "step", "tokens": "training tokens", "seconds": "time since training began (s)"}
@@ -75,8 +80,10 @@ def draw_losses(path, runs, x="step", y="loss"):
             for field in ("loss", "val_loss")
         )
         labels = ("training", "validation") if alone else (None, label) if val else (label, None)
-        axis.plot(*zip(*train, strict=True), color=color, linestyle=style, label=labels[0], linewidth=0.8, alpha=0.5)
-        axis.plot(*zip(*val, strict=True), color=color, linestyle=style, label=labels[1], linewidth=1.8)
+        for points, name, width, alpha in ((train, labels[0], 0.8, 0.5), (val, labels[1], 1.8, 1)):
+            dots = dict(marker="o", markersize=3 * width) if len(points) == 1 else {}  # which is no line
+            look = dict(color=color, linestyle=style, linewidth=width, alpha=alpha)
+            axis.plot(*zip(*points, strict=True), label=name, **look, **dots)
         if best:
             axis.scatter(best[x], best["val_loss"] * per_nat, 70, facecolors="none", edgecolors=color)
         if alone:
