@@ -10,6 +10,7 @@ import torch
 
 from errors import require
 
+LARGE = 10**9  # bytes
 WARM_UPS = 3  # calls before a CUDA graph is recorded, in which PyTorch compiles, allocates and chooses algorithms
 
 
@@ -26,7 +27,7 @@ def resolve_device(device):
         return there[0]
     there += [f"cuda:{number}" for number in range(gpus)]
     reason = f" ({problem})" if problem else ""
-    require(device in there, f"device={device!r} is not there{reason}; choose auto or one of {', '.join(there)}")
+    require(device in there, f"device={device!r} is not there{reason}; choose {' or '.join(['auto', *there])}")
     require(not (problem and device.startswith("cuda")), f"{problem}; give --device cpu, or install another PyTorch")
     return device
 
@@ -51,9 +52,17 @@ def gpu_problem(device, gpus):
 
 @cache
 def note(sentence):
-    """Print a sentence once."""
+    """Print a sentence once, on the first rank of a host."""
     start = "\r\x1b[K" if sys.stderr.isatty() else ""  # in place of a progress line
-    print(f"{start}note: {sentence}", file=sys.stderr)
+    if os.environ.get("LOCAL_RANK", "0") == "0":
+        print(f"{start}note: {sentence}", file=sys.stderr)
+
+
+def note_large(path):
+    """Tell that a file is read which is so large that this may take seconds."""
+    size = path.stat().st_size
+    if size >= LARGE:
+        note(f"reading {path}, {size / 1e9:.1f} GB")
 
 
 def resolve_dtype(dtype, device):

@@ -5,12 +5,11 @@ python evaluate.py runs/NAME --text book.txt --stride 128     another text, each
 python evaluate.py runs/NAME --tasks hellaswag lambada_openai mine.yaml
 """
 
-from errors import UserError, catch_ctrl_c, command, require
+from errors import UserError, catch_ctrl_c, command, perhaps, require
 
 if __name__ == "__main__":
     catch_ctrl_c()
 
-import difflib
 import itertools
 import json
 import logging
@@ -19,7 +18,7 @@ import sys
 from contextlib import redirect_stdout
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import numpy as np
 import tyro
@@ -36,6 +35,8 @@ from generation import generate_batch
 from generation.score import evaluate_text, score
 from weights import load
 
+UNITS = {"loss": "nats/token", "bits_per_byte": "bits/byte"}
+
 
 @dataclass(frozen=True, kw_only=True)
 class EvaluateConfig:
@@ -51,8 +52,8 @@ class EvaluateConfig:
     """Field of JSON lines, or column of Parquet, with the text or messages of --text."""
     skip_bad: bool = False
     """Leave out lines and rows of --text that cannot be read."""
-    split: str = ""
-    """The part of the run's corpus to compute the loss on, val or train; without --text and --tasks it is val."""
+    split: Literal["val", "train"] | None = None
+    """The part of the run's corpus to compute the loss on; without --text and --tasks it is val."""
     stride: int | None = None
     """Tokens from one window to the next. Each token is scored once; a smaller stride gives it more context. The
     default is block_size."""
@@ -103,6 +104,10 @@ def read_split(contents, split):
 
 def load_tasks(names):
     """The tasks that --tasks names, as lm_eval.evaluate() takes them."""
+    for name in names:
+        is_name = "/" not in name and not name.endswith(".yaml")
+        require(is_name or Path(name).exists(), f"--tasks {name} does not exist; check its path")
+    print("importing lm_eval and the names of its tasks, which takes up to half a minute", file=sys.stderr)
     try:
         from lm_eval.tasks import TaskManager
     except ImportError:
@@ -116,9 +121,8 @@ def load_tasks(names):
         if name in folders:
             tasks += TaskManager(include_path=name, include_defaults=False).all_subtasks
         else:
-            close = ", ".join(difflib.get_close_matches(name, manager.all_tasks)) or "none"
             known = name in manager.all_tasks or Path(name).exists()
-            require(known, f"--tasks {name} is no task of lm_eval and no file; names like it: {close}")
+            require(known, f"--tasks {name} is no task of lm_eval{perhaps(name, manager.all_tasks)}")
             tasks.append(name)
     try:
         loaded = manager.load(tasks)
@@ -187,16 +191,16 @@ def describe(name, result):
         elif "_stderr" in key:
             values[-1] += f" ± {value:.4f}"
         else:
-            values.append(f"{key} {value:.4f}")
+            values.append(f"{value:.4f} {UNITS[key]}" if key in UNITS else f"{key} {value:.4f}")
     return f"{name}: {', '.join(values)} ({', '.join(counts)})"
 
 
 def main(argv):
     config = parse_flags(EvaluateConfig, argv)
-    require(config.split in ("", "val", "train"), f"split={config.split!r} must be val or train")
     require(not (config.text and config.split), "--text and --split name two texts; choose one of them")
     require(config.batch_size >= 1, f"batch_size={config.batch_size} must be at least 1")
     require(config.limit >= 0, f"limit={config.limit} must be at least 0; 0 takes all items")
+    Path(config.text).stat()  # a wrong path fails before a model is read
     tasks = load_tasks(config.tasks) if config.tasks else None  # first, so that a mistake shows at once
     model, tokenizer, contents = load(config.run, config.device, "float32")
     print(f"{contents['path']} on {model.embed.weight.device}", file=sys.stderr)

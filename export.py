@@ -47,6 +47,8 @@ def export(name, path, dtype="float32"):
     """
     path = Path(path)
     is_file = path.suffix == ".gguf"
+    of_folder = is_file or not path.suffix[1:].isalpha()
+    require(of_folder, f"{path} ends like a file; name a file that ends in .gguf, or a folder")
     require(not path.exists(), f"{path} exists; name a new {'file' if is_file else 'folder'}")
     found = read(name)
     require_tokenizer(found)

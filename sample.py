@@ -36,7 +36,7 @@ from data.documents import RECORDS, read_text, suffix_of
 from flags import parse_flags
 from generation import Chat, Generator, Sampling, generate, generate_batch
 from generation.chat import HELP
-from generation.text import NEW_TEXT, marked, opening
+from generation.text import marked, opening
 from weights import load
 
 __all__ = ["generate", "generate_batch", "load"]
@@ -49,7 +49,7 @@ class SampleConfig(Sampling):
     run: Annotated[str, tyro.conf.Positional] = ""
     """NAME of runs/NAME or a run's folder (its best.pt is preferred), checkpoint file, Hugging Face folder or its
     .safetensors file, or gpt2, gpt2-medium, gpt2-large, gpt2-xl (OpenAI's); the default is the newest run."""
-    prompt: str = NEW_TEXT
+    prompt: str = ""
     """Text to continue, FILE:path of a UTF-8 file, perhaps compressed, or - for standard input. The default begins a
     text: with the end-of-text token, else a line break, or the tokenizer's first character if it has neither."""
     interactive: bool = False
@@ -74,7 +74,7 @@ class SampleConfig(Sampling):
         for name in ("max_tokens", "num_samples"):
             require(getattr(self, name) >= 1, f"{name}={getattr(self, name)} must be at least 1")
         typed = self.interactive + self.chat
-        alone = self.num_samples == 1 and self.prompt == NEW_TEXT
+        alone = self.num_samples == 1 and not self.prompt
         rule = "--prompt and --num_samples do not go with --interactive and --chat; type prompts after the start"
         require(typed < 2, "--interactive continues texts and --chat answers them; give one of the two")
         require(alone or not typed, rule)
@@ -171,13 +171,11 @@ def main(argv):
     prompt = "" if typed else read_prompt(config.prompt)
     model, tokenizer, contents = load(config.run, config.device)
     print(f"{contents['path']} on {model.embed.weight.device}", file=sys.stderr)
-    if prompt == NEW_TEXT:
-        prompt = opening(tokenizer)
     generator = Generator(model, tokenizer, config.num_samples, config, config.seed)  # it is a Sampling, too
     if typed:
         interact(generator, config)
     else:
-        print_samples(generator, prompt, config)
+        print_samples(generator, prompt or opening(tokenizer), config)
         print_speed(generator)
 
 

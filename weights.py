@@ -9,7 +9,7 @@ import torch
 
 from data.files import GPT2_SIZES, RUNS, find_run
 from data.tokenizer import is_untrained
-from device import resolve_device, resolve_dtype
+from device import note_large, resolve_device, resolve_dtype
 from errors import UserError, require
 from hf.read import Pretrained, download_files, read_folder, restore
 from model import GPT, RMSNorm
@@ -127,6 +127,8 @@ def load_checkpoint(path, weights=True):
     Raises:
         UserError: it is damaged, or not a checkpoint of this project. OSError: it cannot be read.
     """
+    if weights:
+        note_large(path)
     try:
         with zipfile.ZipFile(path) as file:  # torch.load does not check the checksums
             broken = weights and file.testzip()

@@ -11,6 +11,7 @@ import torch
 from data.files import optional, read_json
 from data.hub import one_sentence
 from data.tokenizer import STORED, from_state, tokenizer_of
+from device import note_large
 from errors import UserError, require
 from hf.architectures import parameters_of, read_config, switch_layout
 from model import GPTConfig
@@ -69,6 +70,7 @@ def _read_weights(file, config):
     safetensors = optional("safetensors.torch", "reading model.safetensors")
     theirs = {}
     for part in [file] if file.exists() else sorted(file.parent.glob("model-*.safetensors")):
+        note_large(part)
         try:
             theirs |= safetensors.load_file(part)
         except Exception as error:  # the package's own exception

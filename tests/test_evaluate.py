@@ -152,6 +152,7 @@ def test_loss_of_a_split_is_that_of_training(folder, run, call):
     assert run(steps=4, eval_every=2, eval_batches=0, block_size=11, **PATHS)[0] == 0
     record = metrics(folder)[-1]
     result = json.loads(call("--json")[1])["results"]["val"]
+    assert f"{result['loss']:.4f} nats/token" in call()[1] and f"{result['bits_per_byte']:.4f} bits/byte" in call()[1]
     assert result["loss"] == pytest.approx(record["val_loss"])
     assert result["bits_per_byte"] == pytest.approx(record["val_bpb"])
     Path("corpus.txt").write_text("the sea has taken another text. " * 200)
@@ -203,7 +204,7 @@ def test_tasks_on_the_command_line(tasks, call):
     assert out.count(" ± ") == 4 and out.count("(2 items)") == 2
     Path("wrong.yaml").write_text("task: x\n  y: [")
     expect(call, "--tasks wrong.yaml", "wrong.yaml")
-    expect(call, "--tasks helaswag", "names like it: hellaswag")
+    expect(call, "--tasks helaswag", "(perhaps hellaswag)")
     expect(call, "--tasks runs", "there are no tasks in runs")
 
 
@@ -212,7 +213,7 @@ def test_mistakes(folder, call, monkeypatch):
         monkeypatch.setitem(sys.modules, name, None)
     save(folder / "runs/tiny/checkpoint.pt", make_tokenizer("char", "a"))
     expect(call, "", "tiny/checkpoint.pt names no corpus of its own; give --text")
-    expect(call, "--split test", "split='test' must be val or train")
+    expect(call, "--split test", "--split test must be {val,train}")
     write("lines.jsonl", [{"text": "a"}, {"body": "a"}])
     expect(call, "--text lines.jsonl", "lines.jsonl, line 2 has no UTF-8 text in 'text'")
     expect(call, "--text lines.jsonl --text_field body --skip_bad", "has less than 2 tokens")
@@ -221,4 +222,7 @@ def test_mistakes(folder, call, monkeypatch):
     expect(call, "--text corpus.txt", "corpus.txt: the char tokenizer has no token for")
     expect(call, "--text corpus.txt --stride 17", "stride=17 must be from 1 to block_size, 16")
     expect(call, "--tasks hellaswag --limit -1", "limit=-1")
+    expect(call, "--tasks hellaswag none.yaml", "none.yaml does not exist")  # is said before lm_eval is imported
+    expect(call, "--tasks", "--tasks needs a value")
+    expect(call, "--text none --tasks hellaswag", "none")
     expect(call, "--tasks hellaswag", "lm_eval; install it: pip install -e '.[eval]'")

@@ -92,7 +92,8 @@ def test_prompts(call, run, folder, monkeypatch):
     for prompt, name in (("FILE:latin.txt", "latin.txt"), ("-", "standard input")):
         code, out, _ = call("--prompt", prompt)
         assert code.startswith(f"error: {name} is not UTF-8 text") and "\n" not in code and out == ""
-    assert call()[1].startswith("\n")  # a line break, or the end-of-text token where there is one
+    for flags in ([], ["--prompt", ""]):  # a line break, or the end-of-text token where there is one
+        assert call(*flags)[1].startswith("\n")
     save(run / "checkpoint.pt", make_tokenizer("char+eot", "abcdef\n"))
     assert call()[2].splitlines()[-1].startswith("prompt 1 tokens")
     assert not call("--ignore_eot")[1].startswith("\n")
@@ -160,6 +161,8 @@ def test_python(run):
     "flags, words",
     [
         (["--prompt", "xyz"], ["'x'"]),
+        (["--stop"], ["--stop", "value", "STR"]),
+        (["--max_tokens", "0"], ["error: max_tokens=0"]),
         (["--prompt", "abc", "--interactive"], ["--prompt", "--interactive"]),
         (["--top_p", "0"], ["top_p=0.0", "(0, 1]"]),
         (["--start", "abc"], ["start", "nanoGPT", "--prompt"]),
@@ -170,10 +173,13 @@ def test_mistakes(call, flags, words):
     assert out == "" and all(word in message for word in words), message
 
 
-def test_damaged_and_foreign_checkpoints(run, call):
+def test_damaged_and_foreign_checkpoints(run, call, monkeypatch):
+    """Reading a large one has a line of its own."""
+    monkeypatch.setattr("device.LARGE", 100)
     (run / "best.pt").write_bytes(b"damaged")
     code, _, err = call()
     assert code == 0 and "best.pt" in err and "runs/tiny/checkpoint.pt on cpu" in err
+    assert "reading runs/tiny/checkpoint.pt" in err and "reading runs/tiny/best.pt" not in err
     os.remove(run / "best.pt")
     path = run / "checkpoint.pt"
     whole = path.read_bytes()

@@ -329,6 +329,7 @@ def test_mistakes(folder, run):
         (weights.read, ["nowhere"], "nowhere does not exist"),
         (weights.read, ["tinny"], r"tinny does not exist \(perhaps tiny2\)"),
         (export, ["runs/x", "out"], "out exists"),
+        (export, ["runs/x", "x.bin"], "x.bin .*gguf"),
         (export, ["out", "new"], "Hugging Face model already"),
     ):
         with pytest.raises(UserError, match=words):
