@@ -15,8 +15,7 @@ from data.external import token_files
 from data.files import atomic_file, data_folder
 from data.hub import DATASETS, HUB, download_file, list_dataset
 from data.shards import SPLITS, file_sha256
-from errors import require
-from flags import perhaps
+from errors import perhaps, require
 
 OWN = ("text", "chat", "tokens")  # corpora that --input names
 BOOKS = Path("books")  # input of two configs

@@ -62,9 +62,11 @@ def run_script(monkeypatch, capsys, script, *argv):
     script = str(ROOT / script)
     monkeypatch.setattr(sys, "argv", [script, *argv])
     capsys.readouterr()
+    handler = signal.getsignal(signal.SIGINT)
     with pytest.raises(SystemExit) as end:
         runpy.run_path(script, run_name="__main__")
         sys.exit(0)
+    signal.signal(signal.SIGINT, handler)  # the script's ends the process, and so would a later test's Ctrl-C
     return end.value.code, *capsys.readouterr()
 
 
