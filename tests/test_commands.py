@@ -28,6 +28,7 @@ pytestmark = pytest.mark.slow
 CONVERSATIONS = [
     [dict(role="user", content=f"What is {n}?"), dict(role="assistant", content="A number.")] for n in range(100)
 ]
+OTHERS = ("git", "cd", "python3", "source", "pip", "pytest", "hf", "llama-completion")  # other tests, or none
 SHORT = "--device cpu --steps 4 --eval_every 2 --eval_batches 1 --batch_size 4 --block_size 128"
 
 
@@ -35,13 +36,12 @@ def commands(page):
     """The commands of a page, in code blocks and within sentences."""
     text = (ROOT / page).read_text()
     lines = [line for block in re.findall(r"```sh\n(.*?)```", text, re.DOTALL) for line in block.splitlines()]
-    inline = re.findall(r"`((?:python|torchrun|--[a-z]\w*) [^`]+)`", re.sub(r"```.*?```", "", text, flags=re.DOTALL))
+    sentences = re.sub(r"```.*?```", "", text, flags=re.DOTALL)
+    inline = re.findall(r"`((?:python|torchrun|pip|--[a-z]\w*) [^`]+)`", sentences)
     for line in [*lines, *inline]:
         for command in line.partition("  #")[0].split(" && "):
             words = shlex.split(command)
-            if (
-                words[0] not in ("pip", "pytest", "git", "hf", "llama-completion") and "--tasks" not in words
-            ):  # others test these
+            if words[0] not in OTHERS and "--tasks" not in words:
                 yield words
 
 
@@ -84,7 +84,7 @@ def hub(folder, monkeypatch, data_root):
 
 @pytest.mark.parametrize("page, run", [("README.md", "shakespeare"), ("docs/guide.md", "mine")])
 def test_commands(page, run, folder, hub, monkeypatch, capsys):
-    for name in ("configs", "data"):
+    for name in ("configs", "data", "examples"):
         (folder / name).symlink_to(ROOT / name)
     (folder / "start.txt").write_text("the sea")
     lines = [json.dumps(dict(messages=messages)) + "\n" for messages in CONVERSATIONS]

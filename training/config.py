@@ -22,7 +22,7 @@ from errors import UserError, fold, perhaps, require
 from flags import parse_flags, refuse_nanogpt, values_of
 from model import GPTConfig
 from training.curves import NO_EFFECT
-from weights import checkpoints, load_first, network_options
+from weights import checkpoints, load_checkpoint, network_options
 
 CONFIGS = Path(__file__).parents[1] / "configs"
 # In place of a network that would take days without a GPU, unless its config file has a dictionary `cpu`.
@@ -313,11 +313,11 @@ def pop_config_file(argv):
 
 
 def has_steps_left(folder):
-    """Whether the run in a folder is not finished; True if it cannot be read, so that an error will name it."""
+    """Whether the run in a folder is not finished; True if that cannot be read, so that an error will name it."""
     try:
         steps = read_json(folder / "config.json")["steps"]
-        return load_first(checkpoints(folder), weights=False).get("step", 0) < steps
-    except (UserError, OSError, KeyError):
+        return load_checkpoint(checkpoints(folder)[0], weights=False)["step"] < steps
+    except (UserError, OSError, LookupError):
         return True
 
 
