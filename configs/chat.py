@@ -1,8 +1,8 @@
-# Fine-tune GPT-2, a run of yours or a Hugging Face folder on conversations, of which only the answers count.
+# GPT-2, a run of yours or a Hugging Face folder goes on with conversations. It needs --input FILE.jsonl, and a GPU.
 #     python train.py configs/chat.py --init_from gpt2 --input FILE.jsonl
 #     python sample.py chat --chat
 init_from = "gpt2"
-data = "chat"
+data = "chat"  # only the answers count in the loss
 mask_documents = True  # attention does not cross from one conversation to the next
 batch_size = 8  # windows of up to 1024 tokens, each of a dozen short conversations
 epochs = 2

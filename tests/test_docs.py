@@ -113,3 +113,8 @@ def test_pages_name_tests_that_exist():
     for page in (ROOT / "docs").glob("*.md"):
         for name in re.findall(r"`(test_\w+)`", page.read_text()):
             assert f"def {name}(" in tests, f"{page.name} names {name}"
+
+
+def test_lines_that_readme_counts():
+    lines = sum((ROOT / name).read_text().count("\n") for name in ("train.py", "model.py"))
+    assert f"in {lines} lines" in (ROOT / "README.md").read_text()

@@ -13,6 +13,7 @@ from shutil import get_terminal_size
 
 import torch
 
+from data.chat import END
 from data.files import atomic_file
 from data.loader import windowed
 from device import resolve_dtype
@@ -201,6 +202,7 @@ class Report:
                 model.train()
             begins = tokenizer.decode(prompt).rstrip("\N{REPLACEMENT CHARACTER}")  # of a character that is cut off
             text = printable(tokenizer.decode(prompt + tokens).removeprefix(begins))
+            text = text.partition(END)[0] if self.corpus.val.turns else text
             title = f"sample after {step} steps, which continues the validation text:"
             show(f"{title}\n{marked(printable(begins))}{text}\n")
 
