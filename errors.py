@@ -50,8 +50,10 @@ def fold(text, indent=0):
     )  # fmt: skip
 
 
-def catch_ctrl_c():
-    """Let Ctrl-C end the process. A command calls this before the imports that take seconds."""
+def catch_ctrl_c(imports=None):
+    """Let Ctrl-C end the process. A command calls this before the `imports` that take seconds, and names them."""
+    if imports and sys.stderr and sys.stderr.isatty():
+        print(f"importing {imports} ...", file=sys.stderr)
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
         signal.signal(signal.SIGINT, end_at_once)
 

@@ -8,7 +8,7 @@ python evaluate.py runs/NAME --tasks hellaswag lambada_openai mine.yaml
 from errors import UserError, catch_ctrl_c, command, perhaps, require
 
 if __name__ == "__main__":
-    catch_ctrl_c()
+    catch_ctrl_c("PyTorch")
 
 import itertools
 import json

@@ -9,7 +9,7 @@ hf/architectures.py has the architectures and the options that a network must ha
 from errors import catch_ctrl_c, command, quote, require
 
 if __name__ == "__main__":
-    catch_ctrl_c()
+    catch_ctrl_c("PyTorch")
 
 import sys
 from dataclasses import dataclass

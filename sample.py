@@ -19,7 +19,7 @@ A list of messages in place of the text, such as [{"role": "user", "content": "H
 from errors import UserError, catch_ctrl_c, command, fold, require
 
 if __name__ == "__main__":
-    catch_ctrl_c()
+    catch_ctrl_c("PyTorch")
 
 import itertools
 import signal

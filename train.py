@@ -11,7 +11,7 @@ Ctrl-C, SIGTERM and a closed terminal save and stop; SIGUSR1 saves and goes on. 
 from errors import catch_ctrl_c
 
 if __name__ == "__main__":
-    catch_ctrl_c()  # before the imports, which take seconds
+    catch_ctrl_c("PyTorch")  # before the imports, which take seconds
 
 import math
 import sys
