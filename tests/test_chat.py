@@ -30,6 +30,7 @@ from sample import load
 from train import training_batches
 from training.ranks import Ranks
 
+TALKS = ROOT / "examples/kestrels.jsonl"
 D, S, U, A, E = map(chr, range(256, 261))  # the tokens of bytes for end-of-text, system, user, assistant, end
 ASSISTANT, END = 259, 260
 FIVE = {  # conversations, and their text with [what counts]
@@ -225,6 +226,29 @@ def test_resume_is_bit_exact_and_epochs_become_steps(folder, capsys):
     assert losses(folder, "half") == losses(folder, "whole")
     assert equal(contents("runs/half/checkpoint.pt")["model"], contents("runs/whole/checkpoint.pt")["model"])
     assert "give one of them" in in_process(capsys, **options, epochs=2, steps=3).stderr
+
+
+def test_the_example_is_well_formed():
+    """Questions, which all differ, take turns with answers."""
+    rows = [json.loads(line)["messages"] for line in TALKS.read_text("ascii").splitlines()]
+    for row in rows:
+        assert [message["role"] for message in row] == ["user", "assistant"] * (len(row) // 2)
+        assert all(message["content"].strip() == message["content"] != "" for message in row)
+    questions = [re.sub(r"\W+", " ", message["content"].lower()).strip() for row in rows for message in row[::2]]
+    assert len({*questions}) == len(questions)
+
+
+@pytest.mark.slow
+def test_the_example_is_learned(folder, capsys, monkeypatch):
+    """In a part of the steps of configs/talk.py; best.pt is of the last one."""
+    assert in_process(capsys, str(ROOT / "configs/talk.py"), input=TALKS, steps=300, device="cpu").returncode == 0
+    first, last = [line["val_loss"] for line in metrics(folder, "talk") if "val_loss" in line]
+    assert last < first / 4
+    lines = iter(["How many eggs do they lay?"])
+    monkeypatch.setattr("builtins.input", lambda prompt: next(lines, "exit"))
+    flags = ("talk", "--chat", "--temperature", "0", "--device", "cpu")
+    code, out, _ = run_script(monkeypatch, capsys, SCRIPT, *flags)
+    assert code == 0 and out.strip() == "Usually four to six."
 
 
 @pytest.mark.parametrize("block_size, longest", [(64, 1), (18, 9)])
