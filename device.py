@@ -8,7 +8,7 @@ from pathlib import Path
 
 import torch
 
-from errors import require
+from errors import require, tell
 
 LARGE = 10**9  # bytes
 WARM_UPS = 3  # calls before a CUDA graph is recorded, in which PyTorch compiles, allocates and chooses algorithms
@@ -54,8 +54,7 @@ def gpu_problem(device, gpus):
 def note(sentence):
     """Print a sentence once, on the first rank of a host."""
     start = "\r\x1b[K" if sys.stderr.isatty() else ""  # in place of a progress line
-    if os.environ.get("LOCAL_RANK", "0") == "0":
-        print(f"{start}note: {sentence}", file=sys.stderr)
+    tell(f"{start}note: {sentence}")
 
 
 def note_large(path):

@@ -50,10 +50,16 @@ def fold(text, indent=0):
     )  # fmt: skip
 
 
+def tell(text):
+    """Print to standard error, on the first rank of a host."""
+    if os.environ.get("LOCAL_RANK", "0") == "0":
+        print(text, file=sys.stderr)
+
+
 def catch_ctrl_c(imports=None):
     """Let Ctrl-C end the process. A command calls this before the `imports` that take seconds, and names them."""
-    if imports and sys.stderr and sys.stderr.isatty():
-        print(f"importing {imports} ...", file=sys.stderr)
+    if imports and sys.stderr and sys.stderr.isatty() and "--help" not in sys.argv:
+        tell(f"importing {imports} ...")
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
         signal.signal(signal.SIGINT, end_at_once)
 

@@ -200,7 +200,8 @@ def main(argv):
     require(not (config.text and config.split), "--text and --split name two texts; choose one of them")
     require(config.batch_size >= 1, f"batch_size={config.batch_size} must be at least 1")
     require(config.limit >= 0, f"limit={config.limit} must be at least 0; 0 takes all items")
-    Path(config.text).stat()  # a wrong path fails before a model is read
+    rule = f"--text {config.text} does not exist; name a file of text, JSON lines or Parquet"
+    require(not config.text or Path(config.text).exists(), rule)
     tasks = load_tasks(config.tasks) if config.tasks else None  # first, so that a mistake shows at once
     model, tokenizer, contents = load(config.run, config.device, "float32")
     print(f"{contents['path']} on {model.embed.weight.device}", file=sys.stderr)

@@ -70,14 +70,15 @@ def parse_flags(kind, argv, settings=None):
         refuse_nanogpt(name, value, names)
         if name not in names:
             initials = {"".join(word[:1] for word in each.split("_")): each for each in names}  # lr
-            similar = perhaps(initials.get(name, name), names, "--")
+            begun = next((each for each in names if each.startswith(name)), name)  # temp
+            similar = perhaps(initials.get(name, begun), names, "--")
             raise UserError(f"there is no option {flag}{similar}; --help lists all")
         option = names[name]
         if option is bool and not given and value.lower() not in ("true", "false", "yes", "no"):
             argv.insert(index + 1, "True")
             continue
         if alone:
-            raise UserError(f"{flag} needs a value: {values_of(option)}")
+            raise UserError(f"{flag} needs a value: {in_words(option)}")
         if int in (option, *get_args(option)) and (number := count_of(value)) is not None:
             value = str(number)
             argv[index : index + 2 - bool(given)] = [f"{flag}={value}"]
@@ -96,7 +97,7 @@ def parse_flags(kind, argv, settings=None):
     require(not found, f"{arguments} is one argument too many; {usage}")
     require("Missing" not in printed, f"an argument is missing; {usage}")
     name = re.search(r"--(\w+)", printed)[1]
-    raise UserError(f"--{name} {quote(typed[name])} must be {values_of(names[name])}")
+    raise UserError(f"--{name} {quote(typed[name])} must be {in_words(names[name])}")
 
 
 def count_of(text):
@@ -128,6 +129,14 @@ def print_help(kind, settings):
             hidden = value in ((), MISSING) or not str(value).strip()  # "" or a line break
             shown = "" if hidden else f"  [{value if str(value).isprintable() else repr(value)}]"
             print(f"  {typed}{shown}", *([fold(" " * 6 + " ".join(text.split()), 6)] if text else []), sep="\n")
+
+
+def in_words(kind):
+    """How a sentence names the values of an option, such as: a whole number or auto."""
+    text = values_of(kind).replace("|None", "").replace("|", " or ").replace(",", " or ")
+    for name, words in (("INT", "a whole number"), ("FLOAT", "a number"), ("STR", "a text")):
+        text = text.replace(name, words)
+    return re.sub("[{}]", "", text)
 
 
 def values_of(kind):

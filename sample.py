@@ -87,12 +87,16 @@ def read_prompt(prompt):
     try:
         if prompt == "-":
             name = "standard input"
-            return sys.stdin.buffer.read().decode("utf-8-sig")
+            text = sys.stdin.buffer.read().decode("utf-8-sig")
+            require(text, "standard input is empty; give at least one character, or leave --prompt out")
+            return text
         if name == prompt:
             return prompt
         one = suffix_of(Path(name)) not in RECORDS
         require(one, f"{name} has documents or conversations, but --prompt FILE: takes one text; give a text file")
-        return "".join(read_text(Path(name)))
+        text = "".join(read_text(Path(name)))
+        require(text, f"{name} is empty; give at least one character, or leave --prompt out")
+        return text
     except UnicodeDecodeError:
         raise UserError(f"{name} is not UTF-8 text; convert it first") from None
 

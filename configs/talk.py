@@ -1,7 +1,9 @@
-# A small model that answers questions about kestrels. It needs nothing, and a minute on two CPU cores.
+# A small model that answers questions about kestrels. It needs nothing, and two minutes on two CPU cores.
 #     python sample.py talk --chat
+from pathlib import Path
+
 data = "chat"
-input = "examples/kestrels.jsonl"  # for conversations of your own: --input FILE.jsonl
+input = Path(__file__).parents[1] / "examples/kestrels.jsonl"  # for conversations of your own: --input FILE.jsonl
 tokenizer = "bpe:1024"  # most words of this file are one token
 mask_documents = True  # attention does not cross from one conversation to the next
 

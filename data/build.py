@@ -31,6 +31,7 @@ from flags import count_of
 
 VERSION = 3  # of the prepared files
 FEW, FEW_SHARE, SHARE = 1000, 0.1, 0.005  # with fewer documents than FEW, the larger share is for validation
+SHORT = 100_000  # characters of a text whose share for validation may be less than a context
 SAMPLE_BYTES = 250 * 10**6  # of text that bpe:N learns from: its distinct words must fit into memory
 GROUP_BYTES = 1 << 28  # of input files that are finished together; a larger file is a group of its own
 BETWEEN = "\n\n"  # documents, if the tokenizer has no end-of-text
@@ -182,8 +183,8 @@ def _new_manifest(source, tokenizer_spec, val_share, read):
     how = dict(cut=None, threshold=int(share * 2**64))
     how |= {} if many else _divide(documents, share, not source.chat)
     if tokenizer_spec.startswith("bpe"):
-        size = tqdm.format_sizeof(min(source.offsets[-1], SAMPLE_BYTES), "B")
-        print(f"learning {tokenizer_spec} from {size} of text ...", file=sys.stderr)
+        megabytes = min(source.offsets[-1], SAMPLE_BYTES) / 1e6
+        print(f"learning {tokenizer_spec} from {megabytes:,.1f} MB of text ...", file=sys.stderr)
     from_all = tokenizer_spec.startswith("char") and not source.chat
     texts = _learned_texts(read(every_file), how, from_all)
     if source.chat:
@@ -202,21 +203,30 @@ def _divide(documents, share, may_cut):
     """How a manifest splits few documents, (hash, characters) each.
 
     threshold: documents whose hash is below it are for validation, and at least one is for each split. If this gives
-    validation less than half or more than twice its share of the text, it gets the documents with the lowest hashes
-    instead. edge: hash of the one that is cut then, and its characters for training. cut: these of a single document,
-    as in nanoGPT.
+    validation less than half or more than twice its share of the text, or less than its share of a SHORT text, then
+    those with the lowest hashes that have its share. edge: if these have too much, the last hash and the characters for
+    training of each document with it. cut: these of a single document, as in nanoGPT.
     """
-    hashes, sizes = zip(*documents, strict=True)
-    threshold = min(max(int(share * 2**64), min(hashes) + 1), max(hashes))
-    found = sum(size for number, size in documents if number < threshold) / sum(sizes)
-    if share / 2 <= found <= min(2 * share, (1 + share) / 2) or not may_cut:
+    sizes, count = Counter(), Counter(number for number, _ in documents)  # equal documents have one hash
+    for number, size in documents:
+        sizes[number] += size
+
+    def part(end):
+        return sum(size for number, size in sizes.items() if number < end) / sizes.total()
+
+    threshold = min(max(int(share * 2**64), min(sizes) + 1), max(sizes))
+    least, most = share if sizes.total() < SHORT else share / 2, min(2 * share, (1 + share) / 2)
+    if least <= part(threshold) <= most or not may_cut:
         return dict(threshold=threshold)
-    left = (1 - share) * sum(sizes)  # characters for training
-    documents.sort()
-    while left > documents[-1][1]:
-        left -= documents.pop()[1]
-    edge = documents[-1][0]
-    return dict(threshold=edge, edge=(edge, int(left))) if len(hashes) > 1 else dict(cut=int(left))
+    left = (1 - share) * sizes.total()  # characters for training
+    for edge in sorted(sizes, reverse=True):
+        if left <= sizes[edge]:
+            break
+        left -= sizes[edge]
+    if part(edge + 1) <= most:
+        return dict(threshold=edge + 1)
+    cut = int(left / count[edge])
+    return dict(threshold=edge, edge=(edge, cut)) if len(documents) > 1 else dict(cut=cut)
 
 
 def _learned_texts(blocks, manifest, from_all):

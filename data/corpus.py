@@ -20,7 +20,7 @@ from data.hub_tokenizer import HubTokenizer
 from data.shards import HEADER_BYTES, SPLITS, Tokens, file_sha256, map_shard
 from data.sources import PLAY, find_source
 from data.tokenizer import from_state, is_untrained, make_tokenizer, to_state, tokenizer_name
-from errors import UserError, fold, quote, require
+from errors import UserError, fold, quote, require, tell
 
 
 @dataclass(frozen=True)
@@ -184,7 +184,7 @@ def load_corpus(folder, manifest, verify=False):
     if request["source"] == PLAY:
         notice = f"NOTICE: this is {PLAY}, data/play.txt, as tiny Shakespeare could not be downloaded"
         command = f"python -m data.prepare shakespeare --tokenizer {request['tokenizer']}"
-        print(fold(f"{notice}; once online, type {command}"), file=sys.stderr)
+        tell(fold(f"{notice}; once online, type {command}"))
     return Corpus(
         *splits,
         tokenizer=tokenizer,

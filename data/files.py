@@ -70,7 +70,7 @@ def find_run(name, *also, runs=RUNS, fits=None):
         elif (runs / path).is_dir():
             path = runs / path
     similar = perhaps(path.name, [*GPT2_SIZES, *(folder.name for folder in runs.glob("*/"))])
-    there = path.exists() or path.suffix  # the tokenizer outlives a file of weights
+    there = path.exists() or path.suffix == ".pt"  # a run's tokenizer is read although its checkpoint is gone
     require(there, f"{path} does not exist{similar}; give the NAME of {runs}/NAME, or a path")
     return path
 

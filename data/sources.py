@@ -63,9 +63,9 @@ def find_source(name, input=None, sample="10BT"):
         return _find_shakespeare()
     if name in DATASETS and not input:
         return _on_the_hub(f"{name} {sample}" if name == "fineweb-edu" else name, DATASETS[name].format(sample))
-    rule = f"there is no corpus {name!r} {'with' if input else 'without'} --input"
-    named = f"with it there are text, chat and tokens; without it, shakespeare, {' and '.join(DATASETS)}"
-    require(name in OWN and input, f"{rule}; {named}")
+    require(name not in OWN or input, f"{name} needs --input FILE_OR_FOLDER")
+    rule = f"{name} takes no --input; text, chat and tokens do" if input else f"there is no corpus {name!r}"
+    require(name in OWN, f"{rule}; there are shakespeare, {', '.join(DATASETS)} and, with --input, {', '.join(OWN)}")
     path, chat = Path(input), name == "chat"
     if name != "tokens" and str(input).startswith(HUB):
         return _on_the_hub(str(input).removeprefix(HUB), str(input), chat)

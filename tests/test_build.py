@@ -57,7 +57,7 @@ def shards_of(folder):
     return {path.name: path.read_bytes() for path in folder.glob("*.bin")}
 
 
-@pytest.mark.parametrize("count, share", [(40, 0.1), (999, 0.1), (3000, 0.005)])
+@pytest.mark.parametrize("count, share", [(999, 0.1), (3000, 0.005)])
 def test_every_document_is_in_one_split_in_order(tmp_path, count, share):
     documents = make_documents(count, seed=count)
     found = prepare("text", "bytes+eot", write_lines(tmp_path / "x.jsonl", documents))
@@ -78,7 +78,7 @@ def test_of_few_documents_a_share_of_the_text_is_for_validation(tmp_path, sizes,
     found = prepare("text", "bytes+eot", write_lines(tmp_path / "x.jsonl", texts), Options(val_share=share))
     train, val = (documents_of(split, found.tokenizer) for split in (found.train, found.val))
     share = share or 0.1
-    assert share / 2 <= len("".join(val)) / len("".join(texts)) <= 2 * share
+    assert share <= len("".join(val)) / len("".join(texts)) <= 2 * share
     whole, cut = ([piece for piece in train + val if (piece in texts) == is_whole] for is_whole in (True, False))
     assert sorted(filter(None, [*whole, "".join(cut)])) == sorted(texts)
 

@@ -261,8 +261,8 @@ def test_wrong_inputs(tmp_path, verse, capsys):
         ("text", tmp_path / "blank.txt"): "no text",
         ("text", None): "--input",
         ("text", "/dev/null"): "no file, but a pipe or device",
-        ("shakespere", None): "without --input; .* shakespeare",
-        ("shakespeare", verse): r"with --input; .* text",
+        ("shakespere", None): "no corpus .* shakespeare",
+        ("shakespeare", verse): r"no --input; .* text",
     }
     for (name, input), message in wrong.items():
         with pytest.raises(UserError, match=message):

@@ -213,7 +213,7 @@ def test_mistakes(folder, call, monkeypatch):
         monkeypatch.setitem(sys.modules, name, None)
     save(folder / "runs/tiny/checkpoint.pt", make_tokenizer("char", "a"))
     expect(call, "", "tiny/checkpoint.pt names no corpus of its own; give --text")
-    expect(call, "--split test", "--split test must be {val,train}")
+    expect(call, "--split test", "--split test must be val or train")
     write("lines.jsonl", [{"text": "a"}, {"body": "a"}])
     expect(call, "--text lines.jsonl", "lines.jsonl, line 2 has no UTF-8 text in 'text'")
     expect(call, "--text lines.jsonl --text_field body --skip_bad", "has less than 2 tokens")

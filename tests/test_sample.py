@@ -161,7 +161,7 @@ def test_python(run):
     "flags, words",
     [
         (["--prompt", "xyz"], ["'x'"]),
-        (["--stop"], ["--stop", "value", "STR"]),
+        (["--stop"], ["--stop", "value", "text"]),
         (["--max_tokens", "0"], ["error: max_tokens=0"]),
         (["--prompt", "abc", "--interactive"], ["--prompt", "--interactive"]),
         (["--top_p", "0"], ["top_p=0.0", "(0, 1]"]),

@@ -19,7 +19,7 @@ from data.sources import OWN
 from data.tokenizer import end_of_text
 from device import resolve_device
 from errors import UserError, fold, perhaps, require
-from flags import parse_flags, refuse_nanogpt, values_of
+from flags import in_words, parse_flags, refuse_nanogpt
 from model import GPTConfig
 from training.curves import NO_EFFECT
 from weights import checkpoints, load_checkpoint, network_options
@@ -317,7 +317,7 @@ def has_steps_left(folder):
     try:
         steps = read_json(folder / "config.json")["steps"]
         return load_checkpoint(checkpoints(folder)[0], weights=False)["step"] < steps
-    except (UserError, OSError, LookupError):
+    except (UserError, OSError, LookupError, TypeError):
         return True
 
 
@@ -350,7 +350,7 @@ def resumed_config(folder, flags, given):
 def read_config_file(path):
     """The assignments of a config file, by name, and its function dial(), without modules, functions and classes."""
     names = {each.stem: each for each in sorted(CONFIGS.glob("*.py"))}
-    path = path if path.exists() else names.get(str(path), path)  # shakespeare is configs/shakespeare.py
+    path = path if path.is_file() else names.get(str(path), path)  # shakespeare is configs/shakespeare.py
     rule = f"config file {path} does not exist{perhaps(path.stem, names)}"
     require(path.is_file(), f"{rule}; configs/ has {', '.join(names)}, and --resume goes on with a run")
     settings = {
@@ -384,7 +384,7 @@ def checked_types(settings, path):
         if type(value) is int and float in (kind, *get_args(kind)):
             value = float(value)
         if not is_of(value, kind):
-            raise UserError(f"{path} sets {name}={value!r}, which must be {values_of(kind)}; write it as one")
+            raise UserError(f"{path} sets {name}={value!r}, which must be {in_words(kind)}; write it as one")
         settings[name] = value
     return settings
 

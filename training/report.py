@@ -50,7 +50,7 @@ class Report:
         self.peak = peak_flops(ranks.device) * ranks.world
         self.began = self.plotted = self.first_began = self.lap_began = time.perf_counter()
         self.first_step = self.lap_step = start
-        self.val_loss, self.wandb, self.announced = None, None, False
+        self.val_loss, self.wandb, self.estimated = None, None, False
         self.on_terminal, self.shown = self.enabled and sys.stdout.isatty(), -math.inf  # when a step was last printed
         self.sync_later = f"to send the rest later, type: wandb sync {quote(folder / 'wandb' / 'latest-run')}"
         # Steps after `start` are repeated, and so is the evaluation of step 0 if that is the start.
@@ -99,7 +99,8 @@ class Report:
             )
         for name, text in fields.items():
             show(fold(f"{name:11}{text}", 11))
-        self._show_first_step()
+        if self.first_step:  # otherwise an evaluation comes first
+            self._show_first_step()
 
     def _show_first_step(self):
         """On a terminal, say what is waited for."""
@@ -137,7 +138,9 @@ class Report:
 
         loss (nats per token), grad_norm, skipped: [] tensors, whose values it waits for if it prints.
         """
-        due = self.on_terminal and time.perf_counter() > self.shown + PROGRESS_SECONDS
+        now = time.perf_counter()
+        estimates = not self.estimated and step > self.first_step and now > self.first_began + MEASURED
+        due = estimates or (self.on_terminal and now > self.shown + PROGRESS_SECONDS)
         if not self.enabled or not (logs or due):
             return
         loss, grad_norm, skipped = torch.stack((loss, grad_norm, skipped)).tolist()
@@ -161,13 +164,13 @@ class Report:
             a_step = (now - self.first_began) / (step - self.first_step)  # seconds, with evaluations
             seconds = (self.config.steps - step) * a_step
             left = timedelta(seconds=round(seconds))
-            if seconds > LONG and now > self.first_began + MEASURED and not self.announced:
-                self.announced = True
-                rule = f"note: at this speed the run takes {seconds / 3600:,.1f} more hours"
-                show(fold(f"{rule}; Ctrl-C saves and stops it, fewer --steps or a smaller network make it shorter"))
+            self.estimated |= estimates
+            if estimates and seconds > LONG:
+                show(f"note: {seconds / 3600:,.1f} more hours at this speed; Ctrl-C saves and stops the run")
         fields += [f"{left} left", f"norm {grad_norm:.2f}", f"lr {learning_rate:.2e}"]
         fields += [f"MFU {record['mfu']:.1%}"] if "mfu" in record else []
-        show_progress(fields)
+        if logs or self.on_terminal:
+            show_progress(fields)
         if logs:
             self._write(record)
             self.lap_began, self.lap_step = now, step
