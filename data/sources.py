@@ -64,8 +64,10 @@ def find_source(name, input=None, sample="10BT"):
     if name in DATASETS and not input:
         return _on_the_hub(f"{name} {sample}" if name == "fineweb-edu" else name, DATASETS[name].format(sample))
     require(name not in OWN or input, f"{name} needs --input FILE_OR_FOLDER")
-    rule = f"{name} takes no --input; text, chat and tokens do" if input else f"there is no corpus {name!r}"
-    require(name in OWN, f"{rule}; there are shakespeare, {', '.join(DATASETS)} and, with --input, {', '.join(OWN)}")
+    known = name == "shakespeare" or name in DATASETS
+    require(not known, f"{name} takes no --input; take text in its place (train.py: --data text)")
+    names = f"shakespeare, {', '.join(DATASETS)} and, with --input, {', '.join(OWN)}"
+    require(name in OWN, f"there is no corpus {name!r}; there are {names}")
     path, chat = Path(input), name == "chat"
     if name != "tokens" and str(input).startswith(HUB):
         return _on_the_hub(str(input).removeprefix(HUB), str(input), chat)

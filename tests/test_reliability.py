@@ -193,7 +193,7 @@ def test_a_run_of_a_copy_of_shakespeare_resumes(folder, run, trains):
     (folder / "runs/run/config.json").write_text(json.dumps(before["config"] | old))
     trains("--resume", "--steps", "5", "--allow_changes")
     shutil.rmtree("prepared")
-    refused(run("--resume", "--steps", "6", "--allow_changes"), "corpus 'shakespeare'", "text")
+    refused(run("--resume", "--steps", "6", "--allow_changes"), "shakespeare", "--data text")
     trains("--resume", "--steps", "6", "--allow_changes", "--data", "text")
     assert contents(CHECKPOINT)["tokens_sha256"] == before["tokens_sha256"]
 
