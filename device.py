@@ -52,13 +52,13 @@ def gpu_problem(device, gpus):
 
 @cache
 def note(sentence):
-    """Print a sentence once, on the first rank of a host."""
+    """Print a sentence once."""
     start = "\r\x1b[K" if sys.stderr.isatty() else ""  # in place of a progress line
     tell(f"{start}note: {sentence}")
 
 
 def note_large(path):
-    """Tell that a file is read which is so large that this may take seconds."""
+    """Name a file that takes seconds to read."""
     size = path.stat().st_size
     if size >= LARGE:
         note(f"reading {path}, {size / 1e9:.1f} GB")

@@ -50,9 +50,14 @@ def fold(text, indent=0):
     )  # fmt: skip
 
 
+def is_first_on_host():
+    """Whether this process is the first of those that torchrun starts on a host, or the only one."""
+    return os.environ.get("LOCAL_RANK", "0") == "0"
+
+
 def tell(text):
-    """Print to standard error, on the first rank of a host."""
-    if os.environ.get("LOCAL_RANK", "0") == "0":
+    """Print to standard error, once on each host."""
+    if is_first_on_host():
         print(text, file=sys.stderr)
 
 

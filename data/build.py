@@ -31,7 +31,7 @@ from flags import count_of
 
 VERSION = 3  # of the prepared files
 FEW, FEW_SHARE, SHARE = 1000, 0.1, 0.005  # with fewer documents than FEW, the larger share is for validation
-SHORT = 100_000  # characters of a text whose share for validation may be less than a context
+SHORT = 100_000  # characters; of a shorter text, half of the share for validation may be less than a context
 SAMPLE_BYTES = 250 * 10**6  # of text that bpe:N learns from: its distinct words must fit into memory
 GROUP_BYTES = 1 << 28  # of input files that are finished together; a larger file is a group of its own
 BETWEEN = "\n\n"  # documents, if the tokenizer has no end-of-text

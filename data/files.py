@@ -54,8 +54,8 @@ def find_run(name, *also, runs=RUNS, fits=None):
     """Path of what a user names: runs/NAME if there is such a run, else NAME.
 
     UserError if it does not exist or is a size of GPT-2.
-    "" is the run with the newest .pt file, or newest file that matches one of the patterns `also`; if fits(folder) is
-    False for it but not for all runs, the newest for which it is True.
+    "" is the run with the newest .pt file, or newest file that matches one of the patterns `also`. With `fits`, a
+    function of a run's folder, it is the newest run for which that is true, or else the newest.
     """
     if not name:
         found = [path for pattern in ("*.pt", *also) for path in runs.glob(f"*/{pattern}")]

@@ -27,11 +27,10 @@ from torch.utils._pytree import tree_map_only
 from data.corpus import open_corpus
 from data.files import atomic_file, can_write, lock_file, make_folders
 from data.tokenizer import STORED, to_state
-from errors import UNFINISHED, UserError, quote, require
+from errors import UNFINISHED, UserError, is_first_on_host, quote, require
 from model import GPTConfig
 from threads import cpu_threads
 from training.fsdp import gather, spread_like
-from training.ranks import is_first_on_host
 from weights import FORMAT, NOT_OF_WEIGHTS, checkpoints, load_checkpoint, load_first
 
 

@@ -14,7 +14,7 @@ import torch.distributed as dist
 import torch.distributed.nn  # before any group exists: imported later, it would keep the group in default arguments
 
 from device import resolve_device
-from errors import UserError, command, require
+from errors import UserError, command, is_first_on_host, require
 
 SAVE, STOP = 1, 2  # what a signal asks for; STOP saves too
 LOST_RANK = ("closed by peer", "reset by peer", "remote process exited", "aborted")  # of gloo, gloo, NCCL, NCCL
@@ -114,10 +114,6 @@ def rank_command(exits, out_of_memory):
                 raise UserError(f"another rank has ended and prints why ({reason})") from error
     finally:
         _leave_group()
-
-
-def is_first_on_host():
-    return os.environ.get("LOCAL_RANK", "0") == "0"
 
 
 def _leave_group():

@@ -34,8 +34,8 @@ SAMPLE_PROMPT, SAMPLE_TOKENS = 16, 100  # of --sample_every
 WANDB_SECONDS = 60  # to wait for wandb at the end of a run
 PLOT_SECONDS = 30  # between two drawings of loss.png; one takes as long as a hundred steps of a small network
 PROGRESS_SECONDS = 2  # between two progress lines on a terminal, if steps take less
-LONG = 3600  # seconds of a run, which are announced once the time left has been measured for this long:
-MEASURED = 10
+MEASURED = 10  # seconds of steps after which the time left is estimated
+LONG = 3600  # seconds left from which a line says so
 
 
 class Report:
