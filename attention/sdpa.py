@@ -1,5 +1,7 @@
 """attention() by torch's scaled_dot_product_attention: which calls it can express, and how."""
 
+import math
+from contextlib import nullcontext
 from itertools import pairwise
 
 import torch
@@ -11,6 +13,7 @@ from .features import feature_lacking, four_dims
 from .reference import hides, narrowed
 
 TOGETHER = 128  # tokens: shorter packed sequences always share a call
+LEVELS = 2**15  # of a 16-bit number without its sign
 
 
 def sdpa_problem(call):
@@ -110,6 +113,10 @@ def sdpa_attention(q, k, v, causal, window, scale, dropout, bias, seen=None):
     seen: bool [B, 1 or H, Tq, Tk], of which causal and window leave a part; None = all. What nobody sees is cut off or
     zeroed: it may hold NaN, and 0 * NaN is NaN.
     """
+    dtype, on_cpu = q.dtype, q.device.type == "cpu"
+    if on_cpu:  # in 16 bits, PyTorch's backward takes three times as long there
+        q, k, v = (x.to(torch.promote_types(dtype, torch.float32)) for x in (q, k, v))
+    drops = on_cpu and dropout > 0 and bias is None
     if window is not None:  # positions are counted from the last key, so nothing else moves
         before = max(k.shape[1] - q.shape[1] + 1 - window, 0)
         k, v = k[:, before:], v[:, before:]
@@ -122,7 +129,8 @@ def sdpa_attention(q, k, v, causal, window, scale, dropout, bias, seen=None):
     if q_len == 1:  # it sees all keys
         causal = False
     # PyTorch's causal attention on CPUs gives NaN unless the scale is positive
-    if seen is not None or window is not None or (causal and (q_len < k_len or bias is not None or scale <= 0)):
+    needs_mask = q_len < k_len or bias is not None or scale <= 0 or drops
+    if seen is not None or window is not None or (causal and needs_mask):
         q_pos = torch.arange(q_len, device=q.device)[:, None] + k_len - q_len
         distance = q_pos - torch.arange(k_len, device=q.device)
         mask = distance >= 0 if causal else torch.ones_like(distance, dtype=torch.bool)
@@ -141,8 +149,33 @@ def sdpa_attention(q, k, v, causal, window, scale, dropout, bias, seen=None):
             hidden = hidden.unflatten(1, (k.shape[2], -1)).all(2)  # from all query heads of a key head
         k, v = (x.masked_fill(hidden.transpose(1, 2)[..., None], 0.0) for x in (k, v))
     grouped = True if q.shape[2] != k.shape[2] else False  # noqa: SIM210, a bool where torch.compile has symbols
-    out = F.scaled_dot_product_attention(
-        *(x.transpose(1, 2) for x in (q, k, v)), attn_mask=mask, dropout_p=dropout, scale=scale,
-        is_causal=causal and mask is None, enable_gqa=grouped,
-    )  # fmt: skip
-    return out.transpose(1, 2)
+    q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+    with torch.autocast(q.device.type, enabled=False) if on_cpu else nullcontext():
+        if drops:
+            out = attention_with_dropout(q, k, v, mask, dropout, scale)
+        else:
+            out = F.scaled_dot_product_attention(
+                q, k, v, attn_mask=mask, dropout_p=dropout, scale=scale, is_causal=causal and mask is None,
+                enable_gqa=grouped,
+            )  # fmt: skip
+    return out.transpose(1, 2).to(dtype)
+
+
+def attention_with_dropout(q, k, v, seen, dropout, scale):
+    """out [B, H, Tq, D] of q [B, H, Tq, D], k and v [B, Hkv, Tk, D]; seen: bool, as in sdpa_attention().
+
+    As PyTorch computes it on a CPU, where most of its time goes into a random number for each weight, in one thread.
+    """
+    k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v))
+    scores = (scale * q) @ k.mT
+    if seen is not None:
+        scores = scores + torch.where(seen, 0.0, float("-inf"))  # sooner than masked_fill() of all of them
+    weights = torch.softmax(scores, -1)
+    return weights * (keep(weights.shape, dropout, q.device) / (1 - dropout)) @ v
+
+
+def keep(shape, dropout, device):
+    """Which elements dropout keeps: a bool tensor. Four numbers of 15 bits come from one of 64."""
+    count = math.prod(shape)
+    numbers = torch.randint(-(2**62), 2**62, (-(-count // 4),), device=device).view(torch.int16)[:count].view(shape)
+    return numbers.bitwise_and(LEVELS - 1) >= round(dropout * LEVELS)

@@ -20,10 +20,11 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 import device
 import threads
-from attention import choose, explain, gpu
+from attention import attention, choose, explain, gpu
 from errors import UserError, sentence_of
 from generation import choose as sampling
 from generation import engine
+from kernels.dropout import Dropout
 from kernels.fp8 import require_fp8
 from kernels.loss import head_loss
 from kernels.mlp import fused
@@ -136,6 +137,39 @@ def test_packed_documents_take_sdpa_where_no_kernels_run(chip, where):
         q, starts = torch.empty(1, 64, 2, 16, device=where), torch.empty(9, dtype=torch.int32, device=where)
     assert explain(q, q, q, cu_seqlens=starts, max_seqlen=32, dropout=0.1).startswith("sdpa: ")
     assert explain(q, q, q, cu_seqlens=starts).startswith("reference: ")
+
+
+PACKED = dict(cu_seqlens=torch.tensor([0, 30, 64], dtype=torch.int32), max_seqlen=34)
+
+
+@pytest.mark.parametrize("options", [dict(window=20), dict(causal=False), PACKED], ids=["window", "full", "packed"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_dropout_of_attention_on_a_cpu(dtype, options):
+    """Values of a unit matrix return the weights: dropped ones are 0, the others grow, and gradients follow them."""
+    batch = 1 if options is PACKED else 8
+    q, k = (torch.randn(batch, 64, heads, 16, dtype=dtype) for heads in (4, 2))
+    v = torch.eye(64, dtype=dtype)[:, None].expand(batch, 64, 2, 64).contiguous().requires_grad_()
+    whole = attention(q, k, v, impl="sdpa", **options).detach()
+    out = attention(q, k, v, impl="sdpa", dropout=0.25, **options)
+    seen, kept = whole != 0, out != 0
+    torch.testing.assert_close(out[kept], whole[kept] / 0.75, rtol=2 * torch.finfo(dtype).eps, atol=1e-6)
+    count = seen.sum()
+    assert not kept[~seen].any() and abs(kept.sum() - 0.75 * count) < 5 * (0.75 * 0.25 * count) ** 0.5
+    dout = torch.randn_like(out)
+    dv = torch.einsum("bqhk,bqhd->bkhd", out.float(), dout.float()).unflatten(2, (2, 2)).sum(3)
+    out.backward(dout)
+    torch.testing.assert_close(v.grad.float(), dv, rtol=0.02 if dtype == torch.bfloat16 else 1e-5, atol=0.02)
+
+
+def test_dropout_of_a_branch_on_a_cpu():
+    drop, x = Dropout(0.3), torch.randn(257, 33, requires_grad=True)
+    y = drop(x)
+    kept = y != 0
+    torch.testing.assert_close(y, x * kept / 0.7)
+    assert abs(kept.sum() - 0.7 * kept.numel()) < 5 * (0.7 * 0.3 * kept.numel()) ** 0.5
+    y.sum().backward()
+    torch.testing.assert_close(x.grad, kept / 0.7)
+    assert not torch.equal(drop(x), y) and drop.eval()(x) is x
 
 
 def test_a_gpu_that_pytorch_does_not_see(monkeypatch, capsys):
