@@ -17,6 +17,8 @@ from .sdpa import hides_values, sdpa_problem
 from .table import settings_dim
 
 MAX_HOPPER_LENGTH = 2**20  # products of lengths in its kernels are 32-bit
+# Of the self-check: a length that no tile divides but 16 does, as most lengths in training; and query and key heads.
+LENGTH, CHECKED_HEADS = 80, (2, 1)
 
 PLAIN = frozenset({bool, int, float, str, type(None)})
 _DECIDED = {}
@@ -41,7 +43,8 @@ def decide(call):
             check_seed(call.seed, call.q.device)
         return found
     check_call(call)
-    found = _choose(call)
+    # without a key, numbers of heads may be symbols
+    found = _choose(call, CHECKED_HEADS if key is None else (call.q.shape[2], call.k.shape[2]))
     if key is not None:
         if len(_DECIDED) >= 4096:  # lengths that never repeat
             _DECIDED.clear()
@@ -82,8 +85,11 @@ def check_call(call):
         feature.check(call, feature.name, getattr(call, feature.name))
 
 
-def _choose(call):
-    """The implementation that serves a call, and why, in words; ValueError if it is asked for and cannot."""
+def _choose(call, heads):
+    """The implementation that serves a call, and why, in words; ValueError if it is asked for and cannot.
+
+    heads: as of implementation().
+    """
     q, asked = call.q, call.impl
     impl, reason = asked, "asked for"
     no_hopper = lack = None
@@ -95,7 +101,7 @@ def _choose(call):
     if asked == "auto" and q.dtype in DTYPES:
         inexpressible = None if takes_kernels(q.device) else sdpa_problem(call)
         dims = None if lack else (settings_dim(q.shape[-1]), settings_dim(call.v.shape[-1]))
-        impl, reason, _ = implementation(q.device, q.dtype, dims, not lack and call.is_ragged, inexpressible)
+        impl, reason, _ = implementation(q.device, q.dtype, dims, not lack and call.is_ragged, inexpressible, heads)
         if impl == "triton" and lack and not no_hopper:
             reason = f"the Hopper kernels do not serve {lack}"
     elif asked == "auto":
@@ -117,7 +123,7 @@ _CHOICES = {}
 _CHOOSING = threading.Lock()  # threads whose first calls coincide share one check
 
 
-def implementation(device, dtype, dims, ragged, inexpressible=None):
+def implementation(device, dtype, dims, ragged, inexpressible=None, heads=CHECKED_HEADS):
     """What impl="auto" means on a torch.device for a dtype; decided once and printed by the first call that asks.
 
     Returns (name, reason in words, whether kernels failed their self-check).
@@ -125,7 +131,8 @@ def implementation(device, dtype, dims, ragged, inexpressible=None):
     dims: of keys and values, as the tiles of the Hopper kernels hold them, if those could serve, else None; each pair
     is a setting of its own. ragged: whether they would be those for lengths and packed sequences. inexpressible: where
     no kernels are taken, what SDPA cannot express, in words, or None. Kernels first compute a tiny case, which is
-    compared with the reference: seconds, since they are compiled for it.
+    compared with the reference: seconds, since they are compiled for it. heads: of its queries and keys, for which
+    kernels are compiled too: with those of the caller, most of them need not be compiled again.
     """
     if device.type == "cuda" and device.index is None:
         device = torch.device("cuda", torch.cuda.current_device())
@@ -134,7 +141,7 @@ def implementation(device, dtype, dims, ragged, inexpressible=None):
         if key not in _CHOICES:
             if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
                 raise RuntimeError("attention() checks itself first; call it once before capturing a CUDA graph")
-            _CHOICES[key] = choice = _choose_for(*key)
+            _CHOICES[key] = choice = _choose_for(*key, heads)
             if device.type == "cuda" or choice[0] == "reference":  # elsewhere SDPA is as expected
                 _print_choice(*choice, device, dtype, dims)
     return _CHOICES[key]
@@ -150,7 +157,7 @@ def _print_choice(name, reason, failed, device, dtype, dims):
             print(f"attention  {name} on {where}: {reason}", file=sys.stderr, flush=True)
 
 
-def _choose_for(device, dtype, dims, ragged=False, inexpressible=None):
+def _choose_for(device, dtype, dims, ragged=False, inexpressible=None, heads=CHECKED_HEADS):
     if not takes_kernels(device):
         reason = f"the Triton kernels need a CUDA GPU, this is {device.type}"
         if device.type == "cuda":
@@ -158,14 +165,14 @@ def _choose_for(device, dtype, dims, ragged=False, inexpressible=None):
         return *(by_reference(reason, inexpressible) if inexpressible else ("sdpa", reason)), False
     failures = []
     for impl in ("triton",) if dims is None else ("hopper", "triton"):
-        passed, reason = _passes(device, dtype, dims or (64, 64), ragged, impl)
+        passed, reason = _passes(device, dtype, dims or (64, 64), heads, ragged, impl)
         if passed:
             return impl, "; ".join([reason, *failures]), bool(failures)
         failures.append(reason)
     return "sdpa", "; ".join(failures), True
 
 
-def _passes(device, dtype, dims, ragged, impl):
+def _passes(device, dtype, dims, heads, ragged, impl):
     """Whether the kernels of an implementation compute a tiny case right, and how well or why not, in words.
 
     An error of too little memory is passed on: it says nothing about the kernels, and the next call tries again.
@@ -173,7 +180,7 @@ def _passes(device, dtype, dims, ragged, impl):
     try:
         # in a thread of its own, which stands in none of the caller's modes: inference, autocast, torch.func and so on
         with ThreadPoolExecutor(1) as pool:
-            worst = pool.submit(_self_check, device, dtype, dims, ragged, impl).result()
+            worst = pool.submit(_self_check, device, dtype, dims, heads, ragged, impl).result()
     except Exception as error:  # what breaks here would break training later: a missing package, driver or compiler
         if "out of memory" in str(error):
             raise
@@ -183,21 +190,22 @@ def _passes(device, dtype, dims, ragged, impl):
     return True, f"self-check passed, relative error {worst:.1e}"
 
 
-def _self_check(device, dtype, dims, ragged, impl):
-    """Largest relative error of output and gradients on two tiny grouped, causal cases of odd lengths.
+def _self_check(device, dtype, dims, heads, ragged, impl):
+    """Largest relative error of output and gradients on two tiny causal cases, whose length no tile divides.
 
     The cases have the same shapes, because from its second start on a kernel is launched in another way (launcher.py);
     and other numbers at other addresses, so that what is left of the first start shows.
     No autograd on the device: a GPU has one thread for it, on which the caller may stand, and wait.
     """
-    dim, value_dim = dims
+    (dim, value_dim), (q_heads, kv_heads) = dims, heads
     wanted = {name: name in ("q", "k", "v") for name in GRADIENTS}
     own = dict(deterministic=False) if impl == "hopper" else {}  # else the portable backward might be checked
     kernels, errors, held = ops.backend(impl), [], []
     for seed in range(2):
         generator = torch.Generator().manual_seed(seed)
         options = dict(generator=generator, dtype=torch.float32, device="cpu")  # whatever the defaults are
-        tensors = [torch.randn(1, 70, *x, **options) for x in ((2, dim), (1, dim), (1, value_dim), (2, value_dim))]
+        shapes = (q_heads, dim), (kv_heads, dim), (kv_heads, value_dim), (q_heads, value_dim)
+        tensors = [torch.randn(1, LENGTH, *shape, **options) for shape in shapes]
         starts = torch.tensor([2, 33, 69], dtype=torch.int32, device="cpu") if ragged else None
 
         *leaves, dout = tensors

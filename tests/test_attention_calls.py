@@ -89,16 +89,16 @@ def test_packed_sequences_on_a_cpu_go_into_graphs(undecided):
 
 
 def test_each_setting_of_the_hopper_kernels_is_checked(undecided, monkeypatch):
-    """By the first call whose head dims need it, with a case of those head dims."""
+    """By the first call whose head dims need it, with a case of those head dims and of the call's heads."""
     checked = []
-    monkeypatch.setattr(choose, "_self_check", lambda device, dtype, dims, *case: checked.append(dims) or 1e-3)
+    monkeypatch.setattr(choose, "_self_check", lambda device, dtype, *case: checked.append(case[:2]) or 1e-3)
     monkeypatch.setattr(choose, "hopper_problem", lambda device: None)
     settings = {(40, 40): (64, 64), (72, 72): (128, 128), (256, 256): (256, 256), (192, 128): (256, 128)}
     for dim, value_dim in [*settings, (64, 64), (128, 128), (136, 136), (256, 72)]:
         with FakeTensorMode():
-            q, v = (torch.empty(1, 20, 2, n, device="cuda:0", dtype=torch.bfloat16) for n in (dim, value_dim))
+            q, v = (torch.empty(1, 20, 3, n, device="cuda:0", dtype=torch.bfloat16) for n in (dim, value_dim))
         assert explain(q, q, v).startswith("hopper: self-check passed")
-    assert checked == list(settings.values())
+    assert checked == [(dims, (3, 3)) for dims in settings.values()]
 
 
 @pytest.mark.parametrize("error", [torch.cuda.OutOfMemoryError, RuntimeError])  # from the allocator, from the driver
@@ -136,7 +136,7 @@ def test_self_check_in_any_context(name, device):
     found = []
 
     def call(x):
-        found.append(choose._passes(torch.device(device), torch.float32, (64, 64), False, "triton"))
+        found.append(choose._passes(torch.device(device), torch.float32, (64, 64), (2, 1), False, "triton"))
         return x.sum()
 
     x = torch.zeros(1, 2, device=device)
@@ -164,7 +164,7 @@ def test_self_check_notices_a_kernel_that_fails_from_its_second_start_on(impl, r
         monkeypatch.setattr(problem, "PROBLEMS", {})
         firsts.clear()
         dtype, dims = (torch.bfloat16, (64, 64)) if impl == "hopper" else (torch.float32, (16, 16))
-        return choose._self_check(torch.device(device), dtype, dims, ragged, impl)
+        return choose._self_check(torch.device(device), dtype, dims, (2, 1), ragged, impl)
 
     monkeypatch.setattr(Launcher, "start", start_again)
     assert check() < 2e-2
