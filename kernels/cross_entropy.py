@@ -182,8 +182,8 @@ def chunked_cross_entropy(
 
 
 def _launch(logits, targets, losses, vocabulary, softcap, gradients):
-    """Start the kernel that fills losses and, with gradients, overwrites logits."""
-    if gradients and hopper_problem(logits.device) is None:
+    """Start the kernel that fills losses and, with gradients or on a Hopper GPU, overwrites logits."""
+    if hopper_problem(logits.device) is None:
         from kernels import cross_entropy_hopper as hopper  # imports Gluon, which not every Triton has
 
         if hopper.supports(logits, softcap):
