@@ -7,6 +7,7 @@ if sys.platform == "win32":
 
 import difflib
 import errno
+import gc
 import os
 import re
 import shlex
@@ -61,8 +62,10 @@ def tell(text):
         print(text, file=sys.stderr)
 
 
-def catch_ctrl_c(imports=None):
+def start_command(imports=None):
     """Let Ctrl-C end the process. A command calls this before the `imports` that take seconds, and names them."""
+    # What imports and compilers make stays: to look through all of it for garbage again and again takes seconds.
+    gc.set_threshold(*gc.get_threshold()[:2], 1000)
     if imports and sys.stderr and sys.stderr.isatty() and "--help" not in sys.argv:
         tell(f"importing {imports} ...")
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:

@@ -5,10 +5,10 @@ python evaluate.py runs/NAME --text book.txt --stride 128     another text, each
 python evaluate.py runs/NAME --tasks hellaswag lambada_openai mine.yaml
 """
 
-from errors import UserError, catch_ctrl_c, command, perhaps, require
+from errors import UserError, command, perhaps, require, start_command
 
 if __name__ == "__main__":
-    catch_ctrl_c("PyTorch")
+    start_command("PyTorch")
 
 import itertools
 import json

@@ -6,10 +6,10 @@ python export.py RUN FILE.gguf     a GGUF file, for llama.cpp and Ollama
 hf/architectures.py has the architectures and the options that a network must have.
 """
 
-from errors import catch_ctrl_c, command, quote, require
+from errors import command, quote, require, start_command
 
 if __name__ == "__main__":
-    catch_ctrl_c("PyTorch")
+    start_command("PyTorch")
 
 import sys
 from dataclasses import dataclass

@@ -7,10 +7,10 @@ The legend has the runs' names and, if there is room, the options in which they 
 compared between tokenizers.
 """
 
-from errors import UserError, catch_ctrl_c, command, require
+from errors import UserError, command, require, start_command
 
 if __name__ == "__main__":
-    catch_ctrl_c()
+    start_command()
 
 import json
 import sys

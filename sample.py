@@ -16,10 +16,10 @@ In Python:
 A list of messages in place of the text, such as [{"role": "user", "content": "Hello!"}], is a conversation.
 """
 
-from errors import UserError, catch_ctrl_c, command, fold, require
+from errors import UserError, command, fold, require, start_command
 
 if __name__ == "__main__":
-    catch_ctrl_c("PyTorch")
+    start_command("PyTorch")
 
 import itertools
 import signal

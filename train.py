@@ -8,10 +8,10 @@ A run writes runs/NAME/: config.json, kestrel.json (the tokenizer), metrics.json
 Ctrl-C, SIGTERM and a closed terminal save and stop; SIGUSR1 saves and goes on. If a report fails, training goes on.
 """
 
-from errors import catch_ctrl_c
+from errors import start_command
 
 if __name__ == "__main__":
-    catch_ctrl_c("PyTorch")  # before the imports, which take seconds
+    start_command("PyTorch")  # before the imports, which take seconds
 
 import math
 import sys

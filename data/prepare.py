@@ -4,10 +4,10 @@ python -m data.prepare chat --input FILE.jsonl --tokenizer gpt2         conversa
 python -m data.prepare hub:OWNER/NAME --tokenizer gpt2                  parquet files of the hub, of texts or messages
 """
 
-from errors import catch_ctrl_c, command
+from errors import command, start_command
 
 if __name__ == "__main__":
-    catch_ctrl_c()
+    start_command()
 
 import sys
 import time
