@@ -52,9 +52,9 @@ class Engine:
         self.graph, self.graphed = None, self.on_gpu if graph is None else graph
         self.fused = None
         if self.graphed and takes_kernels(self.device) and weight.dtype in (torch.float16, torch.bfloat16):
-            from generation.fused import can_fuse, fused_logits  # imports Triton, which not every machine has
+            from generation.fused import fused_logits  # imports Triton, which not every machine has
 
-            self.fused = fused_logits if can_fuse(self.config) else None
+            self.fused = fused_logits
         self.cache = Cache(self.config, batch, self.device, weight.dtype)
         # the newest tokens, which are not yet in the cache, and the positions of the next ones in their texts
         self.newest, self.positions, self.keys = (torch.zeros_like(self.cache.rows) for _ in range(3))

@@ -1,6 +1,6 @@
 """A linear layer for a few rows, with the operations around it, in one kernel:
 
-    y = activation(norm(x) W^T + b) + residual
+    y = activation(norm(x) W^T + b) + residual, then (1 + a) y + b embedded if the next block has an embedding skip
 
 When a network generates text, a token's time is the time to read the weights and to start the kernels. One kernel per
 linear layer starts fewer of them: no others normalise, apply the activation or add the residual.
@@ -51,7 +51,10 @@ def choose_tiles(rows, inputs, outputs):
     return Tiles(width, 32 if wide else 16, 256, 4, 3)
 
 
-def linear(x, layer, *, norm=None, activation=None, gate=None, residual=None, softcap=None, dtype=None):
+def linear(
+    x, layer, *, norm=None, activation=None, gate=None, residual=None, embedded=None, skip=None, softcap=None,
+    dtype=None,
+):  # fmt: skip
     """activation(norm(x) W^T + b) + residual for few rows: each program computes the norm of all its rows anew.
 
     Args:
@@ -60,6 +63,7 @@ def linear(x, layer, *, norm=None, activation=None, gate=None, residual=None, so
         norm: nn.LayerNorm or nn.RMSNorm over K, or None. residual: [B, N], or None.
         activation: a name in ACTIVATIONS, or "swiglu" = silu(norm(x) gate^T) * (norm(x) W^T), which has a second
             nn.Linear, `gate`; None without one.
+        embedded, skip: [B, N] and [2], a and b: the result is (1 + a) y + b embedded, or with skip=None y.
         softcap: positive float, for y = softcap * tanh(y / softcap); None for no cap. dtype: of the result; None is
             that of x.
 
@@ -67,7 +71,8 @@ def linear(x, layer, *, norm=None, activation=None, gate=None, residual=None, so
         [B, N], from sums in float32.
     """
     parameters = [getattr(module, name, None) for module in (layer, gate, norm) for name in ("weight", "bias")]
-    x, *others = [None if t is None else t.contiguous() for t in (x, *parameters, residual)]
+    others = *parameters, residual, None if skip is None else embedded, skip
+    x, *others = [None if t is None else t.contiguous() for t in (x, *others)]
     rows, inputs, outputs = len(x), x.shape[1], layer.weight.shape[0]
     y = x.new_empty(rows, outputs, dtype=dtype or x.dtype)
     tiles = choose_tiles(rows, inputs, outputs)
@@ -100,10 +105,11 @@ def product(w, x, acc, ROWS: tl.constexpr):
         return tl.dot(w, tl.trans(x), acc)
 
 
-@triton.jit(do_not_specialize=["rows"])
+# skip is a slice: without this, the kernel would be compiled for each alignment
+@triton.jit(do_not_specialize=["rows"], do_not_specialize_on_alignment=["skip"])
 def linear_kernel(
-    x, weight, bias, gate, gate_bias, gain, shift, residual, y, rows, outputs, eps, softcap, K: tl.constexpr,
-    NORMAL: tl.constexpr, CENTERED: tl.constexpr, ACTIVATION: tl.constexpr, CAPPED: tl.constexpr,
+    x, weight, bias, gate, gate_bias, gain, shift, residual, embedded, skip, y, rows, outputs, eps, softcap,
+    K: tl.constexpr, NORMAL: tl.constexpr, CENTERED: tl.constexpr, ACTIVATION: tl.constexpr, CAPPED: tl.constexpr,
     ROWS: tl.constexpr, BLOCK: tl.constexpr, DEPTH: tl.constexpr, STAGES: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):  # fmt: skip
@@ -167,4 +173,7 @@ def linear_kernel(
     real = real_row[None, :] & real_output[:, None]
     if residual is not None:
         acc += tl.load(residual + place, real, 0.0).to(tl.float32)
+    if skip is not None:
+        a, b = tl.load(skip).to(tl.float32), tl.load(skip + 1).to(tl.float32)
+        acc = (1.0 + a) * acc + b * tl.load(embedded + place, real, 0.0).to(tl.float32)
     tl.store(y + place, acc.to(y.dtype.element_ty), real)

@@ -2,20 +2,20 @@
 
 import copy
 import math
-from dataclasses import make_dataclass
-from functools import partial
+from dataclasses import fields
+from typing import Literal, get_args, get_origin
 
 import numpy as np
 import pytest
 import torch
 from problems import ON_GPU, needs_gpu
 
-from attention import decode
 from attention.gpu import HAS_TRITON
 from data.tokenizer import LINE_PATTERN, _encoding, make_tokenizer
 from errors import UserError
 from generation import Generator, Sampling, generate, generate_batch
 from generation import choose as choose_module
+from generation.cache import Cache
 from generation.choose import choose, exponential, mix, sample_keys
 from generation.engine import Engine
 from generation.score import score
@@ -32,7 +32,7 @@ MODELS = {
     "odd_context": dict(block_size=7, position="rope"),
     "paths": dict(
         position="rope", norm="rmsnorm", norm_weight=False, embed_norm=True, embed_skip=True, value_residual=True,
-        key_offset=True, window=5,
+        key_offset=True, window=5, tie_head=False,
     ),
     "window": dict(norm_weight=False, n_layer=4, window=5),
 }  # fmt: skip
@@ -99,39 +99,42 @@ def test_logits_and_greedy_text_equal_uncached_ones(model, graph):
         assert list(map(list, zip(*delayed, strict=True))) == tokens
 
 
+def others(option, value):
+    """Other values of an option of GPTConfig, by its type, so that one that is added has some too."""
+    if get_origin(option.type) is Literal:
+        return [other for other in get_args(option.type) if other != value]
+    return [not value] if option.type is bool else [1 if value is None else 2 * value or 0.5]
+
+
 @pytest.mark.skipif(not HAS_TRITON or ON_GPU, reason="in Triton's interpreter; on a GPU test_bfloat16 does it")
-@pytest.mark.parametrize("name", ["classic", "modern", "grouped", "window", "biased"])
-def test_fused_logits_are_those_of_the_network(name, device, monkeypatch):
-    """Also the keys and values in the cache."""
+@pytest.mark.parametrize("option", fields(GPTConfig), ids=lambda option: option.name)
+def test_fused_logits_are_those_of_the_network(option, device, monkeypatch):
+    """With other values of each option, in a classic network and a modern one; one row is at position 0 again."""
     from generation.fused import fused_logits
+    from generation.linear import Tiles
 
-    monkeypatch.setattr("generation.cache.decode", partial(decode, impl="triton"))
-    options = MODELS.get(name, dict(bias=True, mlp="gelu_tanh", n_embd=48))
-    model = make_model(device, **options)
-    for parameter in model.parameters():
-        if parameter.dim() == 1:  # norms and biases
-            parameter.data += torch.randn_like(parameter) / 3
-    generator = Generator(model, BYTES, 3, GREEDY, graph=False)
-    cache = generator.cache
-    next(generator.tokens(PROMPTS[:3], 1))
-    stored = [x[:, cache.rows, cache.slots].clone() for x in (cache.k, cache.v)]
-    for x in (cache.k, cache.v):
-        x[:, cache.rows, cache.slots] = float("nan")
-    with torch.inference_mode():
-        logits = fused_logits(model, torch.tensor([prompt[-1] for prompt in PROMPTS[:3]], device=device), cache.next)
-    torch.testing.assert_close(logits[:, : BYTES.n_vocab], generator.logits, rtol=1e-4, atol=1e-4)
-    for x, expected in zip((cache.k, cache.v), stored, strict=True):
-        torch.testing.assert_close(x[:, cache.rows, cache.slots], expected, rtol=1e-4, atol=1e-5)
-
-
-@pytest.mark.skipif(not HAS_TRITON, reason="needs Triton")
-def test_fused_kernels_leave_an_option_that_they_do_not_know_to_the_network(device, monkeypatch):
-    """One that is added to GPTConfig, whatever its value."""
-    monkeypatch.setattr("generation.engine.takes_kernels", lambda device: True)
-    scaled = make_dataclass("Scaled", [("branch_scale", float, 1.0)], bases=(GPTConfig,), frozen=True, kw_only=True)
-    models = (to_bfloat16(GPT(kind(**SMALL)).to(device).eval()) for kind in (GPTConfig, scaled))
-    plain, unknown = (Generator(model, BYTES, graph=True).fused for model in models)
-    assert plain and not unknown
+    monkeypatch.setattr("generation.linear.choose_tiles", lambda *sizes: Tiles(8, 128, 64, 1, 1))  # few programs
+    tried, tiny = 0, dict(vocab_size=32, block_size=4, n_layer=2, n_head=2, n_embd=32)
+    for base in (tiny | dict(bias=True), MODELS["modern"] | MODELS["paths"] | tiny):
+        for value in others(option, getattr(GPTConfig(**base), option.name)):
+            try:
+                model = make_model(device, **base | {option.name: value})
+            except UserError:  # an option that this network cannot have
+                continue
+            tried += 1
+            for parameter in model.parameters():
+                if parameter.dim() == 1:
+                    parameter.data += torch.randn_like(parameter) / 3
+            caches = [Cache(model.config, 2, device, torch.float32) for _ in range(2)]
+            for _ in range(2):
+                tokens = torch.randint(32, (2,))
+                with torch.inference_mode():
+                    found = fused_logits(model, tokens, caches[0].step())
+                    expected = model.logits(model.hidden(tokens[:, None], caches[1].step()))[:, 0]
+                torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4, msg=f"{value}, {base}")
+                for cache in caches:
+                    cache.lengths[1] = 0
+    assert tried
 
 
 def given_text(model, prompt, tokens):
