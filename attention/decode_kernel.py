@@ -120,8 +120,13 @@ def decode_kernel(
     start = low + split * share
     end = tl.minimum(start + share, length)
     column = tl.arange(0, tiles.padded(TILE.dim))
-    q_tile = tl.load(row_pointers(q, row, rows, TILE.dim), column[None, :] < TILE.dim, 0.0)
     ROWS: tl.constexpr = TILE.block_k if TILE.block_q == 1 else TILE.block_q
+    pointers = row_pointers(q, row, rows, TILE.dim)
+    if TILE.block_q == 1 and TILE.dim > 64:
+        # Repeat the query for each key. Else Triton would give a thread one of its channels, spread keys over threads
+        # in the same way, and sum each score over all warps.
+        pointers = tl.broadcast_to(pointers, [ROWS, tiles.padded(TILE.dim)])
+    q_tile = tl.load(pointers, column[None, :] < TILE.dim, 0.0)
     state = no_keys(ROWS, TILE)
     k = tiles.tile_lane(k, row, kv_head, 0)
     v = tiles.tile_lane(v, row, kv_head, 0)
