@@ -1,12 +1,12 @@
-"""Time generation and decode(): one process, random weights of GPT-2 124M's shape, medians.
+"""Time generation and decode(): one process, random weights of GPT-2 124M and of configs/modern.py, medians.
 
     python benchmarks/sampling.py                        all parts
     python benchmarks/sampling.py --parts text --transformers --nanogpt PATH    beside their generate()
     python benchmarks/sampling.py --parts attention      decode() against SDPA, in GB/s
     python benchmarks/sampling.py --small                sizes for a CPU, to try this script
 
-Parts: text (new tokens per second with the time of the prompt, for all; without it, and the time to the first token of
-a 1,000-token prompt, for ours) and attention. All sample with temperature 0.8 from the 200 most likely tokens. Calls of
+Parts: text (new tokens per second with the time of the prompt; without it, and the time to the first token of a
+1,000-token prompt, for ours) and attention. All sample with temperature 0.8 from the 200 most likely tokens. Calls of
 attention are timed as CUDA graphs, without the host's work, over copies of the cache, more than the L2 cache can hold.
 """
 
@@ -17,7 +17,7 @@ from runpy import run_path
 from types import SimpleNamespace
 
 import torch
-from harness import DEVICE, command_line, sdpa, seconds_of, table
+from harness import DEVICE, ROOT, command_line, sdpa, seconds_of, table
 from torch.nn.attention import SDPBackend
 from triton.testing import do_bench_cudagraph
 
@@ -44,14 +44,21 @@ HEADS = {
 }  # fmt: skip
 
 
+def recipe(sizes):
+    """Options of configs/modern.py's network with as many layers and tokens as the other one."""
+    shape, found = sizes.model, run_path(f"{ROOT}/configs/modern.py")
+    found |= found["dial"](shape["n_layer"], 0, found["block_size"], None, None, None, shape["vocab_size"], 1e12)
+    return {name: found[name] for name in found.keys() & GPTConfig.__dataclass_fields__}
+
+
 def prompts(sizes, batch, length):
     generator = torch.Generator().manual_seed(1)
     return torch.randint(sizes.model["vocab_size"], (batch, length), generator=generator)
 
 
-def time_ours(sizes, batch):
+def time_ours(sizes, options, batch):
     """Medians: new tokens per second with and without the prompt's time, seconds to the long prompt's first token."""
-    model = to_bfloat16(GPT(GPTConfig(**sizes.model))).to(DEVICE).eval()
+    model = to_bfloat16(GPT(GPTConfig(**options))).to(DEVICE).eval()
     tokenizer = SimpleNamespace(n_vocab=sizes.model["vocab_size"])  # tokens() needs no more of it
     generator = Generator(model, tokenizer, batch)
     texts = prompts(sizes, batch, sizes.prompt).tolist()
@@ -104,10 +111,11 @@ def nanogpt_generate(path, sizes):
 
 
 def text_rows(sizes, others):
-    for batch in sizes.batches:
-        whole, rest, first = time_ours(sizes, batch)
-        rates = [time_generate(generate, sizes, batch) for generate in others.values()]
-        yield [batch, *(f"{rate:,.0f}" for rate in (whole, *rates, rest)), f"{1000 * first:.1f}"]
+    networks = ("GPT-2", sizes.model, others.values()), ("configs/modern.py", recipe(sizes), ())
+    for (name, options, rivals), batch in itertools.product(networks, sizes.batches):
+        whole, rest, first = time_ours(sizes, options, batch)
+        rates = [f"{time_generate(generate, sizes, batch):,.0f}" for generate in rivals] or ["-"] * len(others)
+        yield [name, batch, f"{whole:,.0f}", *rates, f"{rest:,.0f}", f"{1000 * first:.1f}"]
 
 
 def graph_seconds(calls):
@@ -156,7 +164,7 @@ def main():
     if args.nanogpt:
         others["nanoGPT"] = nanogpt_generate(args.nanogpt, sizes)
     if "text" in args.parts:
-        head = ["batch", "Kestrel tokens/s", *others, "Kestrel without the prompt", "first token, ms"]
+        head = ["network", "batch", "Kestrel tokens/s", *others, "Kestrel without the prompt", "first token, ms"]
         table(head, text_rows(sizes, others))
     if "attention" in args.parts:
         head = ["heads", "batch", "context", "decode() GB/s", "SDPA flash", "SDPA cuDNN"]
