@@ -5,12 +5,12 @@ import math
 import torch
 
 from . import ops
-from .checks import DTYPES, check_is_tensor, check_qkv, pair
+from .checks import DTYPES, check_is_tensor, check_max_seqlen, check_qkv, check_seed, pair
 from .choose import decide
-from .features import Call, features_of
+from .features import SEED, Call, features_of
 from .reference import reference_attention
 from .score_mod import key_of_function, split_args
-from .sdpa import attention_by_sdpa
+from .sdpa import attention_by_sdpa, hides_values
 
 # asked once, here: torch.compile cannot trace the question in PyTorch 2.11
 AUTOCAST_DEVICES = frozenset(d for d in ("cpu", "cuda", "mps", "xpu") if torch.amp.is_autocast_available(d))
@@ -135,38 +135,92 @@ def attention_qkv(qkv, n_head, n_kv_head=None, **options):
     check_qkv(qkv, n_head, kv_heads)
     heads = n_head + 2 * kv_heads
     qkv = qkv.unflatten(2, (heads, qkv.shape[2] // heads))
-    q, k, v = qkv.split((n_head, kv_heads, kv_heads), 2)
-    return _attend(call_of(q, k, v, **options), qkv)
+    return _attend(call_of(qkv, None, None, **options)._replace(kv_heads=kv_heads))
 
 
-def _attend(call, qkv=None):
-    """attention() of a Call; qkv: [B, T, H + 2 Hkv, D] if q, k and v are views of one tensor."""
+class Plan:
+    """What is known of calls that are alike."""
+
+    def __init__(self, call):
+        self.impl, _ = decide(call)
+        self.features = features_of(call)
+        self.problem = None  # of the kernels, as describe() of problem.py finds it
+
+
+PLANS = {}
+
+
+def _attend(call):
+    """attention() of a Call; q holds keys and values too if kv_heads is not 0."""
     if call.score_mod is not None:
         call = with_key(call)
-    impl, _ = decide(call)
-    q, k, v = call[:3]
+    key, plan = key_of(call), None
+    if key is not None:  # else Dynamo would look at what is remembered
+        try:
+            plan = PLANS.get(key)
+        except TypeError:  # symbolic shapes have no hash
+            key = None
+    if plan is None:
+        plan = Plan(call.apart())
+        if key is not None:
+            if len(PLANS) >= 4096:  # lengths that never repeat
+                PLANS.clear()
+            PLANS[key] = plan
+    else:  # what the key leaves out
+        if call.seed is not None:
+            check_seed(call.seed, call.q.device)
+        if call.max_seqlen is not None:
+            check_max_seqlen(call.max_seqlen)
+    impl, q = plan.impl, call.q
+    if call.kv_heads > 0 and impl in ("sdpa", "reference"):
+        call = call.apart()
     scale = q.shape[-1] ** -0.5 if call.scale is None else float(call.scale)
     seed = _seed_tensor(call.seed, q.device) if call.dropout > 0 and impl != "sdpa" else None  # SDPA draws its own
     call = call._replace(scale=scale, seed=seed, impl=impl)
     if impl == "sdpa":
         return attention_by_sdpa(call)
     if impl == "reference":
-        return reference_attention(q, k, v, **{name: getattr(call, name) for name in KEYWORDS if name != "impl"})
-    call = for_kernels(call)
-    if qkv is not None:
-        call = call._replace(q=qkv, k=None, v=None, kv_heads=k.shape[2])
+        return reference_attention(*call[:3], **{name: getattr(call, name) for name in KEYWORDS if name != "impl"})
+    if plan.features or call.is_ragged or call.score_args:
+        call = for_kernels(call, plan.features)
     # else what the op does, since the way through PyTorch's dispatcher takes as long as a kernel
-    if ops.recorded() or ops.transformed():
+    if not ops.may_launch(*call.tensors):
         out, *rows = ops.forward_op(*call.for_op)
     else:
-        out, *rows = ops.forward_with_gradient(call)
+        if plan.problem is None:
+            plan.problem = ops.backend(impl).describe(call)
+        out, *rows = ops.forward_with_gradient(call, plan.problem)
     rows = [x * math.log(2) for x in (rows if call.return_lse else rows[1:])]  # to natural units
     return (out, *rows) if rows else out
 
 
-def for_kernels(call):
+def key_of(call):
+    """What calls that are alike have in common; None while torch.compile traces.
+
+    Left out are where tensors lie, what they hold, and the values of seed and max_seqlen.
+    """
+    if torch.compiler.is_compiling():
+        return None
+    precision = call.q.dtype == torch.float32 and torch.backends.cuda.matmul.fp32_precision
+    bounds, _, score_args = call[-3:]
+    return (
+        *[None if x is None else signature(x) for x in call[:SEED]], *call[SEED + 1 : -3],
+        *map(type, call[SEED:]),  # since True == 1
+        torch.is_grad_enabled(), precision,
+        bounds is not None and (signature(bounds), hides_values(call)), signature(score_args),
+    )  # fmt: skip
+
+
+def signature(x):
+    """What of an argument decides how a call is served."""
+    if isinstance(x, torch.Tensor):
+        return x.shape, x.stride(), x.dtype, x.device, x.requires_grad
+    return tuple(map(signature, x)) if isinstance(x, tuple) else (type(x), x)
+
+
+def for_kernels(call, features):
     """A Call as the ops take it."""
-    changes = {feature.name: feature.for_kernels(call, getattr(call, feature.name)) for feature in features_of(call)}
+    changes = {feature.name: feature.for_kernels(call, getattr(call, feature.name)) for feature in features}
     if call.lengths is not None:
         changes["lengths"] = call.lengths.contiguous()
     if call.cu_seqlens is not None:

@@ -131,15 +131,11 @@ def check_ragged(call):
         if max_seqlen is not None:
             raise ValueError(f"max_seqlen={max_seqlen} was given without cu_seqlens; leave it out")
         return
-    starts, limits = pair(cu_seqlens), pair(max_seqlen)
-    for name, values in (("cu_seqlens", starts), ("max_seqlen", limits)):
-        if len(values) != 2:
-            raise ValueError(f"{name}={values} must be one value, or a tuple of two, for queries and for keys")
+    starts = check_pair("cu_seqlens", cu_seqlens)
     for x in starts:
         check_tensor("cu_seqlens", x, q.device, (torch.int32,))
-    for limit in limits:
-        if max_seqlen is not None:
-            check_int("max_seqlen", limit, 1, MAX_LENGTH)
+    if max_seqlen is not None:
+        check_max_seqlen(max_seqlen)
     if lengths is not None:
         raise ValueError("lengths and cu_seqlens were both given; packed sequences need no lengths: leave them out")
     if batch != 1:
@@ -150,6 +146,18 @@ def check_ragged(call):
         raise ValueError(f"cu_seqlens has shapes {found} for queries and keys; both must be [N + 1] of N sequences")
     if not isinstance(cu_seqlens, tuple) and q_len != k_len:
         raise ValueError(f"q has {q_len} tokens, k {k_len}; give two cu_seqlens, a tuple, for queries and for keys")
+
+
+def check_max_seqlen(x):
+    for limit in check_pair("max_seqlen", x):
+        check_int("max_seqlen", limit, 1, MAX_LENGTH)
+
+
+def check_pair(name, x):
+    """pair() of x."""
+    if len(pair(x)) != 2:
+        raise ValueError(f"{name}={x} must be one value, or a tuple of two, for queries and for keys")
+    return pair(x)
 
 
 def pair(x):

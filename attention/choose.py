@@ -9,76 +9,31 @@ from contextlib import suppress
 import torch
 
 from . import ops
-from .checks import DTYPES, check_options, check_ragged, check_seed, check_tensors
+from .checks import DTYPES, check_options, check_ragged, check_tensors
 from .features import GRADIENTS, Call, feature_lacking, features_of
 from .gpu import hopper_problem, runs_kernels, takes_kernels
 from .reference import reference_attention
-from .sdpa import hides_values, sdpa_problem
+from .sdpa import sdpa_problem
 from .table import settings_dim
 
 MAX_HOPPER_LENGTH = 2**20  # products of lengths in its kernels are 32-bit
 # Of the self-check: a length that no tile divides but 16 does, as most lengths in training; and query and key heads.
 LENGTH, CHECKED_HEADS = 80, (2, 1)
 
-PLAIN = frozenset({bool, int, float, str, type(None)})
-_DECIDED = {}
-
 
 def decide(call):
-    """The implementation that serves a Call, and why, in words; ValueError if a rule is broken.
-
-    Remembered for calls that key_of() can tell from others: checking takes as long as launching.
-    """
-    key = key_of(call)
-    found = None
-    if key is not None:
-        try:
-            found = _DECIDED.get(key)
-        except TypeError:  # symbolic shapes have no hash
-            key = None
-    if found is not None:  # what the key leaves out
-        if call.lengths is not None or call.cu_seqlens is not None:  # call.is_ragged, without its cost in each call
-            check_ragged(call)
-        if call.seed is not None:
-            check_seed(call.seed, call.q.device)
-        return found
+    """The implementation that serves a Call, and why, in words; ValueError if a rule is broken."""
     check_call(call)
-    # without a key, numbers of heads may be symbols
-    found = _choose(call, CHECKED_HEADS if key is None else (call.q.shape[2], call.k.shape[2]))
-    if key is not None:
-        if len(_DECIDED) >= 4096:  # lengths that never repeat
-            _DECIDED.clear()
-        _DECIDED[key] = found
-    return found
-
-
-def key_of(call):
-    """What decides which implementation serves a Call; None with tensors of features or a seed tensor.
-
-    Left out are the seed and the values of lengths, cu_seqlens and max_seqlen, so each call must check them.
-    """
-    options = (
-        call.causal, call.window, call.scale, call.softcap, call.dropout, call.return_lse, call.return_max_logit,
-        call.impl,
-    )  # fmt: skip
-    types = tuple(map(type, (*options, call.seed)))  # the types too, since True == 1
-    if features_of(call) or has_score_args(call) or not PLAIN.issuperset(types) or torch.compiler.is_compiling():
-        return None
-    given = call.lengths is not None, type(call.cu_seqlens), call.max_seqlen is not None  # one tensor, or a pair
-    if call.cu_seqlens is not None:
-        given = *given, hides_values(call)
-    return (*((x.shape, x.stride(), x.dtype, x.device) for x in (call.q, call.k, call.v)), options, types, given)
-
-
-def has_score_args(call):
-    return not isinstance(call.score_args, tuple) or len(call.score_args) > 0
+    heads = call.q.shape[2], call.k.shape[2]
+    are_symbols = torch.compiler.is_compiling() or any(type(x) is not int for x in heads)
+    return _choose(call, CHECKED_HEADS if are_symbols else heads)
 
 
 def check_call(call):
     """Every rule of a Call."""
     check_tensors(call.q, call.k, call.v)
     check_options(call)
-    if call.score_mod is None and has_score_args(call):
+    if call.score_mod is None and (not isinstance(call.score_args, tuple) or len(call.score_args) > 0):
         raise ValueError("score_args were given without score_mod; leave them out")
     check_ragged(call)
     for feature in features_of(call):

@@ -47,7 +47,7 @@ class Call(NamedTuple):
     scale: float | None = None  # for the ops not None
     impl: str = "auto"  # for the ops that whose kernels serve: "triton" or "hopper"
     return_max_logit: bool = False
-    kv_heads: int = 0  # for the ops alone: if not 0, q is the qkv of attention_qkv(), [B, T, H + 2 kv_heads, D]
+    kv_heads: int = 0  # if not 0, q is the qkv of attention_qkv(), [B, T, H + 2 kv_heads, D]
     return_lse: bool = False
     cu_seqlens: Tensor | tuple | None = None
     max_seqlen: int | tuple | None = None
@@ -58,6 +58,10 @@ class Call(NamedTuple):
         if self.kv_heads == 0:
             return self.q, self.k, self.v
         return self.q.split((self.q.shape[2] - 2 * self.kv_heads, self.kv_heads, self.kv_heads), 2)
+
+    def apart(self):
+        """The same Call with the three."""
+        return self if self.kv_heads == 0 else Call(*self.split(), *self[3:])._replace(kv_heads=0)
 
     @property
     def is_ragged(self):
@@ -80,7 +84,8 @@ class Call(NamedTuple):
         return self[:OP_ARGUMENTS]
 
 
-TENSORS = Call._fields.index("seed") + 1
+SEED = Call._fields.index("seed")
+TENSORS = SEED + 1
 OP_ARGUMENTS = Call._fields.index("return_lse")
 
 

@@ -71,10 +71,10 @@ def _(out, lse2, dout, dlse, wanted, *call):
     return list(compress(launch_backward(Call(*call), out, lse2, dout, dlse, wanted), wanted))
 
 
-def launch_backward(call, out, lse2, dout, dlse, wanted):
+def launch_backward(call, out, lse2, dout, dlse, wanted, problem=None):
     """The gradients of GRADIENTS by a backend's kernels; None for those that are not wanted."""
     wanted = dict(zip(GRADIENTS, wanted, strict=True))
-    found = backend(call.impl).backward(call, out, lse2, dout, dlse, wanted)
+    found = backend(call.impl).backward(call, out, lse2, dout, dlse, wanted, problem)
     return [found[name] if needed else None for name, needed in wanted.items()]
 
 
@@ -169,24 +169,27 @@ def refuse_unseen(name, *args):
         )
 
 
-def forward_without_gradient(call):
-    """The op below autograd; called directly where that is the same, since the dispatcher takes as long as a kernel."""
-    if can_skip_dispatcher(*call.tensors):
-        return backend(call.impl).forward(call)
+def forward_without_gradient(call, problem=None):
+    """The op below autograd; called directly where that is the same, since the dispatcher takes as long as a kernel.
+
+    problem: that of a call that may_launch(), if it is known.
+    """
+    if problem is not None or can_skip_dispatcher(*call.tensors):
+        return backend(call.impl).forward(call, problem)
     with torch._C._AutoDispatchBelowAutograd():
         return forward_op(*call.for_op)
 
 
-def backward_without_gradient(call, out, lse2, dout, dlse, wanted):
+def backward_without_gradient(call, out, lse2, dout, dlse, wanted, problem=None):
     """As forward_without_gradient(); returns all gradients, None for those that are not wanted."""
     if can_skip_dispatcher(*call.tensors, dout):
-        return launch_backward(call, out, lse2, dout, dlse, wanted)
+        return launch_backward(call, out, lse2, dout, dlse, wanted, problem)
     with torch._C._AutoDispatchBelowAutograd():
         return call_backward_op(call, out, lse2, dout, dlse, wanted)
 
 
-def call_backward_op(call, out, lse2, dout, dlse, wanted):
-    """All gradients by the op, None for those that are not wanted."""
+def call_backward_op(call, out, lse2, dout, dlse, wanted, problem=None):
+    """All gradients by the op, which finds the problem anew; None for those that are not wanted."""
     found = iter(backward_op(out, lse2, dout, dlse, wanted, *call.for_op))
     return [next(found) if x else None for x in wanted]
 
@@ -214,13 +217,15 @@ def keeping_outer_grad_mode(run, *inputs):
 
 
 class Attention(Function):
-    """The gradient of forward by backward. inputs: call.learned, for autograd to see them, and a Call."""
+    """The gradient of forward by backward. inputs: call.learned, for autograd to see them, a Call and its Problem."""
 
     @staticmethod
     def forward(ctx, *inputs):
-        *_, call = inputs
-        out, lse2, *max_logit = keeping_outer_grad_mode(forward_without_gradient, call)
-        ctx.save_for_backward(out, lse2, *call.tensors)
+        *_, call, ctx.problem = inputs
+        out, lse2, *max_logit = keeping_outer_grad_mode(forward_without_gradient, call, ctx.problem)
+        tensors = call.tensors
+        ctx.given = [x is not None for x in tensors]
+        ctx.save_for_backward(out, lse2, *[x for x in tensors if x is not None])
         ctx.numbers = call[TENSORS + 1 : OP_ARGUMENTS]
         ctx.score_mod = score_mod.FUNCTIONS.get(call.score_mod)  # which the table may forget before the backward
         ctx.set_materialize_grads(False)
@@ -229,7 +234,7 @@ class Attention(Function):
 
     @staticmethod
     def backward(ctx, dout, dlse2, *_):
-        out, lse2, *tensors = unwrap_dead_wrappers(ctx.saved_tensors)  # of a transform that has ended
+        out, lse2, *saved = unwrap_dead_wrappers(ctx.saved_tensors)  # of a transform that has ended
         run = call_backward_op
         if not torch.compiler.is_compiling():  # as it is in compiled autograd
             if any(x is not None and torch._C._functorch.is_legacy_batchedtensor(x) for x in (dout, dlse2)):
@@ -240,19 +245,22 @@ class Attention(Function):
             run = run if transformed() else backward_with_error
             if ctx.score_mod is not None:
                 score_mod.remember(ctx.score_mod)
+        saved = iter(saved)
+        tensors = [next(saved) if given else None for given in ctx.given]
         call = Call(*tensors[:TENSORS], tensors[TENSORS:], *ctx.numbers)
         if dout is None:
             dout = torch.zeros_like(out)
         dlse = None if dlse2 is None else dlse2 / math.log(2)  # lse2 = lse / ln 2
-        return *run(call, out, lse2, dout, dlse, ctx.needs_input_grad[: len(GRADIENTS)]), None
+        wanted = ctx.needs_input_grad[: len(GRADIENTS)]
+        return *run(call, out, lse2, dout, dlse, wanted, ctx.problem), None, None
 
 
 class Backward(Function):
-    """Has no gradient, and says so. inputs: tensors for autograd, which does not look into a Call, and the six."""
+    """Has no gradient, and says so. inputs: tensors for autograd, which does not look into a Call, and the seven."""
 
     @staticmethod
     def forward(ctx, *inputs):
-        return tuple(keeping_outer_grad_mode(backward_without_gradient, *inputs[-6:]))
+        return tuple(keeping_outer_grad_mode(backward_without_gradient, *inputs[-7:]))
 
     @staticmethod
     def backward(ctx, *gradients):
@@ -267,22 +275,21 @@ def _refuse_tangents(*tensors):
         raise RuntimeError("attention() has no forward-mode derivative; for one, use impl='reference'")
 
 
-def backward_with_error(call, *inputs):
+def backward_with_error(call, out, lse2, dout, dlse, wanted, problem=None):
     """backward_without_gradient(), with an error in place of its own gradient where one may be asked for."""
     if forward_ad._current_level >= 0:
-        _refuse_tangents(*call.tensors, *inputs[:-1])
-    if torch.is_grad_enabled():
-        return apply(Backward, *call.tensors, call, *inputs)
-    return backward_without_gradient(call, *inputs)
+        _refuse_tangents(*call.tensors, out, lse2, dout, dlse)
+    inputs = call, out, lse2, dout, dlse, wanted, problem
+    return apply(Backward, *call.tensors, *inputs) if torch.is_grad_enabled() else backward_without_gradient(*inputs)
 
 
-def forward_with_gradient(call):
-    """What the forward op does under autograd, and attention() in eager mode."""
+def forward_with_gradient(call, problem=None):
+    """What the forward op does under autograd, and attention() in eager mode, which knows the call's problem."""
     if forward_ad._current_level >= 0:  # asked here, since a tensor with a tangent need not require a gradient
         _refuse_tangents(*call.tensors)
-    if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in call.learned):
-        return apply(Attention, *call.learned, call)
-    return forward_without_gradient(call)
+    if torch.is_grad_enabled() and any([x is not None and x.requires_grad for x in call.learned]):
+        return apply(Attention, *call.learned, call, problem)
+    return forward_without_gradient(call, problem)
 
 
 @torch.library.impl(LIBRARY, "forward", "Autograd")

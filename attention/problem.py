@@ -1,35 +1,34 @@
-"""A call, as kernels take it: what its shapes decide, found once for all calls that are alike, and its tensors."""
+"""A call, as kernels take it: what its shapes and options decide, found once for all calls that are alike."""
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
 
-from .score import Rule, Terms, terms_of
+from .features import TENSORS, Call
+from .score import Rule
 from .score_mod import function_of
-from .table import float32_precision, keys_per_program, launches_for
-from .tiles import Ragged, Tile, View, rows_view, view
+from .table import Launch, float32_precision, keys_per_program, launches_for
+from .tiles import Ragged, Tile
 
 
 class Problem(NamedTuple):
-    """One pass of a call: its sizes, and the arguments that all kernels share.
-
-    What depends on the shapes of its tensors alone is made for the first of the calls that are alike: see cached() and
-    view(), and descriptor() in launcher.py.
-    """
+    """Calls that are alike: they differ only in where their tensors lie, and in what these hold."""
 
     cache: dict  # (function, *arguments) -> what cached() returns
-    layouts: dict  # name of a tensor -> what is known of its views and descriptors
+    starts: dict  # where tensors lie -> how kernels were started: see launcher.py
+    fits: Callable  # fits(tensor, is_ragged) of a [B, T, H, D] tensor: whether kernels take its strides
+    all_fit: bool  # q, k and v do
     batch: int  # rows
     sequences: int  # rows of the batch, or packed sequences
     q_len: int  # of a row
     k_len: int
     is_ragged: bool  # whether sequences have lengths, or bounds in packed rows
+    is_packed: bool
     rule: Rule
     tile: Tile  # but for its blocks
-    launches: dict  # kernel -> Launch, of launches_for
+    launches: dict[str, Launch]  # kernel -> Launch, of launches_for
     device: torch.device
-    ragged: Ragged | None  # these two are of a call; describe() remembers no tensors
-    terms: Terms | None
 
     def cached(self, make, *args):
         """make(self, *args), computed at the first call."""
@@ -39,63 +38,51 @@ class Problem(NamedTuple):
             found = self.cache[key] = make(self, *args)
         return found
 
-    def view(self, name, x):
-        """View of a [B, T, H, D] or [B, H, T] tensor; None stays None. A name has the same strides in all calls."""
-        if x is None:
-            return None
-        strides = self.layouts.get(name)
-        if strides is None:
-            strides = self.layouts[name] = (view if x.dim() == 4 else rows_view)(x)[1:]
-        return View(x, *strides)
-
     def tile_for(self, launch, **changes):
         """The Tile of a kernel."""
         return self.tile._replace(block_q=launch.block_q, block_k=launch.block_k, **changes)
 
     def tiles_per_head(self, length, block):
         """How many there are in a row: at most, since of each packed sequence one may not be full."""
-        return -(-length // block) if self.ragged.q_starts is None else length // block + self.sequences
+        return length // block + self.sequences if self.is_packed else -(-length // block)
 
     def programs(self, tile, axis="q"):
         """One per tile of queries ("q") or keys ("k") and head."""
         length, block = (self.q_len, tile.block_q) if axis == "q" else (self.k_len, tile.block_k)
         return self.tiles_per_head(length, block) * tile.heads * self.batch
 
+    def placed(self, x):
+        """A [B, T, H, D] tensor as kernels take it, copied if its strides do not fit, or not its address."""
+        if x.data_ptr() % 16 or not self.fits(x, self.is_ragged):
+            return x.clone(memory_format=torch.contiguous_format)
+        return x
+
 
 PROBLEMS = {}
 
 
-def describe(q, k, v, call, *others):
-    """Problem of a Call whose q, k and v are aligned; others: all further tensors that kernels read."""
-    signatures = [  # what of a tensor decides how a kernel is compiled
-        None if x is None else (x.shape, x.stride(), x.dtype, x.data_ptr() % 16)
-        for x in (q, k, v, *others, *call.tensors[3:])
-    ]
-    numbers = (  # Hopper's kernels are compiled for the scale's sign
-        call.causal, call.window, call.softcap, call.dropout > 0, call.scale < 0, call.impl, call.kv_heads,
-        call.return_max_logit, call.score_mod, *map(specialization, call.score_numbers),
-    )  # fmt: skip
-    key = (q.device, float32_precision(q.dtype), *signatures, *numbers)
+def problem_of(call, fits):
+    """The Problem of a Call, as the ops take it. attention() keeps what it finds here."""
+    fields = *call.for_op, *call.score_tensors, *call.score_numbers
+    key = (fits, float32_precision(call.q.dtype), *[None if x is None else kind(x) for x in fields])
     problem = PROBLEMS.get(key)
     if problem is None:
         if len(PROBLEMS) >= 4096:  # lengths that never repeat
             PROBLEMS.clear()
-        PROBLEMS[key] = problem = analyse(q, k, v, call)
-    if problem.terms is None or problem.terms.scale != call.scale:
-        ragged = Ragged(call.lengths, call.q_starts, call.k_starts, call.prefix_lengths)
-        problem = problem._replace(ragged=ragged, terms=terms_of(call))
-        if all(x is None for x in call.tensors[3:]) and not call.score_numbers:  # the next call takes it as it is
-            PROBLEMS[key] = problem
+        PROBLEMS[key] = problem = analyse(call, fits)
     return problem
 
 
-def specialization(number):
-    """What Triton compiles a number for."""
-    return float if isinstance(number, float) else (number == 1, number % 16 == 0, -(2**31) <= number < 2**31)
+def kind(x):
+    """What of a field of a Call decides its Problem."""
+    if isinstance(x, torch.Tensor):
+        return x.shape, x.stride(), x.dtype, x.device
+    return None if isinstance(x, list) else (type(x), x)
 
 
-def analyse(q, k, v, call):
-    """Problem of a call, but for its optional tensors."""
+def analyse(call, fits):
+    """The Problem of a Call that is the first of its kind."""
+    q, k, v = call.split()
     heads, dim = q.shape[2:]
     kv_heads, value_dim = v.shape[2:]
     widest = max(dim, value_dim)
@@ -111,19 +98,40 @@ def analyse(q, k, v, call):
     rule = Rule(call.causal, window, call.softcap or 0.0, call.dropout > 0, **given)
     return Problem(
         cache={},
-        layouts={},
+        starts={},
+        fits=fits,
+        all_fit=all(fits(x, call.is_ragged) for x in call[: 1 if call.kv_heads else 3]),
         batch=q.shape[0],
         sequences=q.shape[0] if call.q_starts is None else call.q_starts.shape[0] - 1,
         q_len=q_len,
         k_len=k_len,
         is_ragged=call.is_ragged,
+        is_packed=call.q_starts is not None,
         rule=rule,
         tile=Tile(0, 0, dim, value_dim, heads, heads // kv_heads, float32_precision(q.dtype)),
         launches=launches_for(widest, keys_per_program(q_len, k_len, rule), q.element_size(), q.device),
         device=q.device,
-        ragged=None,
-        terms=None,
     )
+
+
+def place(call, problem):
+    """A Call and its Problem; those of a call with copies of tensors that do not lie as kernels take them."""
+    tensors = call.tensors
+    if problem.all_fit and not any([x is not None and x.data_ptr() % 16 for x in tensors]):
+        return call, problem
+    heads = call[: 1 if call.kv_heads else 3]
+    tensors = [*map(problem.placed, heads), *map(aligned, tensors[len(heads) :])]
+    call = Call(*tensors[:TENSORS], tensors[TENSORS:], *call[TENSORS + 1 :])
+    return call, problem_of(call, problem.fits)
+
+
+def aligned(x):
+    """Any tensor or None, copied if it does not start at a multiple of 16 bytes."""
+    return x if x is None or x.data_ptr() % 16 == 0 else x.clone()
+
+
+def ragged_of(call):
+    return Ragged(call.lengths, call.q_starts, call.k_starts, call.prefix_lengths)
 
 
 def empty(like, shape=None, dtype=None):
@@ -133,21 +141,36 @@ def empty(like, shape=None, dtype=None):
     return like.new_empty(shape, dtype=dtype or like.dtype)
 
 
-def gradients(q, k, v, joint, new_q, new_kv):
-    """Tensors (dq, dk, dv) for kernels to fill, made by new_q() and new_kv(), and as backward() returns them, by name.
-
-    If joint, they are views of one tensor, which is returned as that of q.
-    """
-    if not joint:
-        found = new_q(q), new_kv(k), new_kv(v)
-        return found, dict(zip("qkv", found, strict=True))
-    heads = [x.shape[2] for x in (q, k, v)]
-    whole = new_kv(q, (*q.shape[:2], sum(heads), q.shape[3]))
-    return whole.split(heads, 2), {"q": whole}
-
-
 def output(problem, like, shape=None, fill=0.0, dtype=None):
     """An empty tensor; filled where the kernels may leave out rows that belong to no sequence."""
     if problem.is_ragged:
         return like.new_full(shape or like.shape, fill, dtype=dtype or like.dtype)
     return empty(like, shape, dtype)
+
+
+def outputs(problem, call, new_out):
+    """out, made by new_out(), and lse2 and max_logit2 or None, for a forward kernel to fill."""
+    q, tile = call.q, problem.tile
+    is_like_q = call.kv_heads == 0 and tile.value_dim == tile.dim
+    out = new_out(q, None if is_like_q else (problem.batch, problem.q_len, tile.heads, tile.value_dim))
+    lowest = dict(fill=float("-inf"), dtype=torch.float32)
+    lse2 = output(problem, q, (problem.batch, tile.heads, problem.q_len), **lowest)
+    max_logit2 = q.new_full((tile.heads,), float("-inf"), dtype=torch.float32) if call.return_max_logit else None
+    return out, lse2, max_logit2
+
+
+def gradients(call, new_q, new_kv):
+    """{name: gradient} of q, k and v, for kernels to fill, made by new_q() and new_kv(); one of all if q holds all."""
+    if call.kv_heads > 0:
+        return {"q": new_kv(call.q)}
+    return {"q": new_q(call.q), "k": new_kv(call.k), "v": new_kv(call.v)}
+
+
+def apart(call, gradients):
+    """dq, dk and dv of what gradients() made."""
+    return gradients if call.kv_heads == 0 else call._replace(q=gradients[0]).split()
+
+
+def strides_of(*tensors):
+    """What tells calls of the backward apart besides their Problem and addresses."""
+    return tuple([None if x is None else x.stride() for x in tensors])

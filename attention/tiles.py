@@ -62,12 +62,15 @@ class PairView(NamedTuple):
 constant = lru_cache(None, typed=True)(tl.constexpr)  # typed, since 1 == True
 
 
-def aligned(x):
-    """[B, T, H, D] tensor, copied if its strides are not whole STRIDE_UNITs or it does not start at 16 bytes."""
+def fits(x, is_ragged=False):
+    """Whether the strides of a [B, T, H, D] tensor are whole STRIDE_UNITs."""
     batch, seq, head, dim = x.stride()
-    if (batch | seq | head) % STRIDE_UNIT.value or dim != 1 or x.data_ptr() % 16:
-        return x.clone(memory_format=torch.contiguous_format)
-    return x
+    return (batch | seq | head) % STRIDE_UNIT.value == 0 and dim == 1
+
+
+def aligned(x):
+    """[B, T, H, D] tensor, copied if it does not fit(), or does not start at 16 bytes."""
+    return x if fits(x) and x.data_ptr() % 16 == 0 else x.clone(memory_format=torch.contiguous_format)
 
 
 def view(x):

@@ -12,16 +12,15 @@ from test_hopper import CASES as HOPPER_CASES
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from attention import attention, check_score_mod, choose, decode, explain, problem
+from attention import api, attention, check_score_mod, choose, decode, explain, launcher, problem
 from attention.api import call_of
-from attention.launcher import Launcher
 
 
 @pytest.fixture
 def undecided(monkeypatch):
     """No call was made before."""
-    for name in ("_CHOICES", "_DECIDED"):
-        monkeypatch.setattr(choose, name, {})
+    monkeypatch.setattr(choose, "_CHOICES", {})
+    monkeypatch.setattr(api, "PLANS", {})
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     monkeypatch.setattr(choose, "takes_kernels", lambda device: device.type == "cuda")
 
@@ -153,12 +152,22 @@ def test_self_check_in_any_context(name, device):
     "impl, ragged", [("triton", True), *(pytest.param("hopper", x, marks=on_hopper) for x in (0, 1))]
 )
 def test_self_check_notices_a_kernel_that_fails_from_its_second_start_on(impl, ragged, device, poisoned, monkeypatch):
-    """Then it is launched past Triton's own launch. Each kernel in turn gets the arguments of its first start again."""
-    start, firsts, damaged = Launcher.start, {}, None
+    """Then it is launched with other addresses. Each kernel in turn gets those of its first start again."""
+    launch_of, interpret, firsts, damaged = launcher.launch_of, launcher.interpret, {}, None
 
-    def start_again(self, *args):
-        first = firsts.setdefault(self, args)
-        start(self, *(first if self.kernel.fn.__name__ == damaged else args))
+    def launch_again(step, *given):
+        start, name = launch_of(step, *given), step.kernel.fn.__name__
+
+        def start_again(addresses, stream):
+            first = firsts.setdefault((name, start), addresses)
+            start(first if name == damaged else addresses, stream)
+
+        return start_again
+
+    def interpret_again(step):
+        name = step.kernel.fn.__name__
+        first = firsts.setdefault((name, step.constants), step)
+        interpret(first if name == damaged else step)
 
     def check():
         monkeypatch.setattr(problem, "PROBLEMS", {})
@@ -166,9 +175,10 @@ def test_self_check_notices_a_kernel_that_fails_from_its_second_start_on(impl, r
         dtype, dims = (torch.bfloat16, (64, 64)) if impl == "hopper" else (torch.float32, (16, 16))
         return choose._self_check(torch.device(device), dtype, dims, (2, 1), ragged, impl)
 
-    monkeypatch.setattr(Launcher, "start", start_again)
+    monkeypatch.setattr(launcher, "launch_of", launch_again)
+    monkeypatch.setattr(launcher, "interpret", interpret_again)
     assert check() < 2e-2
-    names = {launcher.kernel.fn.__name__ for launcher in firsts}
+    names = {name for name, _ in firsts}
     assert len(names) >= 4
     for damaged in names - {"list_kernel"}:  # without whose list, others would access any memory
         assert not check() < 2e-2, damaged
@@ -257,7 +267,7 @@ def test_bounds_of_queries_and_keys_apart_are_another_kind_of_call():
     options = dict(window=16, dropout=0.1, seed=1, max_seqlen=128)
     alone, pair = (call_of(q, q, q, cu_seqlens=bounds, **options) for bounds in (starts, (starts, starts)))
     assert choose.call_problem(alone) != choose.call_problem(pair)
-    assert choose.key_of(alone) != choose.key_of(pair)
+    assert api.key_of(alone) != api.key_of(pair)
 
 
 def test_repeated_calls_are_checked_again(undecided, device):

@@ -346,7 +346,8 @@ def hopper_forward_kernel(
 
     max_logit2 [H], if not None, is raised to the largest score of each head.
     terms: Terms with a scale of at least 1e-30, and the gate of split_gate().
-    tile_list: those of ragged sequences as list_kernel lists them; else n_tiles of each head, and a 0 to count them.
+    tile_list: those of ragged sequences as list_kernel lists them; else a 0, to count n_tiles of each head, which is 0
+    again at the end.
     """
     sizes = Sizes(q_len, k_len, terms.scale, terms.dropout)
     # full barriers: the loader, or its TMA, arrives. Empty ones: each consumer; of q the one whose tile it is.

@@ -4,17 +4,19 @@ Dense batches take their tiles by number, ragged ones (lengths, packed sequences
 is there: ragged.py. What they do not serve goes to the portable kernels: see call_problem() in choose.py.
 """
 
-from functools import lru_cache, partial
+from concurrent.futures import ThreadPoolExecutor
+from functools import cache, partial
 
 import torch
 
-from .. import table
+from .. import table, tiles
 from ..gpu import processors
-from ..launcher import Launcher, descriptor
+from ..launcher import Step, start
 from ..portable import launch as portable
-from ..problem import describe, empty, gradients, output
+from ..problem import aligned, apart, empty, gradients, output, outputs, place, problem_of, ragged_of, strides_of
+from ..score import terms_of
 from ..table import Launch, settings_dim
-from ..tiles import aligned
+from ..tiles import rows_view, view
 from .backward import backward_kernel
 from .decay import split_gate
 from .forward import hopper_forward_kernel
@@ -43,21 +45,24 @@ BACKWARD = {
 }
 
 
+STREAMS = 1024  # of a device that have a counter of their own
+
+
 def tile_dims(problem):
     """Head dims of keys and values as tiles hold them."""
     return settings_dim(problem.tile.dim), settings_dim(problem.tile.value_dim)
 
 
-def reachable(x, ragged):
-    """[B, T, H, D] tensor as TMA can read it: copied if it is not aligned, or if it is broadcast.
+def fits(x, is_ragged):
+    """Whether TMA can read a [B, T, H, D] tensor, with these strides: not if it is broadcast.
 
-    Also if sequences are ragged and the rows of the batch do not follow each other: see end_strides().
+    Nor if sequences are ragged and the rows of the batch do not follow each other: see end_strides().
     """
-    apart = ragged and x.shape[0] > 1 and x.stride(0) != x.shape[1] * x.stride(1)
-    return x.clone(memory_format=torch.contiguous_format) if 0 in x.stride() or apart else aligned(x)
+    follow = not is_ragged or x.shape[0] == 1 or x.stride(0) == x.shape[1] * x.stride(1)
+    return tiles.fits(x) and 0 not in x.stride() and follow
 
 
-@lru_cache(None)
+@cache
 def tma_layout(block, dtype):
     """Layout of a block in shared memory."""
     if len(block) == 1:
@@ -68,19 +73,16 @@ def tma_layout(block, dtype):
 
 def described(x, block, shape=None, strides=None):
     """TMA descriptor of a tensor in blocks; past its end they hold zeros, and are not written."""
-    shape, strides = shape or x.shape, strides or x.stride()
-    return TensorDescriptor(x, list(shape), list(strides), list(block), tma_layout(block, x.dtype))
+    shape, strides, layout = list(shape or x.shape), list(strides or x.stride()), tma_layout(block, x.dtype)
+    made = object.__new__(TensorDescriptor)  # its constructor checks what fits() ensures, and takes as long as a launch
+    vars(made).update(base=x, shape=shape, strides=strides, block_shape=list(block), layout=layout)
+    return made
 
 
-def described_tiles(x, rows, ragged):
-    """The same of a [B, T, H, D] tensor in tiles of `rows` positions of one head, at corner()."""
+def tiled(problem, x, rows):
+    """TMA descriptor of a [B, T, H, D] tensor in tiles of `rows` positions of one head, at corner()."""
     block = (1, rows, 1, settings_dim(x.shape[-1]))
-    return described(x, (1, *block), end_shape(x), end_strides(x)) if ragged else described(x, block)
-
-
-def tiled(problem, name, x, rows):
-    """TMA descriptor of a [B, T, H, D] tensor in tiles of `rows` positions of one head."""
-    return descriptor(problem, name, x, described_tiles, rows, problem.is_ragged)
+    return described(x, (1, *block), end_shape(x), end_strides(x)) if problem.is_ragged else described(x, block)
 
 
 def slots(problem, length, block):
@@ -90,90 +92,116 @@ def slots(problem, length, block):
     return -(-length // block) * problem.batch
 
 
-def list_tiles(problem, q, block_q, block_k=None):
-    """Lists of the tiles of queries and, if block_k, of keys, int32 [2 + 2 slots]: see list_kernel."""
-    axes = (problem.q_len, block_q), (problem.k_len, block_k)
-    sizes = [slots(problem, length, block) if block else 0 for length, block in axes]
-    lists = [q.new_empty(2 + 2 * size, dtype=torch.int32) if size else None for size in sizes]
-    problem.cached(list_launcher, block_q, block_k).start(
-        *lists, *sizes, problem.sequences, problem.q_len, problem.k_len, problem.ragged
-    )
-    return lists
+def new_list(q, size):
+    """Memory for list_kernel, for so many tiles."""
+    return q.new_empty(2 + 2 * size, dtype=torch.int32)
 
 
-def list_launcher(problem, block_q, block_k):
-    return Launcher(list_kernel, 1 if block_k is None else 2, table.STREAMING, (problem.rule, block_q, block_k))
+def list_tiles(problem, call, lists, blocks):
+    """Fill lists of new_list(): that of queries and, if it is not None, that of keys."""
+    sizes = [0 if x is None else x.shape[0] // 2 - 1 for x in lists]
+    args = *lists, *sizes, problem.sequences, problem.q_len, problem.k_len, ragged_of(call)
+    return Step(list_kernel, 1 if lists[1] is None else 2, table.STREAMING, args, (problem.rule, *blocks))
 
 
-def blank(problem, x, keys=False):
+def blank(problem, call, x, keys=False):
     """Zero those positions of an output or a gradient that the other kernels leave out: of no sequence."""
-    problem.cached(blank_launcher, x.shape, x.stride(1), keys).start(
-        x, problem.ragged, problem.sequences - problem.batch, problem.q_len, problem.k_len
-    )
+    batch, length, heads, dim = x.shape
+    args = x, ragged_of(call), problem.sequences - problem.batch, problem.q_len, problem.k_len
+    constants = heads * dim, x.stride(1), keys
+    return Step(blank_kernel, -(-length // POSITIONS.value) * batch, table.STREAMING, args, constants)
 
 
-def blank_launcher(problem, shape, step, keys):
-    batch, length, heads, dim = shape
-    return Launcher(blank_kernel, -(-length // POSITIONS.value) * batch, table.STREAMING, (heads * dim, step, keys))
+@cache
+def counters(device):
+    """Zeros that no stream has yet, and {stream: its own}.
+
+    They stay in memory, so another thread makes them: what this one allocates may belong to a CUDA graph.
+    """
+
+    def zeros():
+        made = torch.zeros(STREAMS, dtype=torch.int32, device=device)
+        torch.cuda.current_stream(device).synchronize()
+        return list(made)
+
+    with ThreadPoolExecutor(1) as pool:
+        return pool.submit(zeros).result(), {}
 
 
-def forward(call):
+def counter(q):
+    """A 0, in which the programs of a forward count their tiles. They leave a 0 there, for the next one of the stream.
+
+    A CUDA graph has its own, since its replays may run beside the stream that recorded it.
+    """
+    if q.is_cuda and not torch.cuda.is_current_stream_capturing():
+        free, taken = counters(q.device)
+        stream = torch._C._cuda_getCurrentRawStream(q.device.index)
+        if stream not in taken and free:
+            taken[stream] = free.pop()
+        if stream in taken:
+            return taken[stream]
+    return q.new_zeros(1, dtype=torch.int32)
+
+
+def describe(call):
+    """The Problem of a Call."""
+    return problem_of(call, fits)
+
+
+def forward(call, problem=None):
     """As forward() of portable/launch.py."""
-    q, k, v = (reachable(x, call.is_ragged) for x in call.split())
-    problem = describe(q, k, v, call)
-    launcher = problem.cached(forward_launcher)
-    _, tile, _ = launcher.constants
-    rows, block_k, n_tiles = PER_CONSUMER.value, tile.block_k, -(-problem.q_len // tile.block_q)
-    out = empty(q, None if q.shape[3] == v.shape[3] else (*q.shape[:3], v.shape[3]))
-    lse2 = output(problem, q, (problem.batch, tile.heads, problem.q_len), fill=float("-inf"), dtype=torch.float32)
-    max_logit2 = q.new_full((tile.heads,), float("-inf"), dtype=torch.float32) if call.return_max_logit else None
-    scale = max(abs(call.scale), 1e-30)  # 0 would turn the -inf of a hidden key into NaN
-    with torch.cuda.device_of(q):
-        if problem.is_ragged:
-            tile_list, _ = list_tiles(problem, q, tile.block_q)
-            blank(problem, out)
-        else:
-            tile_list = q.new_zeros(1, dtype=torch.int32)
-        launcher.start(
-            tiled(problem, "q", q, rows), tiled(problem, "k", k, block_k), tiled(problem, "v", v, block_k),
-            tiled(problem, "out", out, rows), lse2, max_logit2, call.sink, tile_list, problem.ragged,
-            problem.q_len, problem.k_len, n_tiles, tile.heads * problem.batch,
-            problem.terms._replace(scale=scale, gate=split_gate(call.decay)),
-        )  # fmt: skip
-    return (out, lse2, max_logit2)[: 2 + call.return_max_logit]
+    call, problem = place(call, problem or describe(call))
+    made = outputs(problem, call, empty)
+    if problem.is_ragged:
+        size, _, _ = problem.cached(forward_settings, call.relative_bias is not None)
+        tile_list = new_list(call.q, size)
+    else:
+        tile_list = counter(call.q)
+    start(problem, forward_steps, call, (*made, tile_list, split_gate(call.decay)))
+    return made[: 2 + call.return_max_logit]
 
 
-def forward_launcher(problem):
+def forward_settings(problem, is_relative):
+    """(tiles of queries of a head in all sequences together, Tile, Pipeline); is_relative: with a relative_bias."""
     dims, rule = tile_dims(problem), problem.rule
-    large = rule.dropout or rule.decay or problem.terms.relative is not None
+    large = rule.dropout or rule.decay or is_relative
     block_k, pipe = (FORWARD_WITH_MANY_REGISTERS if large else FORWARD)[dims]
-    pipe = pipe._replace(negate_scores=problem.terms.scale < 0, ragged=problem.is_ragged)
     block_q = PER_CONSUMER.value * pipe.consumers
     tile = problem.tile._replace(block_q=block_q, block_k=block_k, dim=dims[0], value_dim=dims[1])
-    programs = min(slots(problem, problem.q_len, block_q) * tile.heads, processors(problem.device))
-    launch = Launch(block_q, block_k, 4, 1)
-    return Launcher(hopper_forward_kernel, programs, launch, (rule, tile, pipe), REGISTERS[dims])
+    return slots(problem, problem.q_len, block_q), tile, pipe._replace(ragged=problem.is_ragged)
 
 
-def backward_launchers(problem):
-    """(Plan, tiles of queries of a head in all sequences together, query heads of a program, three Launchers)."""
-    dims, rule = tile_dims(problem), problem.rule
-    plan = BACKWARD[dims]._replace(ragged=problem.is_ragged)
+def forward_steps(problem, call, tensors):
+    out, lse2, max_logit2, tile_list, gate = tensors
+    size, tile, pipe = problem.cached(forward_settings, call.relative_bias is not None)
+    (q, k, v), rows = call.split(), PER_CONSUMER.value
+    scale = max(abs(call.scale), 1e-30)  # 0 would turn the -inf of a hidden key into NaN
+    args = (
+        tiled(problem, q, rows), tiled(problem, k, tile.block_k), tiled(problem, v, tile.block_k),
+        tiled(problem, out, rows), lse2, max_logit2, call.sink, tile_list, ragged_of(call), problem.q_len,
+        problem.k_len, -(-problem.q_len // tile.block_q), tile.heads * problem.batch,
+        terms_of(call)._replace(scale=scale, gate=gate),
+    )  # fmt: skip
+    launch, programs = Launch(tile.block_q, tile.block_k, 4, 1), min(size * tile.heads, processors(problem.device))
+    constants = problem.rule, tile, pipe._replace(negate_scores=call.scale < 0)
+    multiply = Step(hopper_forward_kernel, programs, launch, args, constants, REGISTERS[tile.dim, tile.value_dim])
+    if not problem.is_ragged:
+        return [multiply]
+    blocks = tile.block_q, None
+    return [list_tiles(problem, call, (tile_list, None), blocks), blank(problem, call, out), multiply]
+
+
+def backward_settings(problem):
+    """(Plan, tiles of queries and of keys of a head in all sequences together, query heads of a program)."""
+    plan = BACKWARD[tile_dims(problem)]._replace(ragged=problem.is_ragged)
     heads, group = problem.tile.heads, problem.tile.group
     programs = -(-problem.k_len // plan.block_k) * problem.batch * (heads // group)
     # the group in one program if that leaves two programs per multiprocessor, else each query head in its own
     members = group if programs >= 2 * processors(problem.device) else 1
-    q_slots, k_slots = slots(problem, problem.q_len, plan.block_q), slots(problem, problem.k_len, plan.block_k)
-    tile = problem.tile._replace(block_q=plan.block_q, block_k=plan.block_q)
-    prepare = Launcher(prepare_kernel, q_slots * heads, table.STREAMING, (rule, tile))
-    finish = Launcher(finish_kernel, q_slots * heads, table.STREAMING, (tile,))
-    constants = (rule, plan, problem.is_ragged or problem.k_len % plan.block_k != 0)
-    launch = Launch(plan.block_q, plan.block_k, plan.warps, 1)
-    multiply = Launcher(backward_kernel, k_slots * heads // members, launch, constants, REGISTERS[dims])
-    return plan, q_slots, members, prepare, multiply, finish
+    return plan, slots(problem, problem.q_len, plan.block_q), slots(problem, problem.k_len, plan.block_k), members
 
 
-def backward(call, out, lse2, dout, dlse, wanted, deterministic=None):
+def backward(call, out, lse2, dout, dlse, wanted, problem=None, deterministic=None):
     """As backward() of portable/launch.py, which serves if deterministic (None: as torch is set).
 
     Here dQ and the gradient of gates are added in any order. One kernel computes all gradients, wanted or not.
@@ -181,60 +209,70 @@ def backward(call, out, lse2, dout, dlse, wanted, deterministic=None):
     if deterministic is None:
         deterministic = torch.are_deterministic_algorithms_enabled()
     if deterministic:
-        call = call._replace(impl="triton")  # what is compiled for it is not for the kernels here
-        return portable.backward(call, out, lse2, dout, dlse, wanted)
-    q, k, v, out, dout = (reachable(x, call.is_ragged) for x in (*call.split(), out, dout))
-    problem = describe(q, k, v, call, out, lse2, dout, dlse)
-    view, batch, q_len, k_len = problem.view, problem.batch, problem.q_len, problem.k_len
-    heads, group = problem.tile.heads, problem.tile.group
-    plan, q_slots, members, prepare, multiply, finish = problem.cached(backward_launchers)
-    block_q, block_k = plan.block_q, plan.block_k
-    q_list = k_list = None
+        return portable.backward(call, out, lse2, dout, dlse, wanted, problem)
+    call, problem = place(call, problem or describe(call))
+    out, dout, lse2, dlse = problem.placed(out), problem.placed(dout), aligned(lse2), aligned(dlse)
+    plan, q_slots, k_slots, members = problem.cached(backward_settings)
+    q, gate, heads, lists, parts = call.q, call.decay, problem.tile.heads, (None, None), (None, None)
 
     # keys before every window are left out too (bounds() in ragged.py): only then is all filled with zeros
     new = partial(output, problem) if problem.rule.window else empty
-    (dq, dk, dv), found = gradients(q, k, v, call.kv_heads > 0, empty, new)
-    # with a relative_bias even if nobody asks for its gradient: a Launcher stays with a delta that is None, or is not
-    delta = None if call.sink is None and call.relative_bias is None else output(problem, lse2)
-    gate = call.decay
+    found = gradients(call, empty, new)
+    delta = output(problem, lse2) if wanted["relative_bias"] else None
+    dsink = None
+    if wanted["sink"]:  # of each tile; where none is, 0
+        dsink = (q.new_zeros if problem.is_ragged else q.new_empty)((heads, q_slots), dtype=torch.float32)
     dgate = None if gate is None else empty(gate, dtype=torch.float32).zero_()
-    parts = [None, None]
-    if members < group:
-        widths = plan.dim, plan.value_dim
-        parts = [new(k, (batch, k_len, heads, width), dtype=torch.float32) for width in widths]
-    with torch.cuda.device_of(q):
-        if problem.is_ragged:
-            q_list, k_list = list_tiles(problem, q, block_q, block_k)
-        size = block_q * plan.dim // WIDTH.value  # rows of the sum that a tile of dQ takes
-        rows = empty(q, (q_slots * heads * 2 * block_q,), dtype=torch.float32)
-        dq_sum = empty(q, (q_slots * heads * size, WIDTH.value), dtype=torch.float32)
-        sums = descriptor(problem, "dq_sum", dq_sum, described, (size, WIDTH.value)) if plan.dq_stages > 0 else dq_sum
-        where = (q_list, problem.ragged, q_slots, q_len, k_len)
-        prepare.start(
-            view("out", out), view("dout", dout), view("lse2", lse2), view("dlse", dlse), rows, dq_sum,
-            view("delta", delta), view("gate", gate), *where, problem.terms.dropout,
-        )  # fmt: skip
-        multiply.start(
-            tiled(problem, "q", q, block_q), tiled(problem, "k", k, block_k), tiled(problem, "v", v, block_k),
-            tiled(problem, "dout", dout, block_q), descriptor(problem, "rows", rows, described, (block_q,)), sums,
-            tiled(problem, "dk", dk, block_k), tiled(problem, "dv", dv, block_k), *parts,
-            q_len, k_len, batch, heads, group, members, problem.terms._replace(gate=split_gate(gate)), dgate, k_list,
-            problem.ragged, q_slots,
-        )  # fmt: skip
-        finish.start(dq_sum, view("dq", dq), *where, call.scale)
-        if call.relative_bias is not None:
-            inputs = [view(name, x) for name, x in dict(q=q, k=k, v=v, dout=dout, lse2=lse2, delta=delta).items()]
-            found |= portable.launch_distances(problem, inputs, call, wanted)
-        if members < group:
-            for part, total in zip(parts, (dk, dv), strict=True):
-                portable.launch_group_sum(problem, part[..., : total.shape[3]], total)
-        if problem.is_ragged:
-            blank(problem, dq)
-        if problem.is_ragged and not problem.rule.window:
-            blank(problem, dk, keys=True)
-            blank(problem, dv, keys=True)
+    if members < problem.tile.group:
+        shape = problem.batch, problem.k_len, heads
+        parts = [new(q, (*shape, width), dtype=torch.float32) for width in (plan.dim, plan.value_dim)]
+    if problem.is_ragged:
+        lists = new_list(q, q_slots), new_list(q, k_slots)
+    sums = q.new_empty(q_slots * heads * plan.block_q * (2 + plan.dim), dtype=torch.float32)  # rows and dq_sum
+    inputs, strides = (dout, lse2, delta), strides_of(dout, lse2, out, dlse)
+    tensors = *inputs, out, dlse, dsink, dgate, split_gate(gate), sums, *lists, *parts, *found.values()
+    start(problem, backward_steps, call, tensors, strides, delta is None, dsink is None)
+    found |= portable.distance_gradients(problem, call, inputs, strides, wanted)
     if gate is not None:
         found["decay"] = dgate.to(gate.dtype)
-    if call.sink is not None:
-        found["sink"] = portable.sink_gradient(call.sink, lse2, delta)
+    if dsink is not None:
+        found["sink"] = dsink.sum(1).to(call.sink.dtype)
     return found
+
+
+def backward_steps(problem, call, tensors, *flags):
+    dout, lse2, delta, out, dlse, dsink, dgate, gate, sums, q_list, k_list, dk_part, dv_part, *dqkv = tensors
+    plan, q_slots, k_slots, members = problem.cached(backward_settings)
+    (q, k, v), (dq, dk, dv) = call.split(), apart(call, dqkv)
+    rule, heads, block_q, block_k = problem.rule, problem.tile.heads, plan.block_q, plan.block_k
+    rows, dq_sum = sums.split((q_slots * heads * block_q * 2, q_slots * heads * block_q * plan.dim))
+    dq_sum = dq_sum.view(-1, WIDTH.value)
+    summed = described(dq_sum, (block_q * plan.dim // WIDTH.value, WIDTH.value)) if plan.dq_stages > 0 else dq_sum
+    ragged, terms, sizes = ragged_of(call), terms_of(call), (problem.q_len, problem.k_len)
+    where = q_list, ragged, q_slots, *sizes
+    tile = problem.tile._replace(block_q=block_q, block_k=block_q)
+    before = (
+        view(out), view(dout), rows_view(lse2), rows_view(dlse), rows, dq_sum, rows_view(delta), rows_view(call.decay),
+        call.sink, dsink, *where, terms.dropout,
+    )  # fmt: skip
+    args = (
+        tiled(problem, q, block_q), tiled(problem, k, block_k), tiled(problem, v, block_k),
+        tiled(problem, dout, block_q), described(rows, (block_q,)), summed, tiled(problem, dk, block_k),
+        tiled(problem, dv, block_k), dk_part, dv_part, *sizes, problem.batch, heads, problem.tile.group, members,
+        terms._replace(gate=gate), dgate, k_list, ragged, q_slots,
+    )  # fmt: skip
+    constants = rule, plan, problem.is_ragged or problem.k_len % block_k != 0
+    launch, registers = Launch(block_q, block_k, plan.warps, 1), REGISTERS[plan.dim, plan.value_dim]
+    steps = [
+        Step(prepare_kernel, q_slots * heads, table.STREAMING, before, (rule, tile)),
+        Step(backward_kernel, k_slots * heads // members, launch, args, constants, registers),
+        Step(finish_kernel, q_slots * heads, table.STREAMING, (dq_sum, view(dq), *where, call.scale), (tile,)),
+    ]
+    if dk_part is not None:
+        pairs = (dk_part, dk), (dv_part, dv)
+        steps += [portable.group_sum(problem, part[..., : total.shape[3]], total) for part, total in pairs]
+    if problem.is_ragged:
+        steps = [list_tiles(problem, call, (q_list, k_list), (block_q, block_k)), *steps, blank(problem, call, dq)]
+    if problem.is_ragged and not rule.window:
+        steps += [blank(problem, call, x, keys=True) for x in (dk, dv)]
+    return steps

@@ -211,6 +211,8 @@ def loader(
         count += 1
         visit += 1
         number = gl.atomic_add(tile_list, 1, sem="relaxed") + gl.num_programs(0)  # whoever is free takes the next
+    if not PIPE.ragged:  # the last to find none left sets the count back, for the next launch
+        gl.store(tile_list, 0, number == total + gl.num_programs(0) - 1)
     send(shared.mail, visit, (0, -1, 0, 0, 0, 0, 0, 0))
 
 

@@ -30,13 +30,16 @@ def locate_rows(q_list, ragged, q_slots, q_len, k_len, TILE: tl.constexpr):
 
 @triton.jit(do_not_specialize=["q_slots", "q_len", "k_len"])
 def prepare_kernel(
-    out, dout, lse2, dlse, rows, dq_sum, delta, gate, q_list, ragged, q_slots, q_len, k_len, dropout,
+    out, dout, lse2, dlse, rows, dq_sum, delta, gate, sink, dsink, q_list, ragged, q_slots, q_len, k_len, dropout,
     RULE: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
     """Before backward_kernel, for one tile of queries of one head: rows = [lse2, delta], and a dQ sum of zeros.
 
     delta_i = output_products() - dlse_i; dlse may be None. lse2 is +inf, which makes all weights 0, for rows that have
     none; delta of these is 0. With delta [B, H, Tq] not None that is filled too.
+
+    With dsink [H, q_slots] not None, it gets what this tile adds to the gradient of the sink, which has no value: its
+    dS is its weight times -delta.
 
     With gate [B, H, Tk], lse2 in rows is reduced by each query's gate less that of the tile's first query, in base 2.
     With dropout, the rows make the weights 1 / (1 - dropout) times as large, and delta smaller by as much.
@@ -54,6 +57,13 @@ def prepare_kernel(
     if dlse is not None:
         sums -= load_rows(row_lane(dlse, seq.row, head, first), start, seq.q_len, 0.0, TILE.block_q, True)
     sums = tl.where(lse == float("inf"), 0.0, sums)
+    if dsink is not None:
+        if q_list is None:
+            slot = seq.index * tl.cdiv(q_len, TILE.block_q) + start // TILE.block_q
+        else:
+            slot = number - head * q_slots
+        weights = tl.exp2(tl.load(sink + head).to(tl.float32) * LOG2E - lse)
+        tl.store(dsink + head * q_slots + slot, -tl.sum(weights * sums, 0))
     if gate is not None:
         gates = row_lane(gate, seq.row, head, seq.k_start)
         shift = start + seq.k_len - seq.q_len  # where the first query stands
