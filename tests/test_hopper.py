@@ -320,3 +320,22 @@ def test_cuda_graph_with_other_sequences(dim):
         starts.copy_(integers(*other))
         graph.replay()
         assert all(map(close, found, run("triton")))
+
+
+@on_hopper
+def test_streams_and_graphs_count_their_tiles_apart():
+    """Each forward leaves its counter at 0 for the next of the stream, whatever runs beside it."""
+    calls = [[torch.randn(2, n, 4, dim, device="cuda").bfloat16() for _ in "qkv"] for n, dim in ((900, 64), (200, 128))]
+    expected = [attention(*tensors) for tensors in calls]
+    graph, streams = torch.cuda.CUDAGraph(), [torch.cuda.Stream() for _ in range(3)]
+    with torch.cuda.graph(graph):
+        found = [attention(*tensors) for tensors in calls]
+    wrong = torch.zeros(4, dtype=torch.int64, device="cuda")
+    torch.cuda.synchronize()
+    for i in range(600):
+        with torch.cuda.stream(streams[i % 3]):
+            wrong[i % 3] += (attention(*calls[i % 2]) != expected[i % 2]).any()
+        graph.replay()
+        wrong[3] += sum((x != y).any() for x, y in zip(found, expected, strict=True))
+    torch.cuda.synchronize()
+    assert wrong.tolist() == [0] * 4
