@@ -63,9 +63,9 @@ def tell(text):
 
 
 def start_command(imports=None):
-    """Let Ctrl-C end the process. A command calls this before the `imports` that take seconds, and names them."""
-    # What imports and compilers make stays: to look through all of it for garbage again and again takes seconds.
-    gc.set_threshold(*gc.get_threshold()[:2], 1000)
+    """Let Ctrl-C end the process, and imports be fast. A command calls this before `imports`, which it names."""
+    # what imports and compilers make stays: to look through it for garbage again and again takes seconds
+    gc.set_threshold(*gc.get_threshold()[:2], 100)
     if imports and sys.stderr and sys.stderr.isatty() and "--help" not in sys.argv:
         tell(f"importing {imports} ...")
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:

@@ -40,7 +40,8 @@ def attention(
         scale: factor of q.k; None = 1 / sqrt(D).
         softcap: scores s become softcap * tanh(s / softcap) before bias and mask, 1e-30 to 1e30; None = off.
         dropout: probability in [0, 1) with which a normalised weight is dropped; the others grow by 1 / (1 - dropout).
-            Our kernels and the reference round it, in this factor too, to n / 256 with n from 1 to 255; 0 stays 0.
+            Our kernels and the reference round it, in this factor too, to n / 256 with n from 1 to 255, and 0 to 0;
+            SDPA on a CPU rounds it to n / 32,768.
         seed: int or int64 tensor of one element on the device of q, for dropout; None draws one from torch's generator.
             The same seed drops the same (sequence, head, query, key), counted from the sequence's first, whatever the
             tile sizes, in the reference and all kernels.
@@ -138,40 +139,40 @@ def attention_qkv(qkv, n_head, n_kv_head=None, **options):
     return _attend(call_of(qkv, None, None, **options)._replace(kv_heads=kv_heads))
 
 
-class Plan:
+class Route:
     """What is known of calls that are alike."""
 
     def __init__(self, call):
         self.impl, _ = decide(call)
         self.features = features_of(call)
-        self.problem = None  # of the kernels, as describe() of problem.py finds it
+        self.problem = None  # of problem.py, for the kernels
 
 
-PLANS = {}
+ROUTES = {}
 
 
 def _attend(call):
     """attention() of a Call; q holds keys and values too if kv_heads is not 0."""
     if call.score_mod is not None:
         call = with_key(call)
-    key, plan = key_of(call), None
+    key, route = key_of(call), None
     if key is not None:  # else Dynamo would look at what is remembered
         try:
-            plan = PLANS.get(key)
+            route = ROUTES.get(key)
         except TypeError:  # symbolic shapes have no hash
             key = None
-    if plan is None:
-        plan = Plan(call.apart())
+    if route is None:
+        route = Route(call.apart())
         if key is not None:
-            if len(PLANS) >= 4096:  # lengths that never repeat
-                PLANS.clear()
-            PLANS[key] = plan
+            if len(ROUTES) >= 512:  # lengths that never repeat
+                ROUTES.clear()
+            ROUTES[key] = route
     else:  # what the key leaves out
         if call.seed is not None:
             check_seed(call.seed, call.q.device)
         if call.max_seqlen is not None:
             check_max_seqlen(call.max_seqlen)
-    impl, q = plan.impl, call.q
+    impl, q = route.impl, call.q
     if call.kv_heads > 0 and impl in ("sdpa", "reference"):
         call = call.apart()
     scale = q.shape[-1] ** -0.5 if call.scale is None else float(call.scale)
@@ -181,15 +182,15 @@ def _attend(call):
         return attention_by_sdpa(call)
     if impl == "reference":
         return reference_attention(*call[:3], **{name: getattr(call, name) for name in KEYWORDS if name != "impl"})
-    if plan.features or call.is_ragged or call.score_args:
-        call = for_kernels(call, plan.features)
+    if route.features or call.is_ragged or call.score_args:
+        call = for_kernels(call, route.features)
     # else what the op does, since the way through PyTorch's dispatcher takes as long as a kernel
     if not ops.may_launch(*call.tensors):
         out, *rows = ops.forward_op(*call.for_op)
     else:
-        if plan.problem is None:
-            plan.problem = ops.backend(impl).describe(call)
-        out, *rows = ops.forward_with_gradient(call, plan.problem)
+        if route.problem is None:
+            route.problem = ops.backend(impl).describe(call)
+        out, *rows = ops.forward_with_gradient(call, route.problem)
     rows = [x * math.log(2) for x in (rows if call.return_lse else rows[1:])]  # to natural units
     return (out, *rows) if rows else out
 

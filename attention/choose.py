@@ -17,7 +17,7 @@ from .sdpa import sdpa_problem
 from .table import settings_dim
 
 MAX_HOPPER_LENGTH = 2**20  # products of lengths in its kernels are 32-bit
-# Of the self-check: a length that no tile divides but 16 does, as most lengths in training; and query and key heads.
+# Of the self-check: a length that is a multiple of 16, as most are in training, but not of 32; query and key heads.
 LENGTH, CHECKED_HEADS = 80, (2, 1)
 
 
@@ -26,7 +26,7 @@ def decide(call):
     check_call(call)
     heads = call.q.shape[2], call.k.shape[2]
     are_symbols = torch.compiler.is_compiling() or any(type(x) is not int for x in heads)
-    return _choose(call, CHECKED_HEADS if are_symbols else heads)
+    return _choose(call, CHECKED_HEADS if are_symbols else heads)  # Dynamo keeps what implementation() returns
 
 
 def check_call(call):
@@ -146,9 +146,9 @@ def _passes(device, dtype, dims, heads, ragged, impl):
 
 
 def _self_check(device, dtype, dims, heads, ragged, impl):
-    """Largest relative error of output and gradients on two tiny causal cases, whose length no tile divides.
+    """Largest relative error of output and gradients on two tiny causal cases, whose length large tiles do not divide.
 
-    The cases have the same shapes, because from its second start on a kernel is launched in another way (launcher.py);
+    The cases have the same shapes, because later starts of a kernel use what was prepared for the first (launcher.py),
     and other numbers at other addresses, so that what is left of the first start shows.
     No autograd on the device: a GPU has one thread for it, on which the caller may stand, and wait.
     """

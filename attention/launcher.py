@@ -1,8 +1,8 @@
 """How kernels are started. Of a problem's first start it is remembered what Triton's launcher in C gets; later starts
 call that with other addresses, since all that Triton does before it can take longer than the kernel.
 
-All that bypasses Triton's own launch is in this file. What it saves is in benchmarks/LOG.md ("cost of a call on the
-host").
+All that bypasses Triton's own launch is in this file. What it saves is in benchmarks/LOG.md ("Attention: cost of
+a call on the host").
 """
 
 import copy
@@ -35,7 +35,7 @@ def wait_for_inputs(OVERLAP: tl.constexpr):
 
 
 SAME = int, float, type(None), tl.constexpr  # arguments without addresses
-REMEMBERED = 256  # places of a tensor for which an argument is remembered
+REMEMBERED = 32  # places of a tensor for which an argument is remembered
 
 
 class Step(NamedTuple):
@@ -52,8 +52,8 @@ class Step(NamedTuple):
 def start(problem, steps, call, tensors, *flags):
     """Start the kernels that steps(problem, call, tensors, *flags) lists.
 
-    All tensors start at multiples of 16 bytes. Their shapes and strides, and which are None, follow from the problem
-    and the flags.
+    steps() may make views of tensors, but no tensors. All start at multiples of 16 bytes. Their shapes and strides, and
+    which are None, follow from the problem and the flags.
     """
     if INTERPRETED.value:
         for step in steps(problem, call, tensors, *flags):
@@ -105,21 +105,21 @@ KERNELS = {}
 
 def find_kernel(step, device):
     """The Kernel of a Step, and of all others for which Triton would compile the same."""
-    key = device, step.kernel, step.launch, step.constants, step.registers, signature(step.args)
+    key = device, step.kernel, step.launch, step.constants, step.registers, compiled_for(step.args)
     found = KERNELS.get(key)
     if found is None:
         found = KERNELS[key] = compile_step(step)
     return found
 
 
-def signature(x):
+def compiled_for(x):
     """What of an argument Triton compiles a kernel for."""
     if isinstance(x, int):
         return x == 1, x % 16 == 0, -(2**31) <= x < 2**31
     if isinstance(x, tuple):
-        return tuple([None if part is None else signature(part) for part in x])
+        return tuple([None if part is None else compiled_for(part) for part in x])
     if isinstance(x, Tensor):
-        return x.dtype
+        return x.dtype, x.untyped_storage().nbytes() < 2**31  # Triton has other code for these on AMD
     if isinstance(x, tl.constexpr):
         return x.value, type(x.value)
     if is_descriptor(x):
@@ -146,7 +146,7 @@ def compile_step(step):
     args_in_tuple = type(passed[-1]) is tuple  # from Triton 3.7 on; 3.6 passes them one by one
     launch, encode = run.launch, None
     if inspect.isfunction(launch):  # around the one in C, to make TMA descriptors in each launch
-        launch = inspect.getclosurevars(launch).nonlocals.get("launcher", launch)
+        launch = inspect.getclosurevars(launch).nonlocals["launcher"]
         encode = sys.modules[type(run).__module__].make_tensordesc_arg
     kinds = getattr(compiled.metadata, "tensordesc_meta", None) or ()
     return Kernel(compiled, launch, passed[: -1 if args_in_tuple else -len(args)], args_in_tuple, encode, kinds)
@@ -174,7 +174,7 @@ def launch_of(step, kernel, numbers):
             same.append(x)
     same += step.constants
 
-    def start(addresses, stream):
+    def launch_at(addresses, stream):
         args = []
         for constants, select, argument in parts:
             args += constants
@@ -182,7 +182,7 @@ def launch_of(step, kernel, numbers):
         args += same
         launch(*before, stream, *after, *((args,) if args_in_tuple else args))
 
-    return start
+    return launch_at
 
 
 class Argument(dict):

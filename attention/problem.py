@@ -16,7 +16,7 @@ class Problem(NamedTuple):
     """Calls that are alike: they differ only in where their tensors lie, and in what these hold."""
 
     cache: dict  # (function, *arguments) -> what cached() returns
-    starts: dict  # where tensors lie -> how kernels were started: see launcher.py
+    starts: dict  # (steps, *flags) -> functions that start them: see launcher.py
     fits: Callable  # fits(tensor, is_ragged) of a [B, T, H, D] tensor: whether kernels take its strides
     all_fit: bool  # q, k and v do
     batch: int  # rows
@@ -67,7 +67,7 @@ def problem_of(call, fits):
     key = (fits, float32_precision(call.q.dtype), *[None if x is None else kind(x) for x in fields])
     problem = PROBLEMS.get(key)
     if problem is None:
-        if len(PROBLEMS) >= 4096:  # lengths that never repeat
+        if len(PROBLEMS) >= 512:  # lengths that never repeat
             PROBLEMS.clear()
         PROBLEMS[key] = problem = analyse(call, fits)
     return problem

@@ -114,7 +114,7 @@ def sdpa_attention(q, k, v, causal, window, scale, dropout, bias, seen=None):
     zeroed: it may hold NaN, and 0 * NaN is NaN.
     """
     dtype, on_cpu = q.dtype, q.device.type == "cpu"
-    if on_cpu:  # in 16 bits, PyTorch's backward takes three times as long there
+    if on_cpu and torch.is_grad_enabled():  # in 16 bits, PyTorch's backward takes three times as long there
         q, k, v = (x.to(torch.promote_types(dtype, torch.float32)) for x in (q, k, v))
     drops = on_cpu and dropout > 0 and bias is None
     if window is not None:  # positions are counted from the last key, so nothing else moves
@@ -171,11 +171,15 @@ def attention_with_dropout(q, k, v, seen, dropout, scale):
     if seen is not None:
         scores = scores + torch.where(seen, 0.0, float("-inf"))  # sooner than masked_fill() of all of them
     weights = torch.softmax(scores, -1)
-    return weights * (keep(weights.shape, dropout, q.device) / (1 - dropout)) @ v
+    kept, growth = keep(weights.shape, dropout, q.device)
+    return growth * (weights * kept @ v)
 
 
 def keep(shape, dropout, device):
-    """Which elements dropout keeps: a bool tensor. Four numbers of 15 bits come from one of 64."""
-    count = math.prod(shape)
+    """Which elements dropout keeps, a bool tensor, and the factor by which they grow.
+
+    Four numbers of 15 bits come from one of 64, so dropout is rounded to n / 32,768.
+    """
+    count, dropped = math.prod(shape), min(round(dropout * LEVELS), LEVELS - 1)
     numbers = torch.randint(-(2**62), 2**62, (-(-count // 4),), device=device).view(torch.int16)[:count].view(shape)
-    return numbers.bitwise_and(LEVELS - 1) >= round(dropout * LEVELS)
+    return numbers.bitwise_and(LEVELS - 1) >= dropped, LEVELS / (LEVELS - dropped)

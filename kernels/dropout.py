@@ -17,4 +17,5 @@ class Dropout(nn.Dropout):
         in_bulk = x.device.type == "cpu" or (x.is_cuda and torch.compiler.is_compiling())
         if not (self.training and self.p > 0 and in_bulk):
             return super().forward(x)
-        return x * keep(x.shape, self.p, x.device) / (1 - self.p)
+        kept, growth = keep(x.shape, self.p, x.device)
+        return x * kept * growth

@@ -281,6 +281,15 @@ def test_repeated_calls_are_checked_again(undecided, device):
         call(**right)
         with pytest.raises(ValueError, match=said):
             call(**wrong)
+    slopes = torch.ones(2, device=device)
+    call(alibi_slopes=slopes)
+    with pytest.raises(ValueError, match="alibi_slopes"):
+        call(alibi_slopes=slopes.requires_grad_())
+    packed = partial(attention, q[:1], q[:1], q[:1], cu_seqlens=integers(0, 10), impl="reference")
+    packed(max_seqlen=10)
+    for wrong in (dict(max_seqlen=0), dict(max_seqlen=(10, None)), dict(cu_seqlens=integers(0, 10).long())):
+        with pytest.raises(ValueError, match=next(iter(wrong))):
+            packed(**dict(max_seqlen=10) | wrong)
     q = q.double()
     assert explain(q, q, q, dropout=0.1).startswith("sdpa")
     assert explain(q, q, q, dropout=0.1, seed=1).startswith("reference")

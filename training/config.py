@@ -135,8 +135,8 @@ class Config(GPTConfig):
     """Multiply in FP8 in the forward pass of training: the head, the MLPs, and q, k and v. It needs a GPU of compute
     capability 8.9 or higher, and saves time if the network is as large as GPT-2. Evaluation does not use it."""
     compile: Literal["auto", "model", "blocks", "off"] = "auto"
-    """torch.compile the whole model, or only its blocks, which share one compilation: this starts sooner and runs a few
-    percent slower. auto: model on CUDA, off elsewhere."""
+    """torch.compile the whole model, or its blocks, which share one compilation, and last norm: this starts sooner and
+    runs a few percent slower. auto: model on CUDA, off elsewhere."""
     cuda_graph: bool = True
     """Replay the step as a CUDA graph, on CUDA GPUs with one micro-batch per step and without FSDP."""
 

@@ -172,8 +172,8 @@ def fits(model, size, config, ranks):
 def compile_and_wrap(model, config, ranks):
     """The network to train: the model, compiled as config.compile says, in DDP on several ranks."""
     compiled = compile_mode(config, ranks)
-    # with dropout, the kernel that makes both gradients of a norm takes three times as long as two
-    options = {"triton.mix_order_reduction": config.dropout == 0}
+    # with dropout, one kernel for both gradients of a norm takes three times as long as two
+    options = {"triton.mix_order_reduction": False} if config.dropout > 0 else None
     if compiled == "blocks" or (ranks.sharded and compiled == "model"):  # FSDP gathers between the blocks
         for module in (*model.blocks, model.norm):
             module.compile(options=options)

@@ -4,6 +4,7 @@ Dense batches take their tiles by number, ragged ones (lengths, packed sequences
 is there: ragged.py. What they do not serve goes to the portable kernels: see call_problem() in choose.py.
 """
 
+import threading
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache, partial
 
@@ -112,20 +113,25 @@ def blank(problem, call, x, keys=False):
     return Step(blank_kernel, -(-length // POSITIONS.value) * batch, table.STREAMING, args, constants)
 
 
-@cache
-def counters(device):
-    """Zeros that no stream has yet, and {stream: its own}.
+COUNTERS = {}  # device -> counters that no stream has yet, and {stream: its own}
+MAKING = threading.Lock()
+
+
+def new_counters(device):
+    """What COUNTERS has of a device.
 
     They stay in memory, so another thread makes them: what this one allocates may belong to a CUDA graph.
     """
 
     def zeros():
-        made = torch.zeros(STREAMS, dtype=torch.int32, device=device)
+        made = torch.zeros(STREAMS, 4, dtype=torch.int32, device=device)  # each at a multiple of 16 bytes
         torch.cuda.current_stream(device).synchronize()
         return list(made)
 
-    with ThreadPoolExecutor(1) as pool:
-        return pool.submit(zeros).result(), {}
+    with MAKING, ThreadPoolExecutor(1) as pool:
+        if device not in COUNTERS:
+            COUNTERS[device] = pool.submit(zeros).result(), {}
+        return COUNTERS[device]
 
 
 def counter(q):
@@ -134,7 +140,7 @@ def counter(q):
     A CUDA graph has its own, since its replays may run beside the stream that recorded it.
     """
     if q.is_cuda and not torch.cuda.is_current_stream_capturing():
-        free, taken = counters(q.device)
+        free, taken = COUNTERS.get(q.device) or new_counters(q.device)
         stream = torch._C._cuda_getCurrentRawStream(q.device.index)
         if stream not in taken and free:
             taken[stream] = free.pop()

@@ -62,7 +62,7 @@ def backward(call, out, lse2, dout, dlse, wanted, problem=None):
     new = partial(output, problem)
     found = gradients(call, new, new)
     bias, gate, sink = call.bias if wanted["bias"] else None, call.decay, call.sink
-    if 0 in (problem.batch, problem.q_len, problem.k_len):
+    if 0 in (problem.batch, problem.q_len, problem.k_len, problem.tile.heads):
         for x in found.values():
             x.zero_()
         given = zip(GRADIENTS[3:], call.learned[3:], strict=True)
