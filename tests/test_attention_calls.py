@@ -20,7 +20,7 @@ from attention.api import call_of
 def undecided(monkeypatch):
     """No call was made before."""
     monkeypatch.setattr(choose, "_CHOICES", {})
-    monkeypatch.setattr(api, "PLANS", {})
+    monkeypatch.setattr(api, "ROUTES", {})
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     monkeypatch.setattr(choose, "takes_kernels", lambda device: device.type == "cuda")
 
