@@ -94,6 +94,7 @@ def flat(dq, PLAN: gl.constexpr):
     """dQ [queries, dim] -> [queries * dim / WIDTH, WIDTH], in the order in which threads hold it.
 
     A thread holds 2 neighbours in each of 2 rows: 4 floats that are now one 16-byte access. finish_kernel undoes it.
+    Element (q, d) lies at (q // 16 * dim / 8 + d // 8) * 128 + q % 8 * 16 + d % 8 // 2 * 4 + q % 16 // 8 * 2 + d % 2.
     """
     dq = dq.reshape([PLAN.block_q // 16, 2, 8, PLAN.dim // 8, 4, 2]).permute((0, 3, 2, 4, 1, 5))
     return dq.reshape([PLAN.block_q * PLAN.dim // WIDTH, WIDTH])
