@@ -63,8 +63,8 @@ def tell(text):
 
 
 def start_command(imports=None):
-    """Let Ctrl-C end the process, and imports be fast. A command calls this before `imports`, which it names."""
-    # what imports and compilers make stays: to look through it for garbage again and again takes seconds
+    """Let Ctrl-C end the process. A command calls this before its imports, and names those that take seconds."""
+    # Imports and compilers make many objects that stay. To search them all for garbage each time takes seconds.
     gc.set_threshold(*gc.get_threshold()[:2], 100)
     if imports and sys.stderr and sys.stderr.isatty() and "--help" not in sys.argv:
         tell(f"importing {imports} ...")

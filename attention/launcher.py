@@ -1,5 +1,7 @@
-"""How kernels are started. Of a problem's first start it is remembered what Triton's launcher in C gets; later starts
-call that with other addresses, since all that Triton does before it can take longer than the kernel.
+"""How kernels are started: by calling Triton's launcher in C with addresses.
+
+What Triton does before each such call can take longer than the kernel. Here it is done once for a problem, and what the
+launcher got is remembered; later calls only bring other addresses.
 
 All that bypasses Triton's own launch is in this file. What it saves is in benchmarks/LOG.md ("Attention: cost of
 a call on the host").
@@ -35,7 +37,7 @@ def wait_for_inputs(OVERLAP: tl.constexpr):
 
 
 SAME = int, float, type(None), tl.constexpr  # arguments without addresses
-REMEMBERED = 32  # places of a tensor for which an argument is remembered
+REMEMBERED = 32  # addresses of a tensor for which its argument, such as a TMA map, is remembered
 
 
 class Step(NamedTuple):
@@ -52,7 +54,7 @@ class Step(NamedTuple):
 def start(problem, steps, call, tensors, *flags):
     """Start the kernels that steps(problem, call, tensors, *flags) lists.
 
-    steps() may make views of tensors, but no tensors. All start at multiples of 16 bytes. Their shapes and strides, and
+    steps() may view tensors, but must not copy them. All start at multiples of 16 bytes. Their shapes and strides, and
     which are None, follow from the problem and the flags.
     """
     if INTERPRETED.value:

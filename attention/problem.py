@@ -120,12 +120,12 @@ def place(call, problem):
     if problem.all_fit and not any([x is not None and x.data_ptr() % 16 for x in tensors]):
         return call, problem
     heads = call[: 1 if call.kv_heads else 3]
-    tensors = [*map(problem.placed, heads), *map(aligned, tensors[len(heads) :])]
+    tensors = [*map(problem.placed, heads), *map(at_16_bytes, tensors[len(heads) :])]
     call = Call(*tensors[:TENSORS], tensors[TENSORS:], *call[TENSORS + 1 :])
     return call, problem_of(call, problem.fits)
 
 
-def aligned(x):
+def at_16_bytes(x):
     """Any tensor or None, copied if it does not start at a multiple of 16 bytes."""
     return x if x is None or x.data_ptr() % 16 == 0 else x.clone()
 

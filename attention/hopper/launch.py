@@ -14,7 +14,7 @@ from .. import table, tiles
 from ..gpu import processors
 from ..launcher import Step, start
 from ..portable import launch as portable
-from ..problem import aligned, apart, empty, gradients, output, outputs, place, problem_of, ragged_of, strides_of
+from ..problem import apart, at_16_bytes, empty, gradients, output, outputs, place, problem_of, ragged_of, strides_of
 from ..score import terms_of
 from ..table import Launch, settings_dim
 from ..tiles import rows_view, view
@@ -217,7 +217,7 @@ def backward(call, out, lse2, dout, dlse, wanted, problem=None, deterministic=No
     if deterministic:
         return portable.backward(call, out, lse2, dout, dlse, wanted, problem)
     call, problem = place(call, problem or describe(call))
-    out, dout, lse2, dlse = problem.placed(out), problem.placed(dout), aligned(lse2), aligned(dlse)
+    out, dout, lse2, dlse = problem.placed(out), problem.placed(dout), at_16_bytes(lse2), at_16_bytes(dlse)
     plan, q_slots, k_slots, members = problem.cached(backward_settings)
     q, gate, heads, lists, parts = call.q, call.decay, problem.tile.heads, (None, None), (None, None)
 

@@ -10,7 +10,7 @@ import torch
 from ..features import FEATURES, GRADIENTS
 from ..gpu import processors
 from ..launcher import Step, loop_descriptors, start
-from ..problem import aligned, apart, empty, gradients, output, outputs, place, problem_of, ragged_of, strides_of
+from ..problem import apart, at_16_bytes, empty, gradients, output, outputs, place, problem_of, ragged_of, strides_of
 from ..score import LOG2E, terms_of
 from ..table import STREAMING, loops_over_group
 from ..tiles import fits, pair_view, rows_view, view
@@ -58,7 +58,7 @@ def backward(call, out, lse2, dout, dlse, wanted, problem=None):
     gradient is that of them all, and those of k and v are None.
     """
     call, problem = place(call, problem or describe(call))
-    dout, out, lse2, dlse = problem.placed(dout), *map(aligned, (out, lse2, dlse))
+    dout, out, lse2, dlse = problem.placed(dout), *map(at_16_bytes, (out, lse2, dlse))
     new = partial(output, problem)
     found = gradients(call, new, new)
     bias, gate, sink = call.bias if wanted["bias"] else None, call.decay, call.sink
