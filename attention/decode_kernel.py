@@ -36,9 +36,9 @@ class QueryRows(NamedTuple):
 
 
 @triton.jit
-def row_pointers(x, row, rows, DIM: tl.constexpr):
-    """Pointers to x[row, tokens, heads] of a [B, T, H, D] View: [rows, D padded]."""
-    steps = tl.cast(row, tl.int64) * x.batch + tl.cast(rows.head, tl.int64) * x.head
+def row_pointers(x, batch, rows, DIM: tl.constexpr):
+    """Pointers to x[batch, tokens, heads] of a [B, T, H, D] View: [rows, D padded]."""
+    steps = tl.cast(batch, tl.int64) * x.batch + tl.cast(rows.head, tl.int64) * x.head
     start = steps * tiles.STRIDE_UNIT + tl.cast(rows.token, tl.int64) * x.seq
     return x.ptr + start[:, None] + tl.arange(0, tiles.padded(DIM))[None, :]
 
@@ -95,17 +95,17 @@ def decode_kernel(
     """out = softmax(rule(q k^T)) v and lse2 = log2 sum 2^score over one of SPLITS shares of the keys.
 
     One program per tile of the queries with a key head, key head, and share; the first may exceed 65,535, the limit of
-    the other axes of a grid. Share s of row b goes to out[s B + b]. The sink belongs to the first share. lse2 is None
-    if there is one share. STAGES are given to the loop, because Triton pipelines a loop without a dot only then.
+    the other axes of a grid. Share s of batch row b goes to out[s B + b]. The sink belongs to the first share. lse2 is
+    None if there is one share. STAGES are given to the loop, because Triton pipelines a loop without a dot only then.
     With OVERLAP, the kernel may start before the one in front of it has ended (programmatic dependent launch).
     """
     wait_for_inputs(OVERLAP)
     kv_head, split = tl.program_id(1), tl.program_id(2)
     count = q_len * TILE.group
     q_tiles = tl.cdiv(count, TILE.block_q)
-    row, tile = tl.program_id(0) // q_tiles, tl.program_id(0) % q_tiles
-    out_row = split * (tl.num_programs(0) // q_tiles) + row
-    length = tl.load(lengths + row)
+    batch, tile = tl.program_id(0) // q_tiles, tl.program_id(0) % q_tiles
+    out_row = split * (tl.num_programs(0) // q_tiles) + batch
+    length = tl.load(lengths + batch)
     if RULE.ring == 0:
         length = tl.minimum(length, slots)
     number = tile * TILE.block_q + tl.arange(0, TILE.block_q)
@@ -113,23 +113,23 @@ def decode_kernel(
     number = tl.minimum(number, count - 1)  # padding repeats the last query
     token = number // TILE.group
     rows = QueryRows(token, kv_head * TILE.group + number % TILE.group, exist, length - q_len + token)
-    seq = tiles.Sequence(row, row, 0, q_len, 0, length)
+    seq = tiles.Sequence(batch, batch, 0, q_len, 0, length)
 
-    low = tl.maximum(length - q_len - behind(RULE), 0)  # the first key that a query of this row sees
+    low = tl.maximum(length - q_len - behind(RULE), 0)  # the first key that a query sees
     share = tl.cdiv(tl.cdiv(length - low, SPLITS), TILE.block_k) * TILE.block_k
     start = low + split * share
     end = tl.minimum(start + share, length)
     column = tl.arange(0, tiles.padded(TILE.dim))
     ROWS: tl.constexpr = TILE.block_k if TILE.block_q == 1 else TILE.block_q
-    pointers = row_pointers(q, row, rows, TILE.dim)
+    pointers = row_pointers(q, batch, rows, TILE.dim)
     if TILE.block_q == 1 and TILE.dim > 64:
         # Repeat the query for each key. Else Triton would give a thread one of its channels, spread keys over threads
         # in the same way, and sum each score over all warps.
         pointers = tl.broadcast_to(pointers, [ROWS, tiles.padded(TILE.dim)])
     q_tile = tl.load(pointers, column[None, :] < TILE.dim, 0.0)
     state = no_keys(ROWS, TILE)
-    k = tiles.tile_lane(k, row, kv_head, 0)
-    v = tiles.tile_lane(v, row, kv_head, 0)
+    k = tiles.tile_lane(k, batch, kv_head, 0)
+    v = tiles.tile_lane(v, batch, kv_head, 0)
     for at in tl.range(start, end, TILE.block_k, num_stages=STAGES):
         state = absorb(state, q_tile, rows, k, v, at, end, seq, terms, RULE, TILE)
     if OVERLAP:
@@ -153,19 +153,19 @@ def decode_kernel(
 def merge_kernel(parts, lse2, out, TILE: tl.constexpr, SPLITS: tl.constexpr, OVERLAP: tl.constexpr):
     """out = the mean of SPLITS shares, weighted by 2^lse2, for one query: parts[s B + b] -> out[b]."""
     wait_for_inputs(OVERLAP)
-    row, head, token = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    batch, head, token = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     BLOCK: tl.constexpr = SPLITS if SPLITS < MERGED else MERGED
     column = tl.arange(0, tiles.padded(TILE.value_dim))
     inside = column < TILE.value_dim
-    part = tiles.tile_lane(parts, row, head, token)
-    every = tl.arange(0, SPLITS) * tl.num_programs(0) + row
+    part = tiles.tile_lane(parts, batch, head, token)
+    every = tl.arange(0, SPLITS) * tl.num_programs(0) + batch
     top = tl.max(tl.load(tiles.address(lse2, every, head, token)), 0)
     top = tl.where(top == float("-inf"), 0.0, top)
     acc = tl.zeros([tiles.padded(TILE.value_dim)], tl.float32)
     total = 0.0
     for start in range(0, SPLITS, BLOCK):
         step = (start + tl.arange(0, BLOCK)) * tl.num_programs(0)
-        weights = tl.exp2(tl.load(tiles.address(lse2, step + row, head, token)) - top)
+        weights = tl.exp2(tl.load(tiles.address(lse2, step + batch, head, token)) - top)
         offset = tl.cast(step, tl.int64) * parts.batch * tiles.STRIDE_UNIT
         values = tl.load(part.ptr + offset[:, None] + column[None, :], inside[None, :], 0.0)
         acc += tl.sum(values * weights[:, None], 0)
@@ -173,7 +173,7 @@ def merge_kernel(parts, lse2, out, TILE: tl.constexpr, SPLITS: tl.constexpr, OVE
     if OVERLAP:
         gdc_launch_dependents()
     result = acc / tl.where(total == 0, 1.0, total)
-    tl.store(tiles.tile_lane(out, row, head, token).ptr + column, result.to(out.ptr.dtype.element_ty), inside)
+    tl.store(tiles.tile_lane(out, batch, head, token).ptr + column, result.to(out.ptr.dtype.element_ty), inside)
 
 
 def splits_for(programs, keys, grouped, device):

@@ -268,7 +268,7 @@ def shape_scores(qk, q_pos, k_pos, head, seq, terms, RULE: tl.constexpr, MASKED:
     k_exists = k_pos < seq.k_len
     if terms.bias is not None:
         q_index = seq.q_start + q_pos - (seq.k_len - seq.q_len)
-        pointers = pair_pointers(bias_view(terms), seq.row, head, q_index, seq.k_start + k_pos)
+        pointers = pair_pointers(bias_view(terms), seq.batch, head, q_index, seq.k_start + k_pos)
         bias = tl.load(pointers, q_exists & k_exists, float("-inf")).to(tl.float32)
         # what is -inf in base 2, if only there, hides a key, which may hold NaN
         qk = tl.where(bias * LOG2E == float("-inf"), 0.0, qk)
@@ -283,7 +283,7 @@ def shape_scores(qk, q_pos, k_pos, head, seq, terms, RULE: tl.constexpr, MASKED:
         slope *= derivative
     if terms.gate is not None:
         # Differences of float64 sums, since a float32 sum over a long row has lost what neighbours differ by.
-        gate = row_lane(gate_view(terms), seq.row, head, seq.k_start)
+        gate = row_lane(gate_view(terms), seq.batch, head, seq.k_start)
         q_gate = tl.load(gate.ptr + slot(q_pos, RULE) * gate.stride, q_exists & (q_pos >= 0), 0.0)
         k_gate = tl.load(gate.ptr + slot(k_pos, RULE) * gate.stride, k_exists, 0.0)
         scores = tl.fma((q_gate - k_gate).to(tl.float32), LOG2E, scores)
@@ -323,17 +323,17 @@ def philox(low, high, key):
 
 @triton.jit
 def dropout_key(sequence, head, seed, RULE: tl.constexpr):
-    """Key of one head of a sequence, given by its number, under the 64-bit seed [1]."""
-    key = 0
+    """Philox key of one head of a sequence, given by its number, under the 64-bit seed [1]."""
+    philox_key = 0
     if RULE.dropout:
         value = tl.load(seed).to(tl.uint64, bitcast=True)
         low, high = philox(tl.cast(sequence, tl.uint32), tl.cast(head, tl.uint32), value.to(tl.uint32))
-        key, _ = philox(low, high, (value >> 32).to(tl.uint32))
-    return key
+        philox_key, _ = philox(low, high, (value >> 32).to(tl.uint32))
+    return philox_key
 
 
 @triton.jit
-def drop(weights, key, q_pos, k_pos, seq, terms, RULE: tl.constexpr):
+def drop(weights, philox_key, q_pos, k_pos, seq, terms, RULE: tl.constexpr):
     """Zero each weight with probability terms.dropout and scale the others up.
 
     A weight's fate depends on the seed, its sequence and head, and on which query and key of the sequence it is of. The
@@ -343,7 +343,7 @@ def drop(weights, key, q_pos, k_pos, seq, terms, RULE: tl.constexpr):
     """
     if RULE.dropout:
         query = q_pos - (seq.k_len - seq.q_len)
-        low, high = philox((query & ~8).to(tl.uint32), (k_pos & ~9).to(tl.uint32), key)
+        low, high = philox((query & ~8).to(tl.uint32), (k_pos & ~9).to(tl.uint32), philox_key)
         word = tl.where(((query ^ k_pos) & 1) == 0, low, high)
         byte = word >> ((query & 8) + 2 * (k_pos & 8)).to(tl.uint32) & 0xFF
         weights = tl.where(byte >= terms.dropout * 256, weights * (1 / (1 - terms.dropout)), 0.0)

@@ -44,7 +44,7 @@ class Lane(NamedTuple):
 
     ptr: tl.tensor  # to its first position
     stride: tl.tensor  # elements from one position to the next; int64 if a product with it may pass 2^31
-    row: tl.tensor  # row, head and start: where it lies in the whole tensor, for TMA
+    batch: tl.tensor  # batch, head and start: where it lies in the whole tensor, for TMA
     head: tl.tensor
     start: tl.tensor
 
@@ -125,10 +125,10 @@ class Span(NamedTuple):
 
 
 class Sequence(NamedTuple):
-    """Where one sequence lies: its number, batch row, first query and key in that row, and how many of each."""
+    """Where one sequence lies: its number, its batch row, first query and key in that row, and how many of each."""
 
     index: tl.tensor
-    row: tl.tensor
+    batch: tl.tensor
     q_start: tl.tensor
     q_len: tl.tensor
     k_start: tl.tensor
@@ -143,11 +143,11 @@ def sequence(index, q_len, k_len, ragged):
     With lengths, queries and keys past the length do not exist: both counts shrink by as much, so that query i still
     stands at key i + Tk - Tq. What lies past the end of a row does not exist either.
     """
-    row = index
+    batch = index
     q_start = 0
     k_start = 0
     if ragged.q_starts is not None:
-        row = 0
+        batch = 0
         q_start, q_len = packed_bounds(ragged.q_starts + index, q_len)
         k_start, k_len = packed_bounds(ragged.k_starts + index, k_len)
     if ragged.lengths is not None:
@@ -157,7 +157,7 @@ def sequence(index, q_len, k_len, ragged):
     prefix = 0
     if ragged.prefixes is not None:
         prefix = tl.load(ragged.prefixes + index)
-    return Sequence(index, row, q_start, q_len, k_start, k_len, prefix)
+    return Sequence(index, batch, q_start, q_len, k_start, k_len, prefix)
 
 
 @triton.jit
@@ -230,9 +230,9 @@ def query_tile(number, count, n_tiles, k_len, RULE: tl.constexpr, TILE: tl.const
 
 
 @triton.jit
-def address(x, row, head, position):
-    """Pointer to x[row, position, head] of a [B, T, H] tensor; widened before multiplying, where it could overflow."""
-    start = x.ptr + tl.cast(row, tl.int64) * x.batch + tl.cast(position, tl.int64) * x.seq
+def address(x, batch, head, position):
+    """Pointer to x[batch, position, head] of a [B, T, H] tensor; widened before a product that could overflow."""
+    start = x.ptr + tl.cast(batch, tl.int64) * x.batch + tl.cast(position, tl.int64) * x.seq
     return start + tl.cast(head, tl.int64) * x.head
 
 
@@ -243,17 +243,17 @@ def index_type(wide):
 
 
 @triton.jit
-def tile_lane(x, row, head, start):
-    """The Lane of x[row, start:, head] of a [B, T, H, D] tensor."""
-    steps = tl.cast(row, tl.int64) * x.batch + tl.cast(head, tl.int64) * x.head
+def tile_lane(x, batch, head, start):
+    """The Lane of x[batch, start:, head] of a [B, T, H, D] tensor."""
+    steps = tl.cast(batch, tl.int64) * x.batch + tl.cast(head, tl.int64) * x.head
     ptr = x.ptr + steps * STRIDE_UNIT + tl.cast(start, tl.int64) * x.seq
-    return Lane(ptr, tl.cast(x.seq, index_type(x.wide)), row, head, start)
+    return Lane(ptr, tl.cast(x.seq, index_type(x.wide)), batch, head, start)
 
 
 @triton.jit
-def row_lane(x, row, head, start):
-    """The Lane of x[row, start:, head] of a [B, T, H] tensor."""
-    return Lane(address(x, row, head, start), tl.cast(x.seq, index_type(x.wide)), row, head, start)
+def row_lane(x, batch, head, start):
+    """The Lane of x[batch, start:, head] of a [B, T, H] tensor."""
+    return Lane(address(x, batch, head, start), tl.cast(x.seq, index_type(x.wide)), batch, head, start)
 
 
 @triton.jit
@@ -292,7 +292,7 @@ def fetch_tile(x, tiles, start, low, high, BLOCK: tl.constexpr, DIM: tl.constexp
     if CLAMPED or tiles is None:
         tile = load_tile(x, start, low, high, BLOCK, DIM, CLAMPED)
     else:
-        tile = tiles.load([x.row, x.start + start, x.head, 0]).reshape(BLOCK, padded(DIM))
+        tile = tiles.load([x.batch, x.start + start, x.head, 0]).reshape(BLOCK, padded(DIM))
     return tile
 
 
@@ -317,16 +317,16 @@ def load_rows(x, start, high, other, BLOCK: tl.constexpr, CLAMPED: tl.constexpr)
 
 
 @triton.jit
-def store_rows(x, values, row, head, start, low, high, BLOCK: tl.constexpr):
-    """Write values[low:high] to x[row, start + low : start + high, head] of a [B, T, H] tensor."""
+def store_rows(x, values, batch, head, start, low, high, BLOCK: tl.constexpr):
+    """Write values[low:high] to x[batch, start + low : start + high, head] of a [B, T, H] tensor."""
     offset = tl.arange(0, BLOCK)
-    tl.store(address(x, row, head, start) + offset * x.seq, values, (offset >= low) & (offset < high))
+    tl.store(address(x, batch, head, start) + offset * x.seq, values, (offset >= low) & (offset < high))
 
 
 @triton.jit
-def pair_pointers(x, row, head, q_index, k_index):
-    """Pointers to x[row, head, q_index, k_index] of a [B, H, Tq, Tk] tensor; the indices broadcast."""
-    base = x.ptr + tl.cast(row, tl.int64) * x.batch + tl.cast(head, tl.int64) * x.head
+def pair_pointers(x, batch, head, q_index, k_index):
+    """Pointers to x[batch, head, q_index, k_index] of a [B, H, Tq, Tk] tensor; the indices broadcast."""
+    base = x.ptr + tl.cast(batch, tl.int64) * x.batch + tl.cast(head, tl.int64) * x.head
     return base + tl.cast(q_index, tl.int64) * x.query + tl.cast(k_index, tl.int64) * x.key
 
 

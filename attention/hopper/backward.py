@@ -39,9 +39,9 @@ from .gluon import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
+from .prepare import WIDTH
 from .ragged import corner
-from .rows import WIDTH
-from .tiles import (
+from .scores import (
     Dropout,
     alibi_slope2,
     cap_scores,
@@ -83,7 +83,7 @@ class Step(NamedTuple):
     count: gl.tensor  # of steps before it
     tile: gl.tensor  # of queries, of its head
     number: gl.tensor  # of that tile, counted over all heads
-    edge: gl.tensor  # whether some pair of the tiles may be hidden
+    masked: gl.tensor  # whether some pair of the tiles may be hidden
     head: gl.tensor
     alibi_slope2: gl.tensor  # of ALiBi and the head, in base 2; 0 if there is none
     gates: Gates  # if there are any
@@ -101,7 +101,7 @@ def flat(dq, PLAN: gl.constexpr):
 
 
 @gluon.jit
-def loader(q, k, v, dout, rows, shared, work, RULE: gl.constexpr, PLAN: gl.constexpr):
+def loader(q, k, v, dout, stats, shared, work, RULE: gl.constexpr, PLAN: gl.constexpr):
     """The loading warp: keys and values once, then queries with their lse2, and dO with delta."""
     mbarrier.expect(shared.kv_loaded, k.block_type.nbytes + v.block_type.nbytes)
     at = corner(work.keys, work.k_start, work.kv_head, PLAN.ragged)
@@ -114,13 +114,13 @@ def loader(q, k, v, dout, rows, shared, work, RULE: gl.constexpr, PLAN: gl.const
     member = 0
     for count in range(work.steps):
         at = corner(work.queries, tile * PLAN.block_q, work.head + member, PLAN.ragged)
-        row = (work.first_tile + member * work.q_tiles + tile) * (2 * PLAN.block_q)
+        first = (work.first_tile + member * work.q_tiles + tile) * (2 * PLAN.block_q)
         # not acquire(): Triton 3.6 needs fewer instructions if `full` is looked up before the wait
         slot, phase = slot_and_phase(shared.q, count)
         full = shared.q.full.index(slot)
         mbarrier.wait(shared.q.empty.index(slot), phase ^ 1)  # dout of this slot was released with q
-        load(shared.q, slot, full, q, at, rows, row)
-        load(shared.dout, slot, shared.dout.full.index(slot), dout, at, rows, row, OFFSET=PLAN.block_q)
+        load(shared.q, slot, full, q, at, stats, first)
+        load(shared.dout, slot, shared.dout.full.index(slot), dout, at, stats, first, OFFSET=PLAN.block_q)
         tile, member = advance(tile, member, work)
 
 
@@ -156,7 +156,9 @@ def add_dq(dq, dq_sum, shared, step, PLAN: gl.constexpr):
 
 
 @gluon.jit
-def weigh(scores, lse2, step, dropout, work, terms, RULE: gl.constexpr, PLAN: gl.constexpr, TAIL: gl.constexpr):
+def weigh_backward(
+    scores, lse2, step, dropout, work, terms, RULE: gl.constexpr, PLAN: gl.constexpr, TAIL: gl.constexpr
+):
     """Raw scores [keys, queries] -> weights, and weights times d score / d (scale q.k); both negative where dropped.
 
     With dropout, weights are 1 / (1 - dropout) times as large, and delta is smaller by as much: see prepare_kernel.
@@ -174,10 +176,10 @@ def weigh(scores, lse2, step, dropout, work, terms, RULE: gl.constexpr, PLAN: gl
     scores, factor = cap_scores(scores, terms.scale, RULE)
     weights = gl.exp2(scores * factor - offset)
     if has_mask(RULE) or TAIL:
-        edge = True
+        masked = True
         if PLAN.mask_edges_only:
-            edge = step.edge
-        if edge:
+            masked = step.masked
+        if masked:
             key = work.k_start + gl.arange(0, PLAN.block_k, gl.SliceLayout(1, scores_layout(PLAN)))
             own = key - work.shift - step.tile * PLAN.block_q  # the query of this tile that stands at this key
             first = own - ahead(RULE)
@@ -197,7 +199,7 @@ def weigh(scores, lse2, step, dropout, work, terms, RULE: gl.constexpr, PLAN: gl
 
 @gluon.jit
 def sloped_score_gradient(sloped, dweights, delta, RULE: gl.constexpr):
-    """dS times the slope, without the scale, from results of weigh() and dO.v."""
+    """dS times the slope, without the scale, from results of weigh_backward() and dO.v."""
     if RULE.dropout:
         return gl.maximum(sloped, 0.0) * dweights - gl.abs(sloped) * delta
     else:
@@ -220,9 +222,9 @@ def backward_step(
     scores = warpgroup_mma(k, q.permute((1, 0)), empty, use_acc=False, is_async=True)  # (1)
     mbarrier.wait(shared.dout.full.index(slot), phase)
     dweights = warpgroup_mma(v, dout.permute((1, 0)), empty, use_acc=False, is_async=True)  # (2)
-    lse2 = shared.q.rows.index(slot).load(queries)
+    lse2 = shared.q.stats.index(slot).load(queries)
     scores = warpgroup_mma_wait(1, deps=(scores,))  # (1) is done
-    weights, sloped = weigh(scores, lse2, step, dropout, work, terms, RULE, PLAN, TAIL)
+    weights, sloped = weigh_backward(scores, lse2, step, dropout, work, terms, RULE, PLAN, TAIL)
     weights = positive_part(weights, dtype) if RULE.dropout else weights.to(dtype)
     no_dq = accumulator(PLAN.block_q, PLAN.dim, PLAN)
     if staged(PLAN):
@@ -234,7 +236,7 @@ def backward_step(
         left = gl.convert_layout(weights, operand_layout(PLAN, PLAN.value_dim))
     dweights = warpgroup_mma_wait(0, deps=(dweights,))  # (2) is done
     dv = warpgroup_mma(left, dout, dv, is_async=True)  # (3)
-    delta = shared.dout.rows.index(slot).load(queries)[None, :]
+    delta = shared.dout.stats.index(slot).load(queries)[None, :]
     dscores = sloped_score_gradient(sloped, dweights, delta, RULE).to(dtype)
     left = shared.dscores if staged(PLAN) else gl.convert_layout(dscores, operand_layout(PLAN, PLAN.dim))
     if PLAN.dk_before_dq:
@@ -294,14 +296,14 @@ def consumer(
     sums = Sums(dk, dv, no_sums(RULE, PLAN))
     tile = work.start
     member = 0
-    key = dropout_key(work.index, work.head, terms.seed, RULE)
+    philox_key = dropout_key(work.index, work.head, terms.seed, RULE)
     for count in range(work.steps):  # one loop over all heads and tiles: nested ones cost registers
-        edge = (tile < work.full_lo) | (tile >= work.full_hi)
+        masked = (tile < work.full_lo) | (tile >= work.full_hi)
         number = work.first_tile + member * work.q_tiles + tile
         head = work.head + member
         own_gates = gates_of(terms.gate, dgate, head, tile, work, RULE, PLAN)
-        step = Step(count, tile, number, edge, head, alibi_slope2(terms, head, work), own_gates)
-        dropout = Dropout(key, terms.dropout)
+        step = Step(count, tile, number, masked, head, alibi_slope2(terms, head, work), own_gates)
+        dropout = Dropout(philox_key, terms.dropout)
         sums = backward_step(sums, k, v, step, dropout, dq_sum, shared, work, terms, RULE, PLAN, TAIL)
         tile, member = advance(tile, member, work)
         if RULE.decay:
@@ -309,7 +311,7 @@ def consumer(
                 add_column(own_gates.dgate, work.k_start, -sums.dgate, work)
             sums = Sums(sums.dk, sums.dv, gl.where(tile == work.start, 0.0, sums.dgate))
         if RULE.dropout and tile == work.start:  # of the next head
-            key = dropout_key(work.index, work.head + member, terms.seed, RULE)
+            philox_key = dropout_key(work.index, work.head + member, terms.seed, RULE)
 
     dk, dv = sums.dk * terms.scale, sums.dv
     if dk_part is not None:
@@ -328,16 +330,16 @@ def consumer(
 
 @gluon.jit(do_not_specialize=["q_len", "k_len", "batches", "heads", "group", "members", "q_slots"])
 def backward_kernel(
-    q, k, v, dout, rows, dq_sum, dk, dv, dk_part, dv_part, q_len, k_len, batches, heads, group, members, terms,
+    q, k, v, dout, stats, dq_sum, dk, dv, dk_part, dv_part, q_len, k_len, batches, heads, group, members, terms,
     dgate, k_list, ragged, q_slots,
     RULE: gl.constexpr, PLAN: gl.constexpr, TAIL: gl.constexpr,
 ):  # fmt: skip
     """dK and dV of one tile of keys, and what it adds to dQ, for `members` query heads of one key head.
 
-    Tensors are descriptors, but for the parts, and for dq_sum if it is added to from registers; rows and dq_sum are as
+    Tensors are descriptors, but for the parts, and for dq_sum if it is added to from registers; stats and dq_sum are as
     prepare_kernel leaves them. With dk_part and dv_part [B, Tk, H, D], float32 and D padded, members is 1 and each
     query head writes its own. TAIL: a tile of keys may reach past the last one. k_list, of ragged sequences: as
-    list_kernel lists them; q_slots: tiles of queries of a head in rows and dq_sum. terms: Terms with the gate
+    list_kernel lists them; q_slots: tiles of queries of a head in stats and dq_sum. terms: Terms with the gate
     of split_gate(), whose gradient is added to dgate [B, H, Tk] float32.
     """
     if PLAN.ragged and gl.program_id(0) >= gl.load(k_list + 1) * (heads // members):
@@ -362,8 +364,8 @@ def backward_kernel(
     v_tile = gl.allocate_shared_memory(dtype, values, shared_layout(values, dtype))
     q_tiles = gl.allocate_shared_memory(dtype, queries, shared_layout(queries, dtype))
     dout_tiles = gl.allocate_shared_memory(dtype, douts, shared_layout(douts, dtype))
-    lse2 = gl.allocate_shared_memory(gl.float32, [PLAN.stages, PLAN.block_q], rows.layout)
-    delta = gl.allocate_shared_memory(gl.float32, [PLAN.stages, PLAN.block_q], rows.layout)
+    lse2 = gl.allocate_shared_memory(gl.float32, [PLAN.stages, PLAN.block_q], stats.layout)
+    delta = gl.allocate_shared_memory(gl.float32, [PLAN.stages, PLAN.block_q], stats.layout)
     dscores = gl.allocate_shared_memory(dtype, scores, shared_layout(scores, dtype))
     # loading warp -> multiplying warps: kv_loaded once, before the first step; q_full before (1), dout_full before (2).
     # multiplying -> loading: q_empty, after (3) and (5). multiplying -> adding: dq_full, after (4); back: dq_empty.
@@ -382,7 +384,7 @@ def backward_kernel(
                 dk, dv, dk_part, dv_part, dq_sum, shared, work, terms, dgate,
                 RULE, PLAN, TAIL,
             )),
-            (loader, (q, k, v, dout, rows, shared, work, RULE, PLAN)),
+            (loader, (q, k, v, dout, stats, shared, work, RULE, PLAN)),
             (adder, (dq_sum, shared, work, PLAN)),
         ],
         [1, 1],

@@ -16,7 +16,7 @@ class Channel(NamedTuple):
     tiles: gl.shared_memory_descriptor  # [slots, rows, D]
     full: gl.shared_memory_descriptor  # barriers [slots, 1]
     empty: gl.shared_memory_descriptor
-    rows: gl.shared_memory_descriptor = 0  # [slots, rows] float32 that comes with each tile, if any
+    stats: gl.shared_memory_descriptor = 0  # [slots, rows] float32, lse2 or delta, that comes with each tile, if any
 
 
 @gluon.jit
@@ -50,12 +50,12 @@ def acquire(channel, count):
 
 
 @gluon.jit
-def load(channel, slot, full, desc, at, rows=None, row=0, OFFSET: gl.constexpr = 0):
-    """Load the tile at coordinates `at`, and its float32 rows from row + OFFSET on, into an empty slot."""
-    mbarrier.expect(full, desc.block_type.nbytes + (0 if rows is None else rows.block_type.nbytes))
+def load(channel, slot, full, desc, at, stats=None, first=0, OFFSET: gl.constexpr = 0):
+    """Load the tile at coordinates `at`, and its stats from first + OFFSET on, into an empty slot."""
+    mbarrier.expect(full, desc.block_type.nbytes + (0 if stats is None else stats.block_type.nbytes))
     tma_load(desc, at, full, channel.tiles.index(slot).reshape(desc.block_shape))
-    if rows is not None:
-        tma_load(rows, [row + OFFSET], full, channel.rows.index(slot))
+    if stats is not None:
+        tma_load(stats, [first + OFFSET], full, channel.stats.index(slot))
 
 
 @gluon.jit

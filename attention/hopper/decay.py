@@ -67,8 +67,8 @@ def gates_of(gates, dgate, head, tile, work, RULE: gl.constexpr, PLAN: gl.conste
     """The Gates of a program's keys and of a tile of queries; zeros without decay. gates, dgate: of the whole call."""
     found = Gates(0.0, 0.0, 0)
     if RULE.decay:
-        first = tl.cast(work.keys.row * work.heads + head, tl.int64) * work.k_rows
-        first += work.keys.end - work.keys.length - work.keys.row * work.k_rows
+        first = tl.cast(work.keys.batch * work.heads + head, tl.int64) * work.k_tokens
+        first += work.keys.end - work.keys.length - work.keys.batch * work.k_tokens
         decay = decay_from(gates + first, work.k_start, work.keys.length)
         keys = work.k_start + gl.arange(0, PLAN.block_k, gl.SliceLayout(1, scores_layout(PLAN)))
         query = gl.maximum(tile * PLAN.block_q + work.shift, 0)  # where its first one stands, as in prepare_kernel

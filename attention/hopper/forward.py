@@ -40,7 +40,17 @@ from .pipeline import (
     words,
 )
 from .ragged import Extent, corner
-from .tiles import add_ramp, cap_scores, drop_pairs, end_softmax, keep_columns, minus_rows, ramp, relative_bias, row_max
+from .scores import (
+    add_ramp,
+    cap_scores,
+    drop_pairs,
+    end_softmax,
+    keep_columns,
+    minus_rows,
+    ramp,
+    relative_bias,
+    row_max,
+)
 
 
 class State(NamedTuple):
@@ -53,10 +63,10 @@ class State(NamedTuple):
 
 
 @gluon.jit
-def hide(scores, edge, start, sizes, RULE: gl.constexpr):
-    """-inf where the query at position edge + i does not see key start + j."""
+def hide(scores, first_pos, start, sizes, RULE: gl.constexpr):
+    """-inf where the query at position first_pos + i does not see key start + j."""
     layout: gl.constexpr = gl.SliceLayout(1, scores.type.layout)
-    pos = edge - start + gl.arange(0, scores.shape[0], layout)
+    pos = first_pos - start + gl.arange(0, scores.shape[0], layout)
     begin = None
     end = gl.full([scores.shape[0]], sizes.k_len - start, gl.int32, layout)
     if RULE.causal:  # no key that a query sees lies past the end
@@ -69,8 +79,8 @@ def hide(scores, edge, start, sizes, RULE: gl.constexpr):
 
 
 @gluon.jit
-def weigh(
-    scores, top, total, edge, start, tile_terms, sizes,
+def weigh_forward(
+    scores, top, total, first_pos, start, tile_terms, sizes,
     RULE: gl.constexpr, TILE: gl.constexpr, PIPE: gl.constexpr, MASKED: gl.constexpr,
 ):  # fmt: skip
     """Raw scores of a block -> (weights, top, total, fade): fade is what the sums so far shrink by."""
@@ -80,7 +90,7 @@ def weigh(
     lead2 = None  # what is still to be added to the scores
     if RULE.alibi:
         rows = gl.arange(0, scores.shape[0], gl.SliceLayout(1, scores.type.layout))
-        first = start - edge - rows  # how far the first key is ahead of each query
+        first = start - first_pos - rows  # how far the first key is ahead of each query
         slope = sizes.alibi_slope2 / factor
         if RULE.causal:
             scores, lead = add_ramp(scores, slope, first)
@@ -95,10 +105,10 @@ def weigh(
         scores -= log2_gate(tile_terms.decay, key, key < sizes.k_len if MASKED else None)[None, :]
     if tile_terms.terms.relative is not None:
         rows = gl.arange(0, scores.shape[0], gl.SliceLayout(1, scores.type.layout))
-        distance = 0 - ramp(scores, start - edge - rows, gl.int32)
+        distance = 0 - ramp(scores, start - first_pos - rows, gl.int32)
         scores += relative_bias(tile_terms.terms, tile_terms.flat_head % TILE.heads, distance) * LOG2E
     if MASKED:
-        scores = hide(scores, edge, start, sizes, RULE)
+        scores = hide(scores, first_pos, start, sizes, RULE)
     new_top = gl.maximum(top, row_max(scores, factor, lead2))
     if MASKED:  # a row that has seen no key yet: a finite pivot keeps inf - inf away
         pivot = gl.where(new_top == float("-inf"), 0.0, new_top)
@@ -134,17 +144,17 @@ def unpack(pairs, acc, DTYPE: gl.constexpr):
 
 
 @gluon.jit
-def pack_kept(weights, edge, start, tile_terms, sizes, DTYPE: gl.constexpr, RULE: gl.constexpr):
+def pack_kept(weights, first_pos, start, tile_terms, sizes, DTYPE: gl.constexpr, RULE: gl.constexpr):
     """pack() with zeros where dropout drops. `total` has these weights too: dropout acts on normalised ones."""
     pairs = pack(weights, DTYPE)
     if RULE.dropout:
-        pairs = drop_pairs(pairs, edge - (sizes.k_len - sizes.q_len), start, tile_terms.dropout)
+        pairs = drop_pairs(pairs, first_pos - (sizes.k_len - sizes.q_len), start, tile_terms.dropout)
     return pairs
 
 
 @gluon.jit
 def attend_first(
-    q, shared, count, edge, start, tile_terms, sizes,
+    q, shared, count, first_pos, start, tile_terms, sizes,
     INDEX: gl.constexpr, RULE: gl.constexpr, TILE: gl.constexpr, PIPE: gl.constexpr, KEYS: gl.constexpr,
 ):  # fmt: skip
     """The State after the first block, of which no query sees more than the first KEYS keys. Numbers: see attend()."""
@@ -159,8 +169,10 @@ def attend_first(
     scores = warpgroup_mma_wait(0, deps=(scores,))
     release(shared.k, count)
     top, total = gl.convert_layout(state.top, rows), gl.convert_layout(state.total, rows)
-    weights, top, total, _ = weigh(scores, top, total, edge, start, tile_terms, sizes, RULE, TILE, PIPE, MASKED=True)
-    pairs = pack_kept(weights, edge, start, tile_terms, sizes, q.dtype, RULE)
+    weights, top, total, _ = weigh_forward(
+        scores, top, total, first_pos, start, tile_terms, sizes, RULE, TILE, PIPE, MASKED=True
+    )
+    pairs = pack_kept(weights, first_pos, start, tile_terms, sizes, q.dtype, RULE)
     if KEYS < TILE.block_k:  # (2) multiplies whole blocks: the other half has weight 0
         pairs = gl.join(pairs, gl.zeros_like(pairs)).permute((0, 2, 1)).reshape(state.weights.shape)
         pairs = gl.convert_layout(pairs, state.weights.type.layout, assert_trivial=True)
@@ -170,7 +182,7 @@ def attend_first(
 
 @gluon.jit
 def attend(
-    state, q, shared, count, steps, edge, start, tile_terms, sizes,
+    state, q, shared, count, steps, first_pos, start, tile_terms, sizes,
     INDEX: gl.constexpr, RULE: gl.constexpr, TILE: gl.constexpr, PIPE: gl.constexpr, MASKED: gl.constexpr,
 ):  # fmt: skip
     """Absorb `steps` blocks of keys, from `start` down.
@@ -190,24 +202,24 @@ def attend(
         pass_turn(shared.may_issue, INDEX, PIPE)
         scores = warpgroup_mma_wait(1, deps=(scores,))  # (1) is done
         release(shared.k, count)
-        weights, top, total, fade = weigh(
-            scores, state.top, state.total, edge, start, tile_terms, sizes, RULE, TILE, PIPE, MASKED
+        weights, top, total, fade = weigh_forward(
+            scores, state.top, state.total, first_pos, start, tile_terms, sizes, RULE, TILE, PIPE, MASKED
         )
         acc = warpgroup_mma_wait(0, deps=(acc,))  # (2) is done
         release(shared.v, count - 1)
         acc = acc * gl.convert_layout(fade, gl.SliceLayout(1, acc.type.layout))[:, None]
-        state = State(acc, pack_kept(weights, edge, start, tile_terms, sizes, q.dtype, RULE), top, total)
+        state = State(acc, pack_kept(weights, first_pos, start, tile_terms, sizes, q.dtype, RULE), top, total)
         count += 1
         start -= TILE.block_k
     return state, count, start
 
 
 @gluon.jit
-def end_rows(state, edge, flat_head, decay, sink, sizes, RULE: gl.constexpr, TILE: gl.constexpr):
+def end_rows(state, first_pos, flat_head, decay, sink, sizes, RULE: gl.constexpr, TILE: gl.constexpr):
     """The log-sum-exp of a consumer's queries, their largest scores, and the factor of their sums."""
     top = state.top
     if RULE.decay:
-        position = edge + gl.arange(0, PER_CONSUMER, top.type.layout)
+        position = first_pos + gl.arange(0, PER_CONSUMER, top.type.layout)
         top += log2_gate(decay, position, (position >= 0) & (position < sizes.k_len))
     logit = None
     if sink is not None:
@@ -271,38 +283,38 @@ def consumer(
         tile_begin, _, _, tile_end = blocks(tile_start, TILE.block_q, own, RULE, TILE)
         begin, full_begin, full_end, end = own_blocks(q_start, own, tile_end, RULE, TILE)
         next_tile = count + tile_end - tile_begin
-        edge = q_start + own.k_len - own.q_len  # where its first query stands
+        first_pos = q_start + own.k_len - own.q_len  # where its first query stands
         decay = Decay(0, 0.0, 0.0)
         if RULE.decay:
             own_gates = terms.gate + (flat_head.to(gl.int64) * sizes.k_len + first_key)
-            decay = decay_from(own_gates, edge, own.k_len)
+            decay = decay_from(own_gates, first_pos, own.k_len)
         tile_terms = TileTerms(dropout, decay, terms, flat_head)
 
         q_number = visit * PIPE.consumers + INDEX
         q = filled(shared.q, q_number)
         count = skip(shared, count, tile_end - end, INDEX, PIPE)
         start = (end - 1) * TILE.block_k
-        if RULE.causal and TILE.block_k > PER_CONSUMER and edge <= start:  # none sees a key after edge + 63
+        if RULE.causal and TILE.block_k > PER_CONSUMER and first_pos <= start:  # none sees a key after first_pos + 63
             state = attend_first(
-                q, shared, count, edge, start, tile_terms, own, INDEX, RULE, TILE, PIPE, KEYS=PER_CONSUMER
+                q, shared, count, first_pos, start, tile_terms, own, INDEX, RULE, TILE, PIPE, KEYS=PER_CONSUMER
             )
         else:
             state = attend_first(
-                q, shared, count, edge, start, tile_terms, own, INDEX, RULE, TILE, PIPE, KEYS=TILE.block_k
+                q, shared, count, first_pos, start, tile_terms, own, INDEX, RULE, TILE, PIPE, KEYS=TILE.block_k
             )
         count += 1
         start -= TILE.block_k
         state, count, start = attend(
-            state, q, shared, count, end - 1 - full_end, edge, start, tile_terms, own,
+            state, q, shared, count, end - 1 - full_end, first_pos, start, tile_terms, own,
             INDEX, RULE, TILE, PIPE, MASKED=True,
         )  # fmt: skip
         state, count, start = attend(
-            state, q, shared, count, full_end - full_begin, edge, start, tile_terms, own,
+            state, q, shared, count, full_end - full_begin, first_pos, start, tile_terms, own,
             INDEX, RULE, TILE, PIPE, MASKED=False,
         )  # fmt: skip
         if RULE.window > 0:
             state, count, start = attend(
-                state, q, shared, count, full_begin - begin, edge, start, tile_terms, own,
+                state, q, shared, count, full_begin - begin, first_pos, start, tile_terms, own,
                 INDEX, RULE, TILE, PIPE, MASKED=True,
             )  # fmt: skip
         if not PIPE.out_in_q_memory:
@@ -310,7 +322,7 @@ def consumer(
         v_tile = filled(shared.v, count - 1)
         acc = warpgroup_mma(unpack(state.weights, state.acc, dtype), v_tile, state.acc, is_async=True)  # (2)
 
-        lse, top, factor = end_rows(state, edge, flat_head, decay, sink, own, RULE, TILE)
+        lse, top, factor = end_rows(state, first_pos, flat_head, decay, sink, own, RULE, TILE)
         offset = q_start + gl.arange(0, PER_CONSUMER, lse.type.layout)
         rows = lse2 + (flat_head.to(gl.int64) * sizes.q_len + first)
         is_query = (offset >= 0) & (offset < own.q_len)
@@ -323,8 +335,8 @@ def consumer(
             factor /= 1 - dropout.probability
         acc = acc * gl.convert_layout(factor, gl.SliceLayout(1, acc.type.layout))[:, None]
         out_tile = output_tile(acc, shared, out, INDEX)
-        row = flat_head // TILE.heads
-        queries = Extent(row, row * sizes.q_len + first + own.q_len, own.q_len)
+        batch = flat_head // TILE.heads
+        queries = Extent(batch, batch * sizes.q_len + first + own.q_len, own.q_len)
         tma_store(out, corner(queries, in_or_past(q_start, own.q_len), flat_head % TILE.heads, PIPE.ragged), out_tile)
         if PIPE.out_in_q_memory:
             tma_wait(0)

@@ -23,8 +23,8 @@ from .decay import split_gate
 from .forward import hopper_forward_kernel
 from .gluon import TensorDescriptor, gl
 from .pipeline import PER_CONSUMER, Pipeline
+from .prepare import WIDTH, finish_kernel, prepare_kernel
 from .ragged import POSITIONS, blank_kernel, end_shape, end_strides, list_kernel
-from .rows import WIDTH, finish_kernel, prepare_kernel
 from .work import Plan
 
 # Head dims of keys and values, as tiles hold them -> settings. All but those of 256 and 128 were tuned on an H200
@@ -234,7 +234,7 @@ def backward(call, out, lse2, dout, dlse, wanted, problem=None, deterministic=No
         parts = [new(q, (*shape, width), dtype=torch.float32) for width in (plan.dim, plan.value_dim)]
     if problem.is_ragged:
         lists = new_list(q, q_slots), new_list(q, k_slots)
-    sums = q.new_empty(q_slots * heads * plan.block_q * (2 + plan.dim), dtype=torch.float32)  # rows and dq_sum
+    sums = q.new_empty(q_slots * heads * plan.block_q * (2 + plan.dim), dtype=torch.float32)  # stats and dq_sum
     inputs, strides = (dout, lse2, delta), strides_of(dout, lse2, out, dlse)
     tensors = *inputs, out, dlse, dsink, dgate, split_gate(gate), sums, *lists, *parts, *found.values()
     start(problem, backward_steps, call, tensors, strides, delta is None, dsink is None)
@@ -251,19 +251,19 @@ def backward_steps(problem, call, tensors, *flags):
     plan, q_slots, k_slots, members = problem.cached(backward_settings)
     (q, k, v), (dq, dk, dv) = call.split(), apart(call, dqkv)
     rule, heads, block_q, block_k = problem.rule, problem.tile.heads, plan.block_q, plan.block_k
-    rows, dq_sum = sums.split((q_slots * heads * block_q * 2, q_slots * heads * block_q * plan.dim))
+    stats, dq_sum = sums.split((q_slots * heads * block_q * 2, q_slots * heads * block_q * plan.dim))
     dq_sum = dq_sum.view(-1, WIDTH.value)
     summed = described(dq_sum, (block_q * plan.dim // WIDTH.value, WIDTH.value)) if plan.dq_stages > 0 else dq_sum
     ragged, terms, sizes = ragged_of(call), terms_of(call), (problem.q_len, problem.k_len)
     where = q_list, ragged, q_slots, *sizes
     tile = problem.tile._replace(block_q=block_q, block_k=block_q)
     before = (
-        view(out), view(dout), rows_view(lse2), rows_view(dlse), rows, dq_sum, rows_view(delta), rows_view(call.decay),
+        view(out), view(dout), rows_view(lse2), rows_view(dlse), stats, dq_sum, rows_view(delta), rows_view(call.decay),
         call.sink, dsink, *where, terms.dropout,
     )  # fmt: skip
     args = (
         tiled(problem, q, block_q), tiled(problem, k, block_k), tiled(problem, v, block_k),
-        tiled(problem, dout, block_q), described(rows, (block_q,)), summed, tiled(problem, dk, block_k),
+        tiled(problem, dout, block_q), described(stats, (block_q,)), summed, tiled(problem, dk, block_k),
         tiled(problem, dv, block_k), dk_part, dv_part, *sizes, problem.batch, heads, problem.tile.group, members,
         terms._replace(gate=gate), dgate, k_list, ragged, q_slots,
     )  # fmt: skip

@@ -8,7 +8,7 @@ from .channel import Channel, acquire, barriers, commit, fill, filled, release, 
 from .decay import Decay
 from .gluon import gl, gluon, mbarrier
 from .ragged import Extent, corner
-from .tiles import Dropout, alibi_slope2, bounds, dropout_key, listed, meeting_range, query_tile
+from .scores import Dropout, alibi_slope2, bounds, dropout_key, listed, meeting_range, query_tile
 
 PER_CONSUMER = gl.constexpr(64)  # queries of a consumer: what one warpgroup multiplies at a time
 MAILBOX = gl.constexpr(2)  # tiles on their way from the loader to the consumers
@@ -92,9 +92,9 @@ def pack_message(q_start, head, seq, terms, RULE: gl.constexpr, TILE: gl.constex
     """The message about a tile: its first query, and its head of all sequences, or -1 when there are no more tiles.
 
     If sequences are ragged also where its own begins in its row, and how many queries and keys that has; with dropout
-    also its key; with ALiBi also its slope; with gates also where its keys begin in their row.
+    also its Philox key; with ALiBi also its slope; with gates also where its keys begin in their row.
     """
-    message = q_start, seq.row * TILE.heads + head
+    message = q_start, seq.batch * TILE.heads + head
     if PIPE.ragged:
         message += seq.q_start, seq.q_len, seq.k_len
     if RULE.dropout:
@@ -114,9 +114,9 @@ def unpack_message(message, sizes, RULE: gl.constexpr, PIPE: gl.constexpr):
     q_len, k_len = sizes.q_len, sizes.k_len
     if PIPE.ragged:
         first, q_len, k_len = message[2], message[3], message[4]
-    key = 0
+    philox_key = 0
     if RULE.dropout:
-        key = message[NEXT].to(gl.uint32, bitcast=True)
+        philox_key = message[NEXT].to(gl.uint32, bitcast=True)
     slope = 0.0
     if RULE.alibi:
         slope = message[NEXT + RULE.dropout].to(gl.float32, bitcast=True)
@@ -124,7 +124,7 @@ def unpack_message(message, sizes, RULE: gl.constexpr, PIPE: gl.constexpr):
     if RULE.decay:
         first_key = message[NEXT + RULE.dropout + RULE.alibi]
     own = Sizes(q_len, k_len, sizes.scale, sizes.dropout, slope)
-    return first, first_key, own, Dropout(key, sizes.dropout)
+    return first, first_key, own, Dropout(philox_key, sizes.dropout)
 
 
 @gluon.jit
@@ -166,8 +166,8 @@ def tile_at(
         tile, index, _ = listed(tile_list, number // TILE.heads)
         return tile, number % TILE.heads, bounds(index, sizes.q_len, sizes.k_len, ragged, RULE)
     else:
-        tile, head, row = query_tile(number, total, n_tiles, sizes.k_len, RULE, TILE)
-        return tile, head, Sequence(row, row, 0, sizes.q_len, 0, sizes.k_len)
+        tile, head, batch = query_tile(number, total, n_tiles, sizes.k_len, RULE, TILE)
+        return tile, head, Sequence(batch, batch, 0, sizes.q_len, 0, sizes.k_len)
 
 
 @gluon.jit
@@ -192,11 +192,11 @@ def loader(
             spare = gl.cdiv(seq.q_len, TILE.block_q) * TILE.block_q - seq.q_len
             q_start -= spare // PER_CONSUMER * PER_CONSUMER
         send(shared.mail, visit, pack_message(q_start, head, seq, terms, RULE, TILE, PIPE))
-        queries = Extent(seq.row, seq.row * sizes.q_len + seq.q_start + seq.q_len, seq.q_len)
+        queries = Extent(seq.batch, seq.batch * sizes.q_len + seq.q_start + seq.q_len, seq.q_len)
         for index in gl.static_range(CONSUMERS):
             at = corner(queries, in_or_past(q_start + index * PER_CONSUMER, seq.q_len), head, PIPE.ragged)
             fill(shared.q, visit * CONSUMERS + index, q, at)
-        keys = Extent(seq.row, seq.row * sizes.k_len + seq.k_start + seq.k_len, seq.k_len)
+        keys = Extent(seq.batch, seq.batch * sizes.k_len + seq.k_start + seq.k_len, seq.k_len)
         kv_head = head // TILE.group
         own = Sizes(seq.q_len, seq.k_len, sizes.scale, sizes.dropout)
         begin, _, _, end = blocks(q_start, TILE.block_q, own, RULE, TILE)

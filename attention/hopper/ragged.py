@@ -25,7 +25,7 @@ COLUMNS = tl.constexpr(1024)
 class Extent(NamedTuple):
     """Where the positions of a sequence lie in [B, T, H, D] tensors."""
 
-    row: tl.tensor  # of the batch
+    batch: tl.tensor
     end: tl.tensor  # one past its last position, all rows of the batch counted through
     length: tl.tensor
 
@@ -50,18 +50,18 @@ def end_strides(x):
 
 
 @gluon.jit
-def corner(rows, position, head, RAGGED: gl.constexpr):
+def corner(extent, position, head, RAGGED: gl.constexpr):
     """TMA coordinates of a tile that begins at a position of a sequence."""
     if RAGGED:
-        return END, rows.end, END - rows.length + position, head, 0
+        return END, extent.end, END - extent.length + position, head, 0
     else:
-        return rows.row, position, head, 0
+        return extent.batch, position, head, 0
 
 
 @triton.jit
 def first_slot(seq, q_len, BLOCK: tl.constexpr):
     """Where the tiles of a sequence's queries begin in a buffer of slots(): those of two sequences never meet."""
-    return (seq.row * q_len + seq.q_start) // BLOCK + seq.index
+    return (seq.batch * q_len + seq.q_start) // BLOCK + seq.index
 
 
 @triton.jit
@@ -71,7 +71,7 @@ def bounds(index, q_len, k_len, ragged, RULE: tl.constexpr):
     unseen = 0
     if RULE.window > 0:
         unseen = tl.maximum(seq.k_len - seq.q_len - behind(RULE), 0)
-    return Sequence(seq.index, seq.row, seq.q_start, seq.q_len, seq.k_start + unseen, seq.k_len - unseen)
+    return Sequence(seq.index, seq.batch, seq.q_start, seq.q_len, seq.k_start + unseen, seq.k_len - unseen)
 
 
 @triton.jit
@@ -129,7 +129,7 @@ def list_kernel(
 def blank_kernel(x, ragged, offset, q_len, k_len, SIZE: tl.constexpr, STEP: tl.constexpr, KEYS: tl.constexpr):
     """Zeros at those positions of a [B, T, H, D] tensor, of queries or of keys, that belong to no sequence.
 
-    They lie before a row's first sequence, whose number is that of the row, and behind its last, number row + offset.
+    They lie before a row's first sequence, whose number is that of the batch, and behind its last, number row + offset.
     SIZE: elements of a position. STEP: from one to the next. Filling all of x first would cost as much as short
     documents take.
     """
@@ -137,10 +137,10 @@ def blank_kernel(x, ragged, offset, q_len, k_len, SIZE: tl.constexpr, STEP: tl.c
     if KEYS:
         length = k_len
     blocks = tl.cdiv(length, POSITIONS)
-    row = tl.program_id(0) // blocks
+    batch = tl.program_id(0) // blocks
     start = tl.program_id(0) % blocks * POSITIONS
-    first = sequence(row, q_len, k_len, ragged)
-    last = sequence(row + offset, q_len, k_len, ragged)
+    first = sequence(batch, q_len, k_len, ragged)
+    last = sequence(batch + offset, q_len, k_len, ragged)
     begin = first.q_start
     end = last.q_start + last.q_len
     if KEYS:
@@ -149,10 +149,10 @@ def blank_kernel(x, ragged, offset, q_len, k_len, SIZE: tl.constexpr, STEP: tl.c
     stop = tl.minimum(start + POSITIONS, length)
     before = tl.maximum(tl.minimum(begin, stop) - start, 0)  # how many of this program's
     after = tl.maximum(start + before, end)
-    row_start = x + tl.cast(row, tl.int64) * length * STEP
+    base = x + tl.cast(batch, tl.int64) * length * STEP
     column = tl.arange(0, COLUMNS)
     for i in range(before + tl.maximum(stop - after, 0)):
         position = tl.where(i < before, start + i, after + i - before)
         for step in range(0, SIZE, COLUMNS):
-            at = row_start + tl.cast(position, tl.int64) * STEP + (step + column)
+            at = base + tl.cast(position, tl.int64) * STEP + (step + column)
             tl.store(at, (column * 0).to(x.dtype.element_ty), step + column < SIZE)

@@ -8,7 +8,7 @@ from ..score import ahead, behind
 from ..tiles import Sequence
 from .gluon import gl, gluon
 from .ragged import Extent, first_slot
-from .tiles import bounds, listed, meeting_range
+from .scores import bounds, listed, meeting_range
 
 # Bytes of queries, dO and dQ sums of the teams that take turns, counting one query head of each. From T 1024 on these
 # have 128 programs at head dim 128 and 256, and 512 at 64: as many as an H200 runs at a time, or twice that.
@@ -69,7 +69,7 @@ class Work(NamedTuple):
     index: gl.tensor  # of the sequence
     queries: Extent
     keys: Extent
-    k_rows: gl.tensor  # keys of a row of the batch
+    k_tokens: gl.tensor  # keys of a batch row
     kv_head: gl.tensor
     head: gl.tensor  # first of `members` query heads
     members: gl.tensor
@@ -123,24 +123,24 @@ def locate_keys(q_len, k_len, batches, teams, RULE: gl.constexpr, PLAN: gl.const
 
 @gluon.jit
 def plan_work(
-    q_rows, k_rows, batches, heads, group, members, k_list, ragged, q_slots, RULE: gl.constexpr, PLAN: gl.constexpr
+    q_tokens, k_tokens, batches, heads, group, members, k_list, ragged, q_slots, RULE: gl.constexpr, PLAN: gl.constexpr
 ):
-    """The Work of this program. q_rows, k_rows: queries and keys of a batch row, as the tensors hold them."""
+    """The Work of this program. q_tokens, k_tokens: queries and keys of a batch row, as the tensors hold them."""
     teams = heads // members
     if PLAN.ragged:  # all heads of a tile, then the next one
         tile, index, _ = listed(k_list, gl.program_id(0) // teams)
-        seq = bounds(index, q_rows, k_rows, ragged, RULE)
+        seq = bounds(index, q_tokens, k_tokens, ragged, RULE)
         q_len, k_len = seq.q_len, seq.k_len
         team = gl.program_id(0) % teams
         head = team * members
         q_tiles = q_slots
-        first_tile = head * q_slots + first_slot(seq, q_rows, PLAN.block_q)
+        first_tile = head * q_slots + first_slot(seq, q_tokens, PLAN.block_q)
     else:
-        tile, team, batch = locate_keys(q_rows, k_rows, batches, teams, RULE, PLAN)
-        seq = Sequence(batch, batch, 0, q_rows, 0, k_rows)
-        q_len, k_len = q_rows, k_rows
+        tile, team, batch = locate_keys(q_tokens, k_tokens, batches, teams, RULE, PLAN)
+        seq = Sequence(batch, batch, 0, q_tokens, 0, k_tokens)
+        q_len, k_len = q_tokens, k_tokens
         head = team * members
-        q_tiles = gl.cdiv(q_rows, PLAN.block_q)
+        q_tiles = gl.cdiv(q_tokens, PLAN.block_q)
         first_tile = (batch * heads + head) * q_tiles
     k_start = tile * PLAN.block_k
     shift = k_len - q_len
@@ -159,9 +159,9 @@ def plan_work(
     start = lo
     if not has_mask(RULE):
         start = lo + tile * (hi - lo) // gl.cdiv(k_len, PLAN.block_k)
-    queries = Extent(seq.row, seq.row * q_rows + seq.q_start + q_len, q_len)
-    keys = Extent(seq.row, seq.row * k_rows + seq.k_start + k_len, k_len)
+    queries = Extent(seq.batch, seq.batch * q_tokens + seq.q_start + q_len, q_len)
+    keys = Extent(seq.batch, seq.batch * k_tokens + seq.k_start + k_len, k_len)
     return Work(
-        seq.index, queries, keys, k_rows, head // group, head, members, heads, k_start, shift, first_tile, q_tiles, lo,
-        full_lo, full_hi, hi, start, (hi - lo) * members,
+        seq.index, queries, keys, k_tokens, head // group, head, members, heads, k_start, shift, first_tile, q_tiles,
+        lo, full_lo, full_hi, hi, start, (hi - lo) * members,
     )  # fmt: skip

@@ -29,7 +29,7 @@ class Queries(NamedTuple):
     delta: tl.tensor  # [queries]
     pos: tl.tensor  # [queries], counted in keys
     head: tl.tensor
-    key: tl.tensor  # of dropout
+    philox_key: tl.tensor  # of dropout
 
 
 class QueryLanes(NamedTuple):
@@ -53,10 +53,10 @@ class Gradients(NamedTuple):
 def query_lanes(q, dout, lse2, delta, head, seq):
     """Those of one head."""
     return QueryLanes(
-        tile_lane(q, seq.row, head, seq.q_start),
-        tile_lane(dout, seq.row, head, seq.q_start),
-        row_lane(lse2, seq.row, head, seq.q_start),
-        row_lane(delta, seq.row, head, seq.q_start),
+        tile_lane(q, seq.batch, head, seq.q_start),
+        tile_lane(dout, seq.batch, head, seq.q_start),
+        row_lane(lse2, seq.batch, head, seq.q_start),
+        row_lane(delta, seq.batch, head, seq.q_start),
     )
 
 
@@ -87,9 +87,13 @@ def load_queries(lanes, head, start, seq, terms, RULE: tl.constexpr, TILE: tl.co
 
 
 @triton.jit
-def score_gradient(weights, dweights, delta, q_pos, k_pos, key, seq, terms, RULE: tl.constexpr, MASKED: tl.constexpr):
+def score_gradient(
+    weights, dweights, delta, q_pos, k_pos, philox_key, seq, terms, RULE: tl.constexpr, MASKED: tl.constexpr
+):
     """dS; dweights is dO.v, the gradient of the weights after dropout."""
-    dscores = weights * (drop(dweights, key, q_pos, k_pos, seq, terms, RULE) * dp_factor(seq.k_len, RULE) - delta)
+    dscores = weights * (
+        drop(dweights, philox_key, q_pos, k_pos, seq, terms, RULE) * dp_factor(seq.k_len, RULE) - delta
+    )
     if MASKED or RULE.hides:  # an invisible key may hold NaN, and so may delta of a row that sees no key
         dscores = tl.where(weights > 0, dscores, 0.0)
     return dscores
@@ -120,6 +124,6 @@ def meet_keys(
     weights = tl.exp2(scores - queries.lse2[:, None])
     dweights = dot(queries.dout, tl.trans(v_tile), None, TILE)
     dscores = score_gradient(
-        weights, dweights, queries.delta[:, None], q_pos, k_pos, queries.key, seq, terms, RULE, MASKED
+        weights, dweights, queries.delta[:, None], q_pos, k_pos, queries.philox_key, seq, terms, RULE, MASKED
     )
     return k_tile, weights, dscores, slope

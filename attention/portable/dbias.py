@@ -66,8 +66,8 @@ def dbias_kernel(
         seq = sequence(index + member // SPREAD.heads, q_len, k_len, ragged)
         q_start = q_lo + step % of_head * TILE.block_q
         lanes = query_lanes(q, dout, lse2, delta, head, seq)
-        k_lane = tile_lane(k, seq.row, head // TILE.group, seq.k_start)
-        v_lane = tile_lane(v, seq.row, head // TILE.group, seq.k_start)
+        k_lane = tile_lane(k, seq.batch, head // TILE.group, seq.k_start)
+        v_lane = tile_lane(v, seq.batch, head // TILE.group, seq.k_start)
         queries = load_queries(lanes, head, q_start, seq, terms, RULE, TILE, DELTA=True)
         first = q_start + seq.k_len - seq.q_len
         last = first + TILE.block_q - 1

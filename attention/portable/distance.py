@@ -50,8 +50,8 @@ def distance_kernel(
         rest = (shift % BLOCK + BLOCK) % BLOCK
         offset = (shift - rest) // BLOCK - diagonal  # the tile of keys that meets tile 0 of queries
         q_lane = query_lanes(q, dout, lse2, delta, head, seq)
-        k_lane = tile_lane(k, seq.row, head // TILE.group, seq.k_start)
-        v_lane = tile_lane(v, seq.row, head // TILE.group, seq.k_start)
+        k_lane = tile_lane(k, seq.batch, head // TILE.group, seq.k_start)
+        v_lane = tile_lane(v, seq.batch, head // TILE.group, seq.k_start)
         end = tl.minimum(tl.cdiv(seq.q_len, BLOCK), tl.cdiv(seq.k_len, BLOCK) - offset)
         # element [i, b] is from the key whose distance to query i has the remainder b modulo BLOCK
         key = (rest + row + BLOCK - column) % BLOCK

@@ -20,7 +20,7 @@ def gather_dkdv(
 
     Tiles are [keys, queries]: P'^T and dS^T are born so.
     """
-    key = dropout_key(seq.index, head, terms.seed, RULE)
+    philox_key = dropout_key(seq.index, head, terms.seed, RULE)
     BLOCK: tl.constexpr = tiles.step_size(TILE.block_q, MASKED and OUTPUTS == "dkdv")
     for step in range(tiles.first_step(span, MASKED), tiles.last_step(span, MASKED), BLOCK):
         start = tiles.position(step, span, MASKED)
@@ -32,12 +32,14 @@ def gather_dkdv(
         weights = tl.exp2(scores - load_lse(lanes, start, seq, RULE, BLOCK, MASKED)[None, :])
         main, value, gate = sums.main, sums.value, sums.gate
         if OUTPUTS != "dk":
-            kept = drop(weights, key, q_pos, k_pos, seq, terms, RULE)
+            kept = drop(weights, philox_key, q_pos, k_pos, seq, terms, RULE)
             value = tiles.dot(tiles.narrow(kept, dout_tile), dout_tile, value, TILE)
         if OUTPUTS != "dv":
             dweights = tiles.dot(v_tile, tl.trans(dout_tile), None, TILE)
             delta = tiles.load_rows(lanes.delta, start, seq.q_len, 0.0, BLOCK, MASKED)
-            dscores = score_gradient(weights, dweights, delta[None, :], q_pos, k_pos, key, seq, terms, RULE, MASKED)
+            dscores = score_gradient(
+                weights, dweights, delta[None, :], q_pos, k_pos, philox_key, seq, terms, RULE, MASKED
+            )
             main = tiles.dot(tiles.narrow(dscores * slope, q_tile), q_tile, main, TILE)
             if terms.gate is not None:
                 gate -= tl.sum(dscores.to(gate.dtype), 1)
@@ -69,8 +71,8 @@ def dkdv_kernel(
     shift = seq.k_len - seq.q_len
     k_pos = (k_start + tl.arange(0, TILE.block_k))[:, None]
     low = tl.minimum(shift - behind(RULE), seq.k_len - 1)  # keys before it are seen by no query
-    k = tiles.tile_lane(k, seq.row, kv_head, seq.k_start)
-    v = tiles.tile_lane(v, seq.row, kv_head, seq.k_start)
+    k = tiles.tile_lane(k, seq.batch, kv_head, seq.k_start)
+    v = tiles.tile_lane(v, seq.batch, kv_head, seq.k_start)
     k_tile = tiles.load_tile(k, k_start, low, seq.k_len, TILE.block_k, TILE.dim, True)
     v_tile = tiles.load_tile(v, k_start, low, seq.k_len, TILE.block_k, TILE.value_dim, True)
 
@@ -99,13 +101,13 @@ def dkdv_kernel(
             MASKED=True,
         )  # fmt: skip
         if dgate is not None and OUTPUTS != "dv":
-            tiles.store_rows(dgate, sums.gate, seq.row, head, at, 0, count, TILE.block_k)
+            tiles.store_rows(dgate, sums.gate, seq.batch, head, at, 0, count, TILE.block_k)
             sums = Gradients(sums.main, sums.value, sums.gate * 0.0)
     if OUTPUTS != "dv":
-        dk = tiles.tile_lane(dk, seq.row, out_head, seq.k_start)
+        dk = tiles.tile_lane(dk, seq.batch, out_head, seq.k_start)
         tiles.store_tile(dk, sums.main * terms.scale, k_start, seq.k_len, TILE.block_k, TILE.dim)
     if OUTPUTS != "dk":
-        dv = tiles.tile_lane(dv, seq.row, out_head, seq.k_start)
+        dv = tiles.tile_lane(dv, seq.batch, out_head, seq.k_start)
         tiles.store_tile(dv, sums.value, k_start, seq.k_len, TILE.block_k, TILE.value_dim)
 
 
@@ -115,11 +117,11 @@ def group_sum_kernel(partial, total, k_len, TILE: tl.constexpr):
 
     TILE.heads counts key heads here; TILE.dim is the dim of the summed tensor.
     """
-    tile, kv_head, row = tiles.locate(tl.cdiv(k_len, TILE.block_k), TILE.heads)
+    tile, kv_head, batch = tiles.locate(tl.cdiv(k_len, TILE.block_k), TILE.heads)
     start = tile * TILE.block_k
     acc = tiles.zeros(TILE.block_k, TILE.dim)
     for member in range(TILE.group):
         head = kv_head * TILE.group + member
-        lane = tiles.tile_lane(partial, row, head, 0)
+        lane = tiles.tile_lane(partial, batch, head, 0)
         acc += tiles.load_tile(lane, start, 0, k_len, TILE.block_k, TILE.dim, True)
-    tiles.store_tile(tiles.tile_lane(total, row, kv_head, 0), acc, start, k_len, TILE.block_k, TILE.dim)
+    tiles.store_tile(tiles.tile_lane(total, batch, kv_head, 0), acc, start, k_len, TILE.block_k, TILE.dim)

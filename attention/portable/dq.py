@@ -48,11 +48,11 @@ def find_delta(
             weight += tl.exp2(tl.load(sink + queries.head).to(tl.float32) * LOG2E - queries.lse2)
         delta = total / tl.where(weight > 0, weight, 1.0)
     else:
-        out = tiles.tile_lane(out, seq.row, queries.head, seq.q_start)
+        out = tiles.tile_lane(out, seq.batch, queries.head, seq.q_start)
         out_tile = tiles.load_tile(out, start, 0, seq.q_len, TILE.block_q, TILE.value_dim, True)
         delta = output_products(out_tile, queries.dout, seq.k_len, RULE)
     if dlse is not None:
-        dlse = tiles.row_lane(dlse, seq.row, queries.head, seq.q_start)
+        dlse = tiles.row_lane(dlse, seq.batch, queries.head, seq.q_start)
         delta -= tiles.load_rows(dlse, start, seq.q_len, 0.0, TILE.block_q, True)
     return delta
 
@@ -97,23 +97,23 @@ def dq_kernel(
     low = first - behind(RULE)
     lanes = query_lanes(q, dout, lse2, delta, head, seq)
     queries = load_queries(lanes, head, q_start, seq, terms, RULE, TILE, DELTA=OUTPUTS == "dq")
-    k = tiles.tile_lane(k, seq.row, head // TILE.group, seq.k_start)
-    v = tiles.tile_lane(v, seq.row, head // TILE.group, seq.k_start)
+    k = tiles.tile_lane(k, seq.batch, head // TILE.group, seq.k_start)
+    v = tiles.tile_lane(v, seq.batch, head // TILE.group, seq.k_start)
     if OUTPUTS != "dq":
         rows = find_delta(
             queries, out, dlse, sink, k, v, k_tiles, v_tiles, q_start, low, span, seq,
             terms, RULE, TILE,
         )  # fmt: skip
-        tiles.store_rows(delta, rows, seq.row, head, seq.q_start + q_start, 0, count, TILE.block_q)
+        tiles.store_rows(delta, rows, seq.batch, head, seq.q_start + q_start, 0, count, TILE.block_q)
     if OUTPUTS == "delta":
         return
     if OUTPUTS == "both":
-        queries = Queries(queries.tile, queries.dout, queries.lse2, rows, queries.pos, queries.head, queries.key)
+        queries = Queries(queries.tile, queries.dout, queries.lse2, rows, queries.pos, queries.head, queries.philox_key)
     sums = Gradients(tiles.zeros(TILE.block_q, TILE.dim), 0.0, gate_zeros(dgate, TILE.block_q))
     sums = gather_dq(sums, queries, k, v, k_tiles, v_tiles, low, span, seq, terms, RULE, TILE, MASKED=False)
     sums = gather_dq(sums, queries, k, v, k_tiles, v_tiles, low, span, seq, terms, RULE, TILE, MASKED=True)
-    dq = tiles.tile_lane(dq, seq.row, head, seq.q_start)
+    dq = tiles.tile_lane(dq, seq.batch, head, seq.q_start)
     tiles.store_tile(dq, sums.main * terms.scale, q_start, seq.q_len, TILE.block_q, TILE.dim)
     if dgate is not None:
         # at the keys where the queries stand; one before the first key has seen none
-        tiles.store_rows(dgate, sums.gate, seq.row, head, seq.k_start + first, -first, count, TILE.block_q)
+        tiles.store_rows(dgate, sums.gate, seq.batch, head, seq.k_start + first, -first, count, TILE.block_q)

@@ -30,7 +30,7 @@ class QueryTile(NamedTuple):
     tile: tl.tensor  # [queries, dim]
     pos: tl.tensor  # [queries], counted in keys
     head: tl.tensor
-    key: tl.tensor  # of dropout
+    philox_key: tl.tensor  # of dropout
     low: tl.tensor  # first key that one of them can see
 
 
@@ -78,7 +78,7 @@ def attend(
         fade = tl.exp2(state.top - pivot)
         total = state.total * fade + tl.sum(weights, 1)
         # after the sum: dropout acts on normalised weights
-        weights = drop(weights, queries.key, queries.pos[:, None], k_pos[None, :], seq, terms, RULE)
+        weights = drop(weights, queries.philox_key, queries.pos[:, None], k_pos[None, :], seq, terms, RULE)
         v_tile = tiles.fetch_tile(v, v_tiles, start, queries.low, span.hi, BLOCK, TILE.value_dim, MASKED)
         if RULE.hides:  # a value hidden by -inf may hold NaN, and 0 * NaN is NaN
             v_tile = tl.where(tl.max(scores, 0)[:, None] == float("-inf"), 0.0, v_tile).to(v_tile.dtype)
@@ -104,10 +104,10 @@ def forward_kernel(
     first = q_start + seq.k_len - seq.q_len  # query i stands at key i + k_len - q_len
     last = first + tl.minimum(TILE.block_q, count) - 1
     span = keys_seen(first, last, seq, RULE, TILE.block_k, tiles.step_size(TILE.block_k, True))
-    q = tiles.tile_lane(q, seq.row, head, seq.q_start)
-    k = tiles.tile_lane(k, seq.row, head // TILE.group, seq.k_start)
-    v = tiles.tile_lane(v, seq.row, head // TILE.group, seq.k_start)
-    out = tiles.tile_lane(out, seq.row, head, seq.q_start)
+    q = tiles.tile_lane(q, seq.batch, head, seq.q_start)
+    k = tiles.tile_lane(k, seq.batch, head // TILE.group, seq.k_start)
+    v = tiles.tile_lane(v, seq.batch, head // TILE.group, seq.k_start)
+    out = tiles.tile_lane(out, seq.batch, head, seq.q_start)
     tile = tiles.load_tile(q, q_start, 0, seq.q_len, TILE.block_q, TILE.dim, True)
     pos = first + tl.arange(0, TILE.block_q)
     queries = QueryTile(tile, pos, head, dropout_key(seq.index, head, terms.seed, RULE), first - behind(RULE))
@@ -123,4 +123,4 @@ def forward_kernel(
     if max_logit2 is not None:
         top = tl.where(tl.arange(0, TILE.block_q) < count, state.top, float("-inf"))
         tl.atomic_max(max_logit2 + head, tl.max(top, 0), sem="relaxed")
-    tiles.store_rows(lse2, row_lse2, seq.row, head, seq.q_start + q_start, 0, count, TILE.block_q)
+    tiles.store_rows(lse2, row_lse2, seq.batch, head, seq.q_start + q_start, 0, count, TILE.block_q)

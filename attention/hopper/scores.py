@@ -10,7 +10,7 @@ from .gluon import gl, gluon
 class Dropout(NamedTuple):
     """Of one head of a sequence."""
 
-    key: gl.tensor  # of score.dropout_key()
+    philox_key: gl.tensor  # of score.dropout_key()
     probability: gl.tensor
 
 
@@ -149,7 +149,7 @@ def dropped(word, dropout):
 def drop_pairs(pairs, row, column, dropout):
     """Zero packed weights [queries, keys / 2] as score.drop() does; row, column: of the first query and key."""
     queries, keys = split_fours(pairs, row, column)
-    low, high = philox(queries, keys, dropout.key)
+    low, high = philox(queries, keys, dropout.philox_key)
     low, high = dropped(low, dropout), dropped(high, dropout)
     # each mask: its lower half is bit 7 of a byte of low, its upper half of high; for odd queries the reverse
     FILL: gl.constexpr = "prmt.b32 $0, $1, $2, $3;"
@@ -177,7 +177,7 @@ def negate_dropped(weights, row, column, dropout):
     even, odd = gl.split(weights.reshape([weights.shape[0], weights.shape[1] // 2, 2]))
     keys, queries = split_fours(even, row, column)
     own = keys & 1  # threads of odd keys draw for odd queries: the low word for their key, the high for the other one
-    low, high = philox(queries + own, keys - own, dropout.key)
+    low, high = philox(queries + own, keys - own, dropout.philox_key)
     low, high = dropped(low, dropout), dropped(high, dropout)
     SWAP: gl.constexpr = "shfl.sync.bfly.b32 $0, $1, 4, 31, -1;"
     other = gl.inline_asm_elementwise(SWAP, "=r,r", [high], dtype=gl.uint32, is_pure=False, pack=1)
