@@ -42,11 +42,25 @@ def end_strides(x):
     On the axis of positions all sequences end at END, so that what is past the end of one is past the end of the
     tensor: TMA reads zeros there and writes nothing. The two axes before it lead from there to the sequence: the second
     by `end` steps to its end, the first by END steps back. A stride cannot be negative, so the first is 2^34 - step:
-    END = 2^30 of these are 2^64 - END * step, which is -END * step in the 64 bits of an address. Source:
-    triton/tools/ragged_tma.py.
+    END = 2^30 of these are 2^64 - END * step, which is -END * step in the 64 bits of an address.
+
+    Example: T = 10 and one sequence, at positions 4 to 7. Its end is 8 and its length 4, so corner() sends its position
+    p to (END, 8, END - 4 + p). That lies END (2^34 - step) + 8 step + (END - 4 + p) step = 2^64 + (4 + p) step from the
+    start of the tensor; in 64 bits (4 + p) step, which is position 4 + p. A tile of 64 positions from p = 0 on has
+    coordinates END - 4 to END + 59 on an axis that ends at END - 1. So TMA reads and writes positions 4 to 7 for its
+    rows 0 to 3. The others are outside for TMA, though positions 8 and 9 of the tensor follow in memory: these rows are
+    read as zeros and not written.
+    Source: triton/tools/ragged_tma.py.
     """
     step = x.stride(1)
     return 2**34 - step, step, step, *x.stride()[2:]
+
+
+@gluon.jit
+def extents(seq, q_len, k_len):
+    """The Extents of the queries and of the keys of a Sequence; q_len, k_len: of a batch row."""
+    queries = Extent(seq.batch, seq.batch * q_len + seq.q_start + seq.q_len, seq.q_len)
+    return queries, Extent(seq.batch, seq.batch * k_len + seq.k_start + seq.k_len, seq.k_len)
 
 
 @gluon.jit

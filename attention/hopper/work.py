@@ -7,7 +7,7 @@ import triton.language as tl
 from ..score import ahead, behind
 from ..tiles import Sequence
 from .gluon import gl, gluon
-from .ragged import Extent, first_slot
+from .ragged import Extent, extents, first_slot
 from .scores import bounds, listed, meeting_range
 
 # Bytes of queries, dO and dQ sums of the teams that take turns, counting one query head of each. From T 1024 on these
@@ -159,8 +159,7 @@ def plan_work(
     start = lo
     if not has_mask(RULE):
         start = lo + tile * (hi - lo) // gl.cdiv(k_len, PLAN.block_k)
-    queries = Extent(seq.batch, seq.batch * q_tokens + seq.q_start + q_len, q_len)
-    keys = Extent(seq.batch, seq.batch * k_tokens + seq.k_start + k_len, k_len)
+    queries, keys = extents(seq, q_tokens, k_tokens)
     return Work(
         seq.index, queries, keys, k_tokens, head // group, head, members, heads, k_start, shift, first_tile, q_tiles,
         lo, full_lo, full_hi, hi, start, (hi - lo) * members,
