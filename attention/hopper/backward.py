@@ -42,7 +42,6 @@ from .gluon import (
 from .prepare import WIDTH
 from .ragged import corner
 from .scores import (
-    Dropout,
     alibi_slope2,
     cap_scores,
     dropout_key,
@@ -86,6 +85,7 @@ class Step(NamedTuple):
     masked: gl.tensor  # whether some pair of the tiles may be hidden
     head: gl.tensor
     alibi_slope2: gl.tensor  # of ALiBi and the head, in base 2; 0 if there is none
+    philox_key: gl.tensor  # of dropout and the head
     gates: Gates  # if there are any
 
 
@@ -156,9 +156,7 @@ def add_dq(dq, dq_sum, shared, step, PLAN: gl.constexpr):
 
 
 @gluon.jit
-def weigh_backward(
-    scores, lse2, step, dropout, work, terms, RULE: gl.constexpr, PLAN: gl.constexpr, TAIL: gl.constexpr
-):
+def weigh_backward(scores, lse2, step, work, terms, RULE: gl.constexpr, PLAN: gl.constexpr, TAIL: gl.constexpr):
     """Raw scores [keys, queries] -> weights, and weights times d score / d (scale q.k); both negative where dropped.
 
     With dropout, weights are 1 / (1 - dropout) times as large, and delta is smaller by as much: see prepare_kernel.
@@ -172,7 +170,7 @@ def weigh_backward(
     if terms.relative is not None:
         offset -= relative_bias(terms, step.head, ramp(scores, after, gl.int32)) * LOG2E
     if RULE.decay:
-        offset += (step.gates.keys2 - step.gates.query2)[:, None]
+        offset += (step.gates.k_gate2 - step.gates.q_gate2)[:, None]
     scores, factor = cap_scores(scores, terms.scale, RULE)
     weights = gl.exp2(scores * factor - offset)
     if has_mask(RULE) or TAIL:
@@ -190,7 +188,7 @@ def weigh_backward(
             else:
                 weights = keep_columns(weights, first, None, 0.0)
     if RULE.dropout:  # a sign takes no register
-        weights = negate_dropped(weights, work.k_start, step.tile * PLAN.block_q, dropout)
+        weights = negate_dropped(weights, work.k_start, step.tile * PLAN.block_q, step.philox_key, terms.dropout)
     sloped = weights
     if RULE.softcap > 0:
         sloped = weights * (1 - scores * scores)
@@ -208,7 +206,7 @@ def sloped_score_gradient(sloped, dweights, delta, RULE: gl.constexpr):
 
 @gluon.jit
 def backward_step(
-    sums, k, v, step, dropout, dq_sum, shared, work, terms, RULE: gl.constexpr, PLAN: gl.constexpr, TAIL: gl.constexpr
+    sums, k, v, step, dq_sum, shared, work, terms, RULE: gl.constexpr, PLAN: gl.constexpr, TAIL: gl.constexpr
 ):
     """One step: what a tile of queries adds to the Sums, and its dQ. Numbers: see the top of this file."""
     dk, dv, dgate = sums.dk, sums.dv, sums.dgate
@@ -224,7 +222,7 @@ def backward_step(
     dweights = warpgroup_mma(v, dout.permute((1, 0)), empty, use_acc=False, is_async=True)  # (2)
     lse2 = shared.q.stats.index(slot).load(queries)
     scores = warpgroup_mma_wait(1, deps=(scores,))  # (1) is done
-    weights, sloped = weigh_backward(scores, lse2, step, dropout, work, terms, RULE, PLAN, TAIL)
+    weights, sloped = weigh_backward(scores, lse2, step, work, terms, RULE, PLAN, TAIL)
     weights = positive_part(weights, dtype) if RULE.dropout else weights.to(dtype)
     no_dq = accumulator(PLAN.block_q, PLAN.dim, PLAN)
     if staged(PLAN):
@@ -302,9 +300,8 @@ def consumer(
         number = work.first_tile + member * work.q_tiles + tile
         head = work.head + member
         own_gates = gates_of(terms.gate, dgate, head, tile, work, RULE, PLAN)
-        step = Step(count, tile, number, masked, head, alibi_slope2(terms, head, work), own_gates)
-        dropout = Dropout(philox_key, terms.dropout)
-        sums = backward_step(sums, k, v, step, dropout, dq_sum, shared, work, terms, RULE, PLAN, TAIL)
+        step = Step(count, tile, number, masked, head, alibi_slope2(terms, head, work), philox_key, own_gates)
+        sums = backward_step(sums, k, v, step, dq_sum, shared, work, terms, RULE, PLAN, TAIL)
         tile, member = advance(tile, member, work)
         if RULE.decay:
             if tile == work.start:  # the end of a head

@@ -1,5 +1,7 @@
 """Decay in the Hopper kernels: score ij gets gate_i - gate_j, where gates are decay summed up to and including a key.
 
+decay is the log forget gate of a key, gate its cumulative sum, gate2 the same in base 2.
+
 The forward subtracts gate_j only. gate_i is the same in all scores of a row, and is added to its log-sum-exp.
 dgate_t = sum_j dS_tj - sum_i dS_it. Tensor cores compute both sums as products with ones, from the same rounded dS: its
 errors, mostly those of delta, must cancel when dgate is added up over the later keys.
@@ -20,61 +22,54 @@ def split_gate(gate):
     """[B, H, Tk] float64 or None -> each gate in base 2 as two float32 that add up to it (to 48 bits), in an int64."""
     if gate is None:
         return None
-    log2_gate = gate * LOG2E.value  # not in the kernels, which would round the product in one place and not in another
-    high = log2_gate.float()
-    return torch.stack((high, (log2_gate - high).float()), -1).view(torch.int64).squeeze(-1)
-
-
-class Decay(NamedTuple):
-    """Gates of the keys of a sequence and head, from which one is subtracted: float32 does not hold the sums."""
-
-    gates: gl.tensor  # pointer to the first: a float64 as split_gate() divides it
-    high: gl.tensor  # the one that is subtracted
-    low: gl.tensor
+    gate2 = gate * LOG2E.value  # not in the kernels, which would round the product in one place and not in another
+    high = gate2.float()
+    return torch.stack((high, (gate2 - high).float()), -1).view(torch.int64).squeeze(-1)
 
 
 class Gates(NamedTuple):
-    """Of one head, as the backward needs them for a step; in base 2, less the gate of the program's first key."""
+    """Of one head, as the backward needs them for a step. Each gate2 is less that of the program's first key."""
 
-    keys2: gl.tensor  # [keys]
-    query2: gl.tensor  # of the first query of the tile
+    k_gate2: gl.tensor  # [keys]
+    q_gate2: gl.tensor  # of the first query of the tile
     dgate: gl.tensor  # where those of the sequence begin in their gradient
 
 
 @gluon.jit
 def gate_halves(gate):
-    """A gate of split_gate() -> two float32 whose sum it is."""
+    """A gate of split_gate() -> two float32 that add up to its gate2."""
     return gate.to(gl.int32).to(gl.float32, bitcast=True), (gate >> 32).to(gl.int32).to(gl.float32, bitcast=True)
 
 
 @gluon.jit
-def decay_from(gates, key, length):
-    """The Decay less the gate of a key, or of the nearest of the `length` that exist; gates: pointer to the first."""
+def nearest_gate(gates, key, length):
+    """The gate of a key, or of the nearest of the `length` that exist; gates: pointer to the first."""
     key = gl.maximum(gl.minimum(key, length - 1), 0)
-    high, low = gate_halves(gl.load(gates + key, key < length, 0))
-    return Decay(gates, high, low)
+    return gl.load(gates + key, key < length, 0)
 
 
 @gluon.jit
-def log2_gate(decay, keys, exist):
-    """Gates of keys, less that of the Decay, in base 2. A gate that does not exist counts as 0."""
-    high, low = gate_halves(gl.load(decay.gates + keys, exist, None if exist is None else 0))
-    return (high - decay.high) + (low - decay.low)
+def relative_gate2(gates, keys, exist, pivot):
+    """gate2 of keys, less that of the gate `pivot`: float32 does not hold the sums. Keys that do not exist have 0."""
+    high, low = gate_halves(gl.load(gates + keys, exist, None if exist is None else 0))
+    pivot_high, pivot_low = gate_halves(pivot)
+    return (high - pivot_high) + (low - pivot_low)
 
 
 @gluon.jit
 def gates_of(gates, dgate, head, tile, work, RULE: gl.constexpr, PLAN: gl.constexpr):
     """The Gates of a program's keys and of a tile of queries; zeros without decay. gates, dgate: of the whole call."""
-    found = Gates(0.0, 0.0, 0)
+    own = Gates(0.0, 0.0, 0)
     if RULE.decay:
         first = tl.cast(work.keys.batch * work.heads + head, tl.int64) * work.k_tokens
         first += work.keys.end - work.keys.length - work.keys.batch * work.k_tokens
-        decay = decay_from(gates + first, work.k_start, work.keys.length)
+        pivot = nearest_gate(gates + first, work.k_start, work.keys.length)
         keys = work.k_start + gl.arange(0, PLAN.block_k, gl.SliceLayout(1, scores_layout(PLAN)))
         query = gl.maximum(tile * PLAN.block_q + work.shift, 0)  # where its first one stands, as in prepare_kernel
-        query2 = log2_gate(decay, query, query < work.keys.length)
-        found = Gates(log2_gate(decay, keys, keys < work.keys.length), query2, dgate + first)
-    return found
+        k_gate2 = relative_gate2(gates + first, keys, keys < work.keys.length, pivot)
+        q_gate2 = relative_gate2(gates + first, query, query < work.keys.length, pivot)
+        own = Gates(k_gate2, q_gate2, dgate + first)
+    return own
 
 
 @gluon.constexpr_function
@@ -88,9 +83,9 @@ def ones(DTYPE: gl.constexpr, PLAN: gl.constexpr):
     """In shared memory, [columns, keys or queries]."""
     shape: gl.constexpr = [16, max(PLAN.block_q, PLAN.block_k)]
     layout: gl.constexpr = gl.BlockedLayout([1, 8], [8, 4], [PLAN.warps, 1], [1, 0])
-    found = gl.allocate_shared_memory(DTYPE, shape, shared_layout(shape, DTYPE), gl.full(shape, 1.0, DTYPE, layout))
+    filled = gl.allocate_shared_memory(DTYPE, shape, shared_layout(shape, DTYPE), gl.full(shape, 1.0, DTYPE, layout))
     fence_async_shared()
-    return found
+    return filled
 
 
 @gluon.jit

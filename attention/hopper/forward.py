@@ -9,9 +9,11 @@ Source: Shah et al., FlashAttention-3; scores in base 2.
 from typing import NamedTuple
 
 from ..score import LOG2E
+from ..tiles import Sequence
 from .channel import Channel, barriers, filled, release
-from .decay import Decay, decay_from, log2_gate
+from .decay import nearest_gate, relative_gate2
 from .gluon import (
+    aggregate,
     fence_async_shared,
     gl,
     gluon,
@@ -25,25 +27,25 @@ from .gluon import (
 from .pipeline import (
     MAILBOX,
     PER_CONSUMER,
-    ForwardMemory,
-    Sizes,
-    TileTerms,
+    WORDS,
+    Program,
     blocks,
     channel,
     in_or_past,
     loader,
     pass_turn,
     receive,
+    sequence_at,
     skip,
     take_turn,
-    unpack_message,
-    words,
 )
-from .ragged import Extent, corner
+from .ragged import corner, extents
 from .scores import (
     add_ramp,
+    alibi_slope2,
     cap_scores,
     drop_pairs,
+    dropout_key,
     end_softmax,
     keep_columns,
     minus_rows,
@@ -53,6 +55,24 @@ from .scores import (
 )
 
 
+@aggregate
+class Queries:
+    """PER_CONSUMER queries of a tile, which are one consumer's, and what their scores depend on."""
+
+    number: gl.tensor  # of their tile in q_tiles
+    tile: gl.shared_memory_descriptor  # [queries, D]
+    seq: Sequence
+    head: gl.tensor
+    flat_head: gl.tensor  # counted over all batch rows
+    start: gl.tensor  # the first in its sequence; below 0 if there are fewer
+    first_pos: gl.tensor  # the key at which that stands
+    alibi_slope2: gl.tensor
+    philox_key: gl.tensor
+    gates: gl.tensor  # pointer to the sequence's first, if there are any
+    pivot: gl.tensor  # the gate that is subtracted from the others
+    INDEX: gl.constexpr  # of the consumer
+
+
 class State(NamedTuple):
     """Online softmax of the queries of a consumer."""
 
@@ -60,15 +80,24 @@ class State(NamedTuple):
     weights: gl.tensor  # [queries, keys / 2] exp2(score - top) of the last block, packed
     top: gl.tensor  # [queries] largest score
     total: gl.tensor  # [queries] sum of exp2(score - top)
+    count: gl.tensor  # blocks of keys so far, of all tiles
+    start: gl.tensor  # first key of the next block
 
 
 @gluon.jit
-def hide(scores, first_pos, start, sizes, RULE: gl.constexpr):
-    """-inf where the query at position first_pos + i does not see key start + j."""
+def zeros(COLUMNS: gl.constexpr):
+    """An accumulator of a consumer: [PER_CONSUMER, COLUMNS] float32."""
+    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, COLUMNS, 16])
+    return gl.full([PER_CONSUMER, COLUMNS], 0.0, gl.float32, layout)
+
+
+@gluon.jit
+def hide(scores, start, queries, RULE: gl.constexpr):
+    """-inf where a query does not see key start + j."""
     layout: gl.constexpr = gl.SliceLayout(1, scores.type.layout)
-    pos = first_pos - start + gl.arange(0, scores.shape[0], layout)
+    pos = queries.first_pos - start + gl.arange(0, PER_CONSUMER, layout)
     begin = None
-    end = gl.full([scores.shape[0]], sizes.k_len - start, gl.int32, layout)
+    end = gl.full([PER_CONSUMER], queries.seq.k_len - start, gl.int32, layout)
     if RULE.causal:  # no key that a query sees lies past the end
         end = pos + 1
     elif RULE.window > 0:
@@ -79,36 +108,34 @@ def hide(scores, first_pos, start, sizes, RULE: gl.constexpr):
 
 
 @gluon.jit
-def weigh_forward(
-    scores, top, total, first_pos, start, tile_terms, sizes,
-    RULE: gl.constexpr, TILE: gl.constexpr, PIPE: gl.constexpr, MASKED: gl.constexpr,
-):  # fmt: skip
+def weigh_forward(scores, top, total, start, queries, program, MASKED: gl.constexpr):
     """Raw scores of a block -> (weights, top, total, fade): fade is what the sums so far shrink by."""
-    if PIPE.negate_scores:  # the maximum is taken of raw scores, so their factor must be positive
+    RULE: gl.constexpr = program.RULE
+    terms = program.terms
+    if program.PIPE.negate_scores:  # the maximum is taken of raw scores, so their factor must be positive
         scores = -scores
-    scores, factor = cap_scores(scores, sizes.scale, RULE)
+    scores, factor = cap_scores(scores, terms.scale, RULE)
     lead2 = None  # what is still to be added to the scores
+    # how far the first key is ahead of each query
+    first = start - queries.first_pos - gl.arange(0, PER_CONSUMER, gl.SliceLayout(1, scores.type.layout))
     if RULE.alibi:
-        rows = gl.arange(0, scores.shape[0], gl.SliceLayout(1, scores.type.layout))
-        first = start - first_pos - rows  # how far the first key is ahead of each query
-        slope = sizes.alibi_slope2 / factor
+        slope = queries.alibi_slope2 / factor
         if RULE.causal:
             scores, lead = add_ramp(scores, slope, first)
-            lead2 = lead * sizes.alibi_slope2
+            lead2 = lead * queries.alibi_slope2
         else:
             scores -= gl.abs(ramp(scores, first, gl.float32)) * slope
-    if RULE.decay or tile_terms.terms.relative is not None:  # what is added has no factor
+    if RULE.decay or terms.relative is not None:  # what is added has no factor
         scores *= factor
         factor = 1.0
     if RULE.decay:  # the gate of a query adds the same to all its scores: see end_rows()
         key = start + gl.arange(0, scores.shape[1], gl.SliceLayout(0, scores.type.layout))
-        scores -= log2_gate(tile_terms.decay, key, key < sizes.k_len if MASKED else None)[None, :]
-    if tile_terms.terms.relative is not None:
-        rows = gl.arange(0, scores.shape[0], gl.SliceLayout(1, scores.type.layout))
-        distance = 0 - ramp(scores, start - first_pos - rows, gl.int32)
-        scores += relative_bias(tile_terms.terms, tile_terms.flat_head % TILE.heads, distance) * LOG2E
+        exist = key < queries.seq.k_len if MASKED else None
+        scores -= relative_gate2(queries.gates, key, exist, queries.pivot)[None, :]
+    if terms.relative is not None:
+        scores += relative_bias(terms, queries.head, 0 - ramp(scores, first, gl.int32)) * LOG2E
     if MASKED:
-        scores = hide(scores, first_pos, start, sizes, RULE)
+        scores = hide(scores, start, queries, RULE)
     new_top = gl.maximum(top, row_max(scores, factor, lead2))
     if MASKED:  # a row that has seen no key yet: a finite pivot keeps inf - inf away
         pivot = gl.where(new_top == float("-inf"), 0.0, new_top)
@@ -144,112 +171,112 @@ def unpack(pairs, acc, DTYPE: gl.constexpr):
 
 
 @gluon.jit
-def pack_kept(weights, first_pos, start, tile_terms, sizes, DTYPE: gl.constexpr, RULE: gl.constexpr):
+def pack_kept(weights, start, queries, program):
     """pack() with zeros where dropout drops. `total` has these weights too: dropout acts on normalised ones."""
-    pairs = pack(weights, DTYPE)
-    if RULE.dropout:
-        pairs = drop_pairs(pairs, first_pos - (sizes.k_len - sizes.q_len), start, tile_terms.dropout)
+    pairs = pack(weights, program.q.dtype)
+    if program.RULE.dropout:
+        pairs = drop_pairs(pairs, queries.start, start, queries.philox_key, program.terms.dropout)
     return pairs
 
 
 @gluon.jit
-def attend_first(
-    q, shared, count, first_pos, start, tile_terms, sizes,
-    INDEX: gl.constexpr, RULE: gl.constexpr, TILE: gl.constexpr, PIPE: gl.constexpr, KEYS: gl.constexpr,
-):  # fmt: skip
+def attend_first(count, start, queries, program, KEYS: gl.constexpr):
     """The State after the first block, of which no query sees more than the first KEYS keys. Numbers: see attend()."""
-    state = empty_state(q.dtype, TILE)
-    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, KEYS, 16])
-    rows: gl.constexpr = gl.SliceLayout(1, layout)
-    none = gl.full([PER_CONSUMER, KEYS], 0.0, gl.float32, layout)
-    k_tile = filled(shared.k, count).slice(0, KEYS).permute((1, 0))
-    take_turn(shared.may_issue, count, INDEX, PIPE)
-    scores = warpgroup_mma(q, k_tile, none, use_acc=False, is_async=True)  # (1)
-    pass_turn(shared.may_issue, INDEX, PIPE)
+    BLOCK: gl.constexpr = program.TILE.block_k
+    none = zeros(KEYS)
+    k_tile = filled(program.k_tiles, count).slice(0, KEYS).permute((1, 0))
+    take_turn(program, count, queries.INDEX)
+    scores = warpgroup_mma(queries.tile, k_tile, none, use_acc=False, is_async=True)  # (1)
+    pass_turn(program, queries.INDEX)
     scores = warpgroup_mma_wait(0, deps=(scores,))
-    release(shared.k, count)
-    top, total = gl.convert_layout(state.top, rows), gl.convert_layout(state.total, rows)
-    weights, top, total, _ = weigh_forward(
-        scores, top, total, first_pos, start, tile_terms, sizes, RULE, TILE, PIPE, MASKED=True
-    )
-    pairs = pack_kept(weights, first_pos, start, tile_terms, sizes, q.dtype, RULE)
-    if KEYS < TILE.block_k:  # (2) multiplies whole blocks: the other half has weight 0
-        pairs = gl.join(pairs, gl.zeros_like(pairs)).permute((0, 2, 1)).reshape(state.weights.shape)
-        pairs = gl.convert_layout(pairs, state.weights.type.layout, assert_trivial=True)
-    top, total = gl.convert_layout(top, state.top.type.layout), gl.convert_layout(total, state.top.type.layout)
-    return State(state.acc, pairs, top, total)
+    release(program.k_tiles, count)
+    rows: gl.constexpr = gl.SliceLayout(1, none.type.layout)
+    top = gl.full([PER_CONSUMER], float("-inf"), gl.float32, rows)
+    total = gl.full([PER_CONSUMER], 0.0, gl.float32, rows)
+    weights, top, total, _ = weigh_forward(scores, top, total, start, queries, program, MASKED=True)
+    pairs = pack_kept(weights, start, queries, program)
+    if KEYS < BLOCK:  # (2) multiplies whole blocks: the other half has weight 0
+        block = zeros(BLOCK)
+        like = pack(block, program.q.dtype)
+        pairs = gl.join(pairs, gl.zeros_like(pairs)).permute((0, 2, 1)).reshape(like.shape)
+        pairs = gl.convert_layout(pairs, like.type.layout, assert_trivial=True)
+        whole: gl.constexpr = gl.SliceLayout(1, block.type.layout)
+        top, total = gl.convert_layout(top, whole), gl.convert_layout(total, whole)
+    return State(zeros(program.TILE.value_dim), pairs, top, total, count + 1, start - BLOCK)
 
 
 @gluon.jit
-def attend(
-    state, q, shared, count, steps, first_pos, start, tile_terms, sizes,
-    INDEX: gl.constexpr, RULE: gl.constexpr, TILE: gl.constexpr, PIPE: gl.constexpr, MASKED: gl.constexpr,
-):  # fmt: skip
-    """Absorb `steps` blocks of keys, from `start` down.
+def attend(state, steps, queries, program, MASKED: gl.constexpr):
+    """Absorb `steps` blocks of keys, from state.start down.
 
     Two products a block, (1) S = Q K^T and (2) acc += P V. (2) is that of the block before, and runs while the softmax
     turns (1) into weights.
     """
-    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, TILE.block_k, 16])
-    none = gl.full([PER_CONSUMER, TILE.block_k], 0.0, gl.float32, layout)
+    BLOCK: gl.constexpr = program.TILE.block_k
+    none = zeros(BLOCK)
     for _ in range(steps):
-        k_tile = filled(shared.k, count).permute((1, 0))
-        take_turn(shared.may_issue, count, INDEX, PIPE)
-        scores = warpgroup_mma(q, k_tile, none, use_acc=False, is_async=True)  # (1)
-        v_tile = filled(shared.v, count - 1)
-        weights = unpack(state.weights, state.acc, q.dtype)
+        count, start = state.count, state.start
+        k_tile = filled(program.k_tiles, count).permute((1, 0))
+        take_turn(program, count, queries.INDEX)
+        scores = warpgroup_mma(queries.tile, k_tile, none, use_acc=False, is_async=True)  # (1)
+        v_tile = filled(program.v_tiles, count - 1)
+        weights = unpack(state.weights, state.acc, program.q.dtype)
         acc = warpgroup_mma(weights, v_tile, state.acc, is_async=True)  # (2)
-        pass_turn(shared.may_issue, INDEX, PIPE)
+        pass_turn(program, queries.INDEX)
         scores = warpgroup_mma_wait(1, deps=(scores,))  # (1) is done
-        release(shared.k, count)
-        weights, top, total, fade = weigh_forward(
-            scores, state.top, state.total, first_pos, start, tile_terms, sizes, RULE, TILE, PIPE, MASKED
-        )
+        release(program.k_tiles, count)
+        weights, top, total, fade = weigh_forward(scores, state.top, state.total, start, queries, program, MASKED)
         acc = warpgroup_mma_wait(0, deps=(acc,))  # (2) is done
-        release(shared.v, count - 1)
+        release(program.v_tiles, count - 1)
         acc = acc * gl.convert_layout(fade, gl.SliceLayout(1, acc.type.layout))[:, None]
-        state = State(acc, pack_kept(weights, first_pos, start, tile_terms, sizes, q.dtype, RULE), top, total)
-        count += 1
-        start -= TILE.block_k
-    return state, count, start
+        pairs = pack_kept(weights, start, queries, program)
+        state = State(acc, pairs, top, total, count + 1, start - BLOCK)
+    return state
 
 
 @gluon.jit
-def end_rows(state, first_pos, flat_head, decay, sink, sizes, RULE: gl.constexpr, TILE: gl.constexpr):
+def end_rows(state, queries, program):
     """The log-sum-exp of a consumer's queries, their largest scores, and the factor of their sums."""
     top = state.top
-    if RULE.decay:
-        position = first_pos + gl.arange(0, PER_CONSUMER, top.type.layout)
-        top += log2_gate(decay, position, (position >= 0) & (position < sizes.k_len))
+    if program.RULE.decay:
+        position = queries.first_pos + gl.arange(0, PER_CONSUMER, top.type.layout)
+        exist = (position >= 0) & (position < queries.seq.k_len)
+        top += relative_gate2(queries.gates, position, exist, queries.pivot)
     logit = None
-    if sink is not None:
-        logit = gl.load(sink + flat_head % TILE.heads).to(gl.float32) * LOG2E
-    lse, factor = end_softmax(top, state.total, logit)
-    return lse, top, factor
+    if program.sink is not None:
+        logit = gl.load(program.sink + queries.head).to(gl.float32) * LOG2E
+    lse2, factor = end_softmax(top, state.total, logit)
+    if program.RULE.dropout:
+        factor /= 1 - program.terms.dropout
+    return lse2, top, factor
 
 
 @gluon.jit
-def empty_state(DTYPE: gl.constexpr, TILE: gl.constexpr):
-    """The State before the first block."""
-    qk_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, TILE.block_k, 16])
-    out_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, TILE.value_dim, 16])
-    row_layout: gl.constexpr = gl.SliceLayout(1, qk_layout)
-    return State(
-        gl.full([PER_CONSUMER, TILE.value_dim], 0.0, gl.float32, out_layout),
-        pack(gl.full([PER_CONSUMER, TILE.block_k], 0.0, gl.float32, qk_layout), DTYPE),
-        gl.full([PER_CONSUMER], float("-inf"), gl.float32, row_layout),
-        gl.full([PER_CONSUMER], 0.0, gl.float32, row_layout),
-    )
+def own_queries(tile_start, head, seq, visit, program, INDEX: gl.constexpr):
+    """The Queries of a consumer in a tile, once they are loaded."""
+    terms = program.terms
+    start = tile_start + INDEX * PER_CONSUMER
+    first_pos = start + seq.k_len - seq.q_len
+    flat_head = (seq.batch * program.TILE.heads + head).to(gl.int64)
+    slope2 = alibi_slope2(terms, head, seq)
+    philox_key = dropout_key(seq.index, head, terms.seed, program.RULE)
+    gates, pivot = 0, 0
+    if program.RULE.decay:
+        gates = terms.gate + (flat_head * program.k_len + seq.k_start)
+        pivot = nearest_gate(gates, first_pos, seq.k_len)
+    number = visit * program.PIPE.consumers + INDEX
+    tile = filled(program.q_tiles, number)
+    return Queries(number, tile, seq, head, flat_head, start, first_pos, slope2, philox_key, gates, pivot, INDEX)
 
 
 @gluon.jit
-def own_blocks(q_start, sizes, tile_end, RULE: gl.constexpr, TILE: gl.constexpr):
+def own_blocks(q_start, seq, tile_end, program):
     """blocks() of a consumer, of those of its tile; where it has no queries the last one, so that there is one."""
-    begin, full_begin, full_end, end = blocks(q_start, PER_CONSUMER, sizes, RULE, TILE)
+    begin, full_begin, full_end, end = blocks(q_start, PER_CONSUMER, seq, program)
     end = gl.minimum(end, tile_end)
-    begin = gl.where((q_start >= 0) & (q_start < sizes.q_len), gl.minimum(begin, end - 1), end - 1)
+    begin = gl.where((q_start >= 0) & (q_start < seq.q_len), gl.minimum(begin, end - 1), end - 1)
     full_end = gl.maximum(gl.minimum(full_end, end - 1), begin)
-    if RULE.window > 0:
+    if program.RULE.window > 0:
         full_begin = gl.maximum(gl.minimum(full_begin, full_end), begin)
     else:
         full_begin = begin
@@ -257,150 +284,114 @@ def own_blocks(q_start, sizes, tile_end, RULE: gl.constexpr, TILE: gl.constexpr)
 
 
 @gluon.jit
-def output_tile(acc, shared, out, INDEX: gl.constexpr):
+def output_tile(acc, program, INDEX: gl.constexpr):
     """The output of a consumer in its shared memory, where TMA will read it; that of its tile before has left."""
     tma_wait(0)
     partition_barrier()
-    shared.out.index(INDEX).store(acc.to(shared.q.tiles.dtype))
+    program.out_tiles.index(INDEX).store(acc.to(program.q.dtype))
     fence_async_shared()
-    return shared.out.index(INDEX).reshape(out.block_shape)
+    return program.out_tiles.index(INDEX).reshape(program.out.block_shape)
 
 
 @gluon.jit
-def consumer(
-    INDEX: gl.constexpr, shared, out, lse2, max_logit2, sink, terms, sizes,
-    RULE: gl.constexpr, TILE: gl.constexpr, PIPE: gl.constexpr,
-):  # fmt: skip
+def consumer(program, INDEX: gl.constexpr):
     """Attention of PER_CONSUMER queries of each tile."""
-    dtype: gl.constexpr = shared.q.tiles.dtype
+    RULE: gl.constexpr = program.RULE
+    TILE: gl.constexpr = program.TILE
+    PIPE: gl.constexpr = program.PIPE
     count = 0  # of blocks
-    visit = 0
-    message = receive(shared.mail, visit)
-    while message[1] >= 0:
-        tile_start, flat_head = message[0], message[1]
-        first, first_key, own, dropout = unpack_message(message, sizes, RULE, PIPE)
-        q_start = tile_start + INDEX * PER_CONSUMER
-        tile_begin, _, _, tile_end = blocks(tile_start, TILE.block_q, own, RULE, TILE)
-        begin, full_begin, full_end, end = own_blocks(q_start, own, tile_end, RULE, TILE)
+    visit = 0  # of tiles
+    tile_start, head, index = receive(program.mail, visit)
+    while head >= 0:
+        seq = sequence_at(index, program)
+        queries = own_queries(tile_start, head, seq, visit, program, INDEX)
+        tile_begin, _, _, tile_end = blocks(tile_start, TILE.block_q, seq, program)
+        begin, full_begin, full_end, end = own_blocks(queries.start, seq, tile_end, program)
         next_tile = count + tile_end - tile_begin
-        first_pos = q_start + own.k_len - own.q_len  # where its first query stands
-        decay = Decay(0, 0.0, 0.0)
-        if RULE.decay:
-            own_gates = terms.gate + (flat_head.to(gl.int64) * sizes.k_len + first_key)
-            decay = decay_from(own_gates, first_pos, own.k_len)
-        tile_terms = TileTerms(dropout, decay, terms, flat_head)
 
-        q_number = visit * PIPE.consumers + INDEX
-        q = filled(shared.q, q_number)
-        count = skip(shared, count, tile_end - end, INDEX, PIPE)
+        count = skip(program, count, tile_end - end, INDEX)
         start = (end - 1) * TILE.block_k
-        if RULE.causal and TILE.block_k > PER_CONSUMER and first_pos <= start:  # none sees a key after first_pos + 63
-            state = attend_first(
-                q, shared, count, first_pos, start, tile_terms, own, INDEX, RULE, TILE, PIPE, KEYS=PER_CONSUMER
-            )
+        # no query sees a key after first_pos + 63
+        if RULE.causal and TILE.block_k > PER_CONSUMER and queries.first_pos <= start:
+            state = attend_first(count, start, queries, program, KEYS=PER_CONSUMER)
         else:
-            state = attend_first(
-                q, shared, count, first_pos, start, tile_terms, own, INDEX, RULE, TILE, PIPE, KEYS=TILE.block_k
-            )
-        count += 1
-        start -= TILE.block_k
-        state, count, start = attend(
-            state, q, shared, count, end - 1 - full_end, first_pos, start, tile_terms, own,
-            INDEX, RULE, TILE, PIPE, MASKED=True,
-        )  # fmt: skip
-        state, count, start = attend(
-            state, q, shared, count, full_end - full_begin, first_pos, start, tile_terms, own,
-            INDEX, RULE, TILE, PIPE, MASKED=False,
-        )  # fmt: skip
+            state = attend_first(count, start, queries, program, KEYS=TILE.block_k)
+        state = attend(state, end - 1 - full_end, queries, program, MASKED=True)
+        state = attend(state, full_end - full_begin, queries, program, MASKED=False)
         if RULE.window > 0:
-            state, count, start = attend(
-                state, q, shared, count, full_begin - begin, first_pos, start, tile_terms, own,
-                INDEX, RULE, TILE, PIPE, MASKED=True,
-            )  # fmt: skip
+            state = attend(state, full_begin - begin, queries, program, MASKED=True)
         if not PIPE.out_in_q_memory:
-            release(shared.q, q_number)
-        v_tile = filled(shared.v, count - 1)
-        acc = warpgroup_mma(unpack(state.weights, state.acc, dtype), v_tile, state.acc, is_async=True)  # (2)
+            release(program.q_tiles, queries.number)
+        v_tile = filled(program.v_tiles, state.count - 1)
+        weights = unpack(state.weights, state.acc, program.q.dtype)
+        acc = warpgroup_mma(weights, v_tile, state.acc, is_async=True)  # (2)
 
-        lse, top, factor = end_rows(state, first_pos, flat_head, decay, sink, own, RULE, TILE)
-        offset = q_start + gl.arange(0, PER_CONSUMER, lse.type.layout)
-        rows = lse2 + (flat_head.to(gl.int64) * sizes.q_len + first)
-        is_query = (offset >= 0) & (offset < own.q_len)
-        gl.store(rows + offset, lse, is_query)
+        lse2, top, factor = end_rows(state, queries, program)
+        offset = queries.start + gl.arange(0, PER_CONSUMER, lse2.type.layout)
+        is_query = (offset >= 0) & (offset < seq.q_len)
+        gl.store(program.lse2 + (queries.flat_head * program.q_len + seq.q_start) + offset, lse2, is_query)
 
         acc = warpgroup_mma_wait(0, deps=(acc,))
-        release(shared.v, count - 1)
-        count = skip(shared, count, next_tile - count, INDEX, PIPE)
-        if RULE.dropout:
-            factor /= 1 - dropout.probability
+        release(program.v_tiles, state.count - 1)
+        count = skip(program, state.count, next_tile - state.count, INDEX)
         acc = acc * gl.convert_layout(factor, gl.SliceLayout(1, acc.type.layout))[:, None]
-        out_tile = output_tile(acc, shared, out, INDEX)
-        batch = flat_head // TILE.heads
-        queries = Extent(batch, batch * sizes.q_len + first + own.q_len, own.q_len)
-        tma_store(out, corner(queries, in_or_past(q_start, own.q_len), flat_head % TILE.heads, PIPE.ragged), out_tile)
+        out_tile = output_tile(acc, program, INDEX)
+        extent, _ = extents(seq, program.q_len, program.k_len)
+        tma_store(program.out, corner(extent, in_or_past(queries.start, seq.q_len), head, PIPE.ragged), out_tile)
         if PIPE.out_in_q_memory:
             tma_wait(0)
-            release(shared.q, q_number)
-        if max_logit2 is not None:  # last, when there are registers for it
+            release(program.q_tiles, queries.number)
+        if program.max_logit2 is not None:  # last, when there are registers for it
             largest = gl.max(gl.where(is_query, top, float("-inf")), 0)
-            gl.atomic_max(max_logit2 + flat_head % TILE.heads, largest, sem="relaxed")
+            gl.atomic_max(program.max_logit2 + head, largest, sem="relaxed")
         visit += 1
-        message = receive(shared.mail, visit)
+        tile_start, head, index = receive(program.mail, visit)
     tma_wait(0)
 
 
-@gluon.jit(do_not_specialize=["q_len", "k_len", "n_tiles", "flat_heads"])
+@gluon.jit(do_not_specialize=["q_len", "k_len", "batches"])
 def hopper_forward_kernel(
-    q, k, v, out, lse2, max_logit2, sink, tile_list, ragged, q_len, k_len, n_tiles, flat_heads, terms,
+    q, k, v, out, lse2, max_logit2, sink, tile_list, ragged, q_len, k_len, batches, terms,
     RULE: gl.constexpr, TILE: gl.constexpr, PIPE: gl.constexpr,
 ):  # fmt: skip
     """out = softmax(rule(q k^T)) v and lse2 = log2 sum 2^score, for tiles of queries as long as there are any.
 
     max_logit2 [H], if not None, is raised to the largest score of each head.
     terms: Terms with a scale of at least 1e-30, and the gate of split_gate().
-    tile_list: those of ragged sequences as list_kernel lists them; else a 0, to count n_tiles of each head, which is 0
-    again at the end.
+    tile_list: of ragged sequences, as list_kernel lists their tiles; else a 0, in which programs count the tiles that
+    they take, and which is 0 again at the end.
     """
-    sizes = Sizes(q_len, k_len, terms.scale, terms.dropout)
     # full barriers: the loader, or its TMA, arrives. Empty ones: each consumer; of q the one whose tile it is.
-    q_channel = channel(PIPE.consumers * PIPE.q_stages, PER_CONSUMER, TILE.dim, q.dtype, 1)
-    mail_layout: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
-    shared = ForwardMemory(
-        q_channel,
-        channel(PIPE.stages, TILE.block_k, TILE.dim, q.dtype, PIPE.consumers),
-        channel(PIPE.stages, TILE.block_k, TILE.value_dim, q.dtype, PIPE.consumers),
-        q_channel.tiles if PIPE.out_in_q_memory else gl.allocate_shared_memory(
-            q.dtype, [PIPE.consumers, PER_CONSUMER, TILE.value_dim], q_channel.tiles.layout
-        ),
+    q_tiles = channel(PIPE.consumers * PIPE.q_stages, PER_CONSUMER, TILE.dim, q.dtype, 1)
+    k_tiles = channel(PIPE.stages, TILE.block_k, TILE.dim, q.dtype, PIPE.consumers)
+    v_tiles = channel(PIPE.stages, TILE.block_k, TILE.value_dim, q.dtype, PIPE.consumers)
+    out_tiles = q_tiles.tiles
+    if not PIPE.out_in_q_memory:
+        outputs: gl.constexpr = [PIPE.consumers, PER_CONSUMER, TILE.value_dim]
+        out_tiles = gl.allocate_shared_memory(q.dtype, outputs, q_tiles.tiles.layout)
+    may_issue = 0
+    if PIPE.ping_pong:
         # may_issue[i]: consumer i - 1 arrives, i waits; unused ones would share their memory with other values
-        barriers(PIPE.consumers, 1) if PIPE.ping_pong else 0,
-        Channel(
-            gl.allocate_shared_memory(gl.int32, [words(RULE, PIPE) * MAILBOX, 1], mail_layout),
-            barriers(MAILBOX, 1),
-            barriers(MAILBOX, PIPE.consumers),
-        ),
-    )  # fmt: skip
+        may_issue = barriers(PIPE.consumers, 1)
+    mail_layout: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
+    words = gl.allocate_shared_memory(gl.int32, [WORDS * MAILBOX, 1], mail_layout)
+    mail = Channel(words, barriers(MAILBOX, 1), barriers(MAILBOX, PIPE.consumers))
     if PIPE.ping_pong:  # the first block of the first consumer has no consumer before it
-        mbarrier.arrive(shared.may_issue.index(0))
+        mbarrier.arrive(may_issue.index(0))
+    program = Program(
+        q, k, v, out, lse2, max_logit2, sink, terms, q_tiles, k_tiles, v_tiles, mail, out_tiles, may_issue,
+        q_len, k_len, batches, tile_list, ragged, RULE, TILE, PIPE,
+    )  # fmt: skip
     # registers of each warp; the first consumer gets what maxnreg leaves
     if PIPE.consumers == 2:
         gl.warp_specialize(
-            [
-                (consumer, (0, shared, out, lse2, max_logit2, sink, terms, sizes, RULE, TILE, PIPE)),
-                (consumer, (1, shared, out, lse2, max_logit2, sink, terms, sizes, RULE, TILE, PIPE)),
-                (loader, (shared, q, k, v, terms, sizes, n_tiles, flat_heads, tile_list, ragged, RULE, TILE, PIPE)),
-            ],
+            [(consumer, (program, 0)), (consumer, (program, 1)), (loader, (program,))],
             [4, 1],
             [240, 24],
         )
     else:
         gl.warp_specialize(
-            [
-                (consumer, (0, shared, out, lse2, max_logit2, sink, terms, sizes, RULE, TILE, PIPE)),
-                (consumer, (1, shared, out, lse2, max_logit2, sink, terms, sizes, RULE, TILE, PIPE)),
-                (consumer, (2, shared, out, lse2, max_logit2, sink, terms, sizes, RULE, TILE, PIPE)),
-                (loader, (shared, q, k, v, terms, sizes, n_tiles, flat_heads, tile_list, ragged, RULE, TILE, PIPE)),
-            ],
+            [(consumer, (program, 0)), (consumer, (program, 1)), (consumer, (program, 2)), (loader, (program,))],
             [4, 4, 1],
             [160, 160, 32],
         )

@@ -14,6 +14,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+from triton.language import core
 
 # Newer names first: Triton 3.9 keeps the old ones only to raise.
 tma_load = tma.async_load if hasattr(tma, "async_load") else tma.async_copy_global_to_shared
@@ -35,7 +36,20 @@ else:  # in the compiler since 3.6, but without a name
         _semantic.builder.create_async_tma_reduce(kind, tensor_desc.handle, coord, src.handle)
 
 
+def aggregate(cls):
+    """A record of kernels that may hold compile-time constants: assigning a NamedTuple makes them run-time values."""
+    names = list(cls.__annotations__)
+
+    def init(self, *values):
+        for name, value in zip(names, values, strict=True):
+            setattr(self, name, value)
+
+    init.__triton_builtin__ = True  # nothing that a kernel depends on
+    cls.__init__, cls.__annotations__ = init, dict.fromkeys(names, object)  # fields may be None: no type is checked
+    return core._aggregate(cls)
+
+
 __all__ = [
-    "TensorDescriptor", "fence_async_shared", "gl", "gluon", "mbarrier", "partition_barrier", "tma_add", "tma_load",
-    "tma_store", "tma_wait", "warpgroup_mma", "warpgroup_mma_wait",
+    "TensorDescriptor", "aggregate", "fence_async_shared", "gl", "gluon", "mbarrier", "partition_barrier", "tma_add",
+    "tma_load", "tma_store", "tma_wait", "warpgroup_mma", "warpgroup_mma_wait",
 ]  # fmt: skip

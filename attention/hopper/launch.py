@@ -185,7 +185,7 @@ def forward_steps(problem, call, tensors):
     args = (
         tiled(problem, q, rows), tiled(problem, k, tile.block_k), tiled(problem, v, tile.block_k),
         tiled(problem, out, rows), lse2, max_logit2, call.sink, tile_list, ragged_of(call), problem.q_len,
-        problem.k_len, -(-problem.q_len // tile.block_q), tile.heads * problem.batch,
+        problem.k_len, problem.batch,
         terms_of(call)._replace(scale=scale, gate=gate),
     )  # fmt: skip
     launch, programs = Launch(tile.block_q, tile.block_k, 4, 1), min(size * tile.heads, processors(problem.device))

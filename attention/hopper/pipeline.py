@@ -3,15 +3,15 @@
 from typing import NamedTuple
 
 from ..score import Terms, ahead, behind
-from ..tiles import Sequence
+from ..tiles import Ragged, Sequence
 from .channel import Channel, acquire, barriers, commit, fill, filled, release, shared_layout, wait_full
-from .decay import Decay
-from .gluon import gl, gluon, mbarrier
-from .ragged import Extent, corner
-from .scores import Dropout, alibi_slope2, bounds, dropout_key, listed, meeting_range, query_tile
+from .gluon import aggregate, gl, gluon, mbarrier
+from .ragged import corner, extents
+from .scores import bounds, listed, meeting_range, query_tile
 
 PER_CONSUMER = gl.constexpr(64)  # queries of a consumer: what one warpgroup multiplies at a time
 MAILBOX = gl.constexpr(2)  # tiles on their way from the loader to the consumers
+WORDS = gl.constexpr(3)  # about each: see send()
 
 
 class Pipeline(NamedTuple):
@@ -26,46 +26,46 @@ class Pipeline(NamedTuple):
     ragged: bool = False  # whether sequences have lengths of their own, and tiles come from a list
 
 
-class ForwardMemory(NamedTuple):
-    """Shared memory of a program."""
+@aggregate
+class Program:
+    """What all warps of a program know: tensors, shared memory, sizes and static choices."""
 
-    q: Channel  # from the loader to consumers, like k, v and mail; consumers take its tiles in turn
-    k: Channel
-    v: Channel
-    out: gl.shared_memory_descriptor
-    may_issue: gl.shared_memory_descriptor  # barriers [consumers, 1], see take_turn(); 0 without ping_pong
-    mail: Channel  # which tiles are to come, a few words of each
-
-
-class Sizes(NamedTuple):
-    """What the tiles of a launch have in common, or those of a sequence."""
-
-    q_len: gl.tensor
-    k_len: gl.tensor
-    scale: gl.tensor
-    dropout: gl.tensor  # probability
-    alibi_slope2: gl.tensor = 0.0  # of ALiBi and the head of a tile, in base 2
-
-
-class TileTerms(NamedTuple):
-    """What the scores of a tile depend on besides its Sizes."""
-
-    dropout: Dropout
-    decay: Decay  # if there are gates
+    q: gl.tensor  # like k, v and out: TMA descriptors
+    k: gl.tensor
+    v: gl.tensor
+    out: gl.tensor
+    lse2: gl.tensor  # [B, H, Tq]
+    max_logit2: gl.tensor  # [H], or None
+    sink: gl.tensor  # [H], or None
     terms: Terms  # of the call
-    flat_head: gl.tensor  # head, counted over all rows of the batch
+    q_tiles: Channel  # from the loader to consumers, which take its tiles in turn
+    k_tiles: Channel  # from the loader to all consumers, like v_tiles and mail
+    v_tiles: Channel
+    mail: Channel  # which tiles are to come
+    out_tiles: gl.shared_memory_descriptor  # one of each consumer
+    may_issue: gl.shared_memory_descriptor  # barriers [consumers, 1], see take_turn(); 0 without ping_pong
+    q_len: gl.tensor  # queries and keys of a batch row
+    k_len: gl.tensor
+    batches: gl.tensor
+    tile_list: gl.tensor  # as hopper_forward_kernel() gets it
+    ragged: Ragged
+    RULE: gl.constexpr
+    TILE: gl.constexpr
+    PIPE: gl.constexpr
 
 
 @gluon.jit
-def blocks(start, rows, sizes, RULE: gl.constexpr, TILE: gl.constexpr):
+def blocks(start, rows, seq, program):
     """Blocks of keys that `rows` queries from `start` on meet: (begin, full_begin, full_end, end), at least one."""
-    first = start + sizes.k_len - sizes.q_len  # query i stands at key i + k_len - q_len
-    last = gl.minimum(first + rows, sizes.k_len) - 1
+    RULE: gl.constexpr = program.RULE
+    BLOCK: gl.constexpr = program.TILE.block_k
+    first = start + seq.k_len - seq.q_len  # query i stands at key i + k_len - q_len
+    last = gl.minimum(first + rows, seq.k_len) - 1
     first -= gl.minimum(start, 0)  # there is no query before 0
-    span = meeting_range(first, last, behind(RULE), ahead(RULE), sizes.k_len, TILE.block_k, TILE.block_k)
-    begin = span.lo // TILE.block_k
-    end = gl.maximum(gl.cdiv(span.hi, TILE.block_k), begin + 1)
-    return begin, span.full_lo // TILE.block_k, span.full_hi // TILE.block_k, end
+    span = meeting_range(first, last, behind(RULE), ahead(RULE), seq.k_len, BLOCK, BLOCK)
+    begin = span.lo // BLOCK
+    end = gl.maximum(gl.cdiv(span.hi, BLOCK), begin + 1)
+    return begin, span.full_lo // BLOCK, span.full_hi // BLOCK, end
 
 
 @gluon.jit
@@ -81,164 +81,126 @@ def channel(SLOTS: gl.constexpr, ROWS: gl.constexpr, DIM: gl.constexpr, DTYPE: g
     return Channel(tiles, barriers(SLOTS, 1), barriers(SLOTS, READERS))
 
 
-@gluon.constexpr_function
-def words(rule, pipe):
-    """How many words a message has: see pack_message()."""
-    return 2 + 3 * pipe.ragged + rule.dropout + rule.alibi + rule.decay
-
-
 @gluon.jit
-def pack_message(q_start, head, seq, terms, RULE: gl.constexpr, TILE: gl.constexpr, PIPE: gl.constexpr):
-    """The message about a tile: its first query, and its head of all sequences, or -1 when there are no more tiles.
-
-    If sequences are ragged also where its own begins in its row, and how many queries and keys that has; with dropout
-    also its Philox key; with ALiBi also its slope; with gates also where its keys begin in their row.
-    """
-    message = q_start, seq.batch * TILE.heads + head
-    if PIPE.ragged:
-        message += seq.q_start, seq.q_len, seq.k_len
-    if RULE.dropout:
-        message += (gl.cast(dropout_key(seq.index, head, terms.seed, RULE), gl.int32),)
-    if RULE.alibi:
-        message += (alibi_slope2(terms, head, seq).to(gl.int32, bitcast=True),)
-    if RULE.decay:
-        message += (seq.k_start,)
-    return message
-
-
-@gluon.jit
-def unpack_message(message, sizes, RULE: gl.constexpr, PIPE: gl.constexpr):
-    """What pack_message() packed -> (first query and key of the sequence in its row, its Sizes, its Dropout)."""
-    NEXT: gl.constexpr = 2 + 3 * PIPE.ragged
-    first = 0
-    q_len, k_len = sizes.q_len, sizes.k_len
-    if PIPE.ragged:
-        first, q_len, k_len = message[2], message[3], message[4]
-    philox_key = 0
-    if RULE.dropout:
-        philox_key = message[NEXT].to(gl.uint32, bitcast=True)
-    slope = 0.0
-    if RULE.alibi:
-        slope = message[NEXT + RULE.dropout].to(gl.float32, bitcast=True)
-    first_key = 0
-    if RULE.decay:
-        first_key = message[NEXT + RULE.dropout + RULE.alibi]
-    own = Sizes(q_len, k_len, sizes.scale, sizes.dropout, slope)
-    return first, first_key, own, Dropout(philox_key, sizes.dropout)
-
-
-@gluon.jit
-def send(mail, visit, message):
-    """Tell the consumers about a tile."""
+def send(mail, visit, words):
+    """Tell the consumers about a tile: its first query, its head, or -1 if there are no more, and its sequence."""
     layout: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
-    WORDS: gl.constexpr = mail.tiles.shape[0] // MAILBOX
     slot = acquire(mail, visit)
     for word in gl.static_range(WORDS):
-        mail.tiles.index(WORDS * slot + word).store(gl.full([1], message[word], gl.int32, layout))
+        mail.tiles.index(WORDS * slot + word).store(gl.full([1], words[word], gl.int32, layout))
     commit(mail, visit)
 
 
 @gluon.jit
-def read(mail, number):
-    """A word of the messages."""
-    layout: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
-    return gl.max(mail.tiles.index(number).load(layout), 0)
-
-
-@gluon.jit
 def receive(mail, visit):
-    """The next message of the loader."""
-    WORDS: gl.constexpr = mail.tiles.shape[0] // MAILBOX
-    first = WORDS * wait_full(mail, visit)
-    message = read(mail, first), read(mail, first + 1)
-    for word in gl.static_range(2, WORDS):
-        message += (read(mail, first + word),)
+    """The words that the loader sent about the next tile."""
+    layout: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
+    slot = wait_full(mail, visit)
+    words = ()
+    for word in gl.static_range(WORDS):
+        words += (gl.max(mail.tiles.index(WORDS * slot + word).load(layout), 0),)
     release(mail, visit)
-    return message
+    return words
 
 
 @gluon.jit
-def tile_at(
-    number, total, n_tiles, tile_list, ragged, sizes, RULE: gl.constexpr, TILE: gl.constexpr, PIPE: gl.constexpr
-):
-    """Number of `total` tiles -> (tile, head, Sequence), in the order in which they should start."""
-    if PIPE.ragged:  # all heads of a tile, then the next one: the keys of neighbours are in the cache
-        tile, index, _ = listed(tile_list, number // TILE.heads)
-        return tile, number % TILE.heads, bounds(index, sizes.q_len, sizes.k_len, ragged, RULE)
+def sequence_at(index, program):
+    """The Sequence of a number."""
+    if program.PIPE.ragged:
+        return bounds(index, program.q_len, program.k_len, program.ragged, program.RULE)
     else:
-        tile, head, batch = query_tile(number, total, n_tiles, sizes.k_len, RULE, TILE)
-        return tile, head, Sequence(batch, batch, 0, sizes.q_len, 0, sizes.k_len)
+        return Sequence(index, index, 0, program.q_len, 0, program.k_len)
 
 
 @gluon.jit
-def loader(
-    shared, q, k, v, terms, sizes, n_tiles, flat_heads, tile_list, ragged,
-    RULE: gl.constexpr, TILE: gl.constexpr, PIPE: gl.constexpr,
-):  # fmt: skip
+def tiles_of(program):
+    """How many tiles of queries there are, of all heads and sequences."""
+    if program.PIPE.ragged:
+        n_tiles = gl.load(program.tile_list + 1)
+    else:
+        n_tiles = gl.cdiv(program.q_len, program.TILE.block_q) * program.batches
+    return n_tiles * program.TILE.heads
+
+
+@gluon.jit
+def tile_at(number, program):
+    """Number of a tile -> (its first query, head, Sequence), in the order in which they should start."""
+    TILE: gl.constexpr = program.TILE
+    if program.PIPE.ragged:  # all heads of a tile, then the next one: the keys of neighbours are in the cache
+        tile, index, _ = listed(program.tile_list, number // TILE.heads)
+        head = number % TILE.heads
+    else:
+        n_tiles = gl.cdiv(program.q_len, TILE.block_q)
+        tile, head, index = query_tile(number, tiles_of(program), n_tiles, program.k_len, program.RULE, TILE)
+    seq = sequence_at(index, program)
+    q_start = tile * TILE.block_q
+    # The tile that is not full comes first, where a causal mask leaves the fewest keys. But tiles as large as a
+    # block of keys stay aligned with the blocks: with a window each would otherwise need one more.
+    if TILE.block_q != TILE.block_k:
+        spare = gl.cdiv(seq.q_len, TILE.block_q) * TILE.block_q - seq.q_len
+        q_start -= spare // PER_CONSUMER * PER_CONSUMER
+    return q_start, head, seq
+
+
+@gluon.jit
+def loader(program):
     """Choose tiles, and load what the consumers will need in the order in which they will."""
+    TILE: gl.constexpr = program.TILE
+    PIPE: gl.constexpr = program.PIPE
     CONSUMERS: gl.constexpr = PIPE.consumers
     count = 0  # of blocks
     visit = 0  # of tiles
     number = gl.program_id(0)
-    total = n_tiles * flat_heads
-    if PIPE.ragged:
-        total = gl.load(tile_list + 1) * TILE.heads
+    total = tiles_of(program)
     while number < total:
-        tile, head, seq = tile_at(number, total, n_tiles, tile_list, ragged, sizes, RULE, TILE, PIPE)
-        q_start = tile * TILE.block_q
-        # The tile that is not full comes first, where a causal mask leaves the fewest keys. But tiles as large as a
-        # block of keys stay aligned with the blocks: with a window each would otherwise need one more.
-        if TILE.block_q != TILE.block_k:
-            spare = gl.cdiv(seq.q_len, TILE.block_q) * TILE.block_q - seq.q_len
-            q_start -= spare // PER_CONSUMER * PER_CONSUMER
-        send(shared.mail, visit, pack_message(q_start, head, seq, terms, RULE, TILE, PIPE))
-        queries = Extent(seq.batch, seq.batch * sizes.q_len + seq.q_start + seq.q_len, seq.q_len)
+        q_start, head, seq = tile_at(number, program)
+        send(program.mail, visit, (q_start, head, seq.index))
+        queries, keys = extents(seq, program.q_len, program.k_len)
         for index in gl.static_range(CONSUMERS):
             at = corner(queries, in_or_past(q_start + index * PER_CONSUMER, seq.q_len), head, PIPE.ragged)
-            fill(shared.q, visit * CONSUMERS + index, q, at)
-        keys = Extent(seq.batch, seq.batch * sizes.k_len + seq.k_start + seq.k_len, seq.k_len)
+            fill(program.q_tiles, visit * CONSUMERS + index, program.q, at)
         kv_head = head // TILE.group
-        own = Sizes(seq.q_len, seq.k_len, sizes.scale, sizes.dropout)
-        begin, _, _, end = blocks(q_start, TILE.block_q, own, RULE, TILE)
+        begin, _, _, end = blocks(q_start, TILE.block_q, seq, program)
         start = (end - 1) * TILE.block_k
-        fill(shared.k, count, k, corner(keys, start, kv_head, PIPE.ragged))
+        fill(program.k_tiles, count, program.k, corner(keys, start, kv_head, PIPE.ragged))
         for _ in range(end - 1 - begin):
-            fill(shared.k, count + 1, k, corner(keys, start - TILE.block_k, kv_head, PIPE.ragged))
-            fill(shared.v, count, v, corner(keys, start, kv_head, PIPE.ragged))
+            fill(program.k_tiles, count + 1, program.k, corner(keys, start - TILE.block_k, kv_head, PIPE.ragged))
+            fill(program.v_tiles, count, program.v, corner(keys, start, kv_head, PIPE.ragged))
             count += 1
             start -= TILE.block_k
-        fill(shared.v, count, v, corner(keys, start, kv_head, PIPE.ragged))
+        fill(program.v_tiles, count, program.v, corner(keys, start, kv_head, PIPE.ragged))
         count += 1
         visit += 1
-        number = gl.atomic_add(tile_list, 1, sem="relaxed") + gl.num_programs(0)  # whoever is free takes the next
+        # whoever is free takes the next
+        number = gl.atomic_add(program.tile_list, 1, sem="relaxed") + gl.num_programs(0)
     if not PIPE.ragged:  # the last to find none left sets the count back, for the next launch
-        gl.store(tile_list, 0, number == total + gl.num_programs(0) - 1)
-    send(shared.mail, visit, (0, -1, 0, 0, 0, 0, 0, 0))
+        gl.store(program.tile_list, 0, number == total + gl.num_programs(0) - 1)
+    send(program.mail, visit, (0, -1, 0))
 
 
 @gluon.jit
-def take_turn(may_issue, count, INDEX: gl.constexpr, PIPE: gl.constexpr):
+def take_turn(program, count, INDEX: gl.constexpr):
     """Wait until the consumer before has issued its products of this block: each block ends a phase of may_issue."""
-    if PIPE.ping_pong:
-        mbarrier.wait(may_issue.index(INDEX), count & 1)
+    if program.PIPE.ping_pong:
+        mbarrier.wait(program.may_issue.index(INDEX), count & 1)
 
 
 @gluon.jit
-def pass_turn(may_issue, INDEX: gl.constexpr, PIPE: gl.constexpr):
+def pass_turn(program, INDEX: gl.constexpr):
     """Let the next consumer issue its own."""
-    if PIPE.ping_pong:
-        mbarrier.arrive(may_issue.index((INDEX + 1) % PIPE.consumers))
+    if program.PIPE.ping_pong:
+        mbarrier.arrive(program.may_issue.index((INDEX + 1) % program.PIPE.consumers))
 
 
 @gluon.jit
-def skip(shared, count, steps, INDEX: gl.constexpr, PIPE: gl.constexpr):
+def skip(program, count, steps, INDEX: gl.constexpr):
     """Release blocks that other consumers of the tile meet and this one does not."""
     for _ in range(steps):
-        take_turn(shared.may_issue, count, INDEX, PIPE)
-        pass_turn(shared.may_issue, INDEX, PIPE)
-        filled(shared.k, count)
-        release(shared.k, count)
-        filled(shared.v, count)
-        release(shared.v, count)
+        take_turn(program, count, INDEX)
+        pass_turn(program, INDEX)
+        filled(program.k_tiles, count)
+        release(program.k_tiles, count)
+        filled(program.v_tiles, count)
+        release(program.v_tiles, count)
         count += 1
     return count

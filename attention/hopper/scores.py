@@ -1,18 +1,8 @@
 """What the Hopper kernels share: masks, and functions of the portable kernels compiled as Gluon."""
 
-from typing import NamedTuple
-
 from .. import score, tiles
 from . import ragged
 from .gluon import gl, gluon
-
-
-class Dropout(NamedTuple):
-    """Of one head of a sequence."""
-
-    philox_key: gl.tensor  # of score.dropout_key()
-    probability: gl.tensor
-
 
 end_softmax = gluon.jit(score.end_softmax.fn)
 bounds = gluon.jit(ragged.bounds.fn)
@@ -28,10 +18,15 @@ cap_scores = gluon.jit(score.cap_scores.fn)
 
 @gluon.jit
 def split_columns(x):
-    """A matmul's result [rows, columns] -> (parts [rows, n, t, 2], 8 n + (0, 1), 2 t [1, t]); their sum is the column.
+    """A matmul's result [rows, columns] -> (parts [rows, n, t, e], 8 n + e, 2 t [1, t]); their sum is the column.
 
-    A thread holds columns 8 n + 2 t + (0, 1) of a row, where t is its place in the group of four that shares the row.
-    With 2 t on the side of the rows, the rest are constants; else there were not registers enough.
+    A thread holds columns 8 n + 2 t + e of a row: t is its place in the group of four that shares the row, e is 0 or 1.
+    Of these it knows 8 n + e when it is compiled, and 2 t only when it runs. So instead of column < end, callers test
+
+        8 n + e < end - 2 t
+
+    The left side is an immediate of the instruction. The right side is one register for all columns of a row, where
+    column < end would need one for each column: more than there are.
     """
     ROWS: gl.constexpr = x.shape[0]
     COLUMNS: gl.constexpr = x.shape[1]
@@ -70,8 +65,8 @@ def keep_columns(x, begin, end, other):
 def ramp(x, first, DTYPE: gl.constexpr):
     """first + column as DTYPE, for a matmul's result [rows, columns]; first int32 [rows]."""
     _, column, thread = split_columns(x)
-    found = (expand_rows(first, thread) + thread).to(DTYPE)[:, None, :, None] + column.to(DTYPE)
-    return join_columns(found, x)
+    lead = (expand_rows(first, thread) + thread).to(DTYPE)
+    return join_columns(lead[:, None, :, None] + column.to(DTYPE), x)
 
 
 @gluon.jit
@@ -138,19 +133,19 @@ def join_fours(first, right, below, last, x):
 
 
 @gluon.jit
-def dropped(word, dropout):
+def dropped(word, probability):
     """Four random bytes in a uint32 -> bit 7 of each is set if it is less than 256 times the probability."""
-    bound = gl.cast(dropout.probability * 256, gl.uint32) * 0x01010101
+    bound = gl.cast(probability * 256, gl.uint32) * 0x01010101
     rest = (word | 0x80808080) - (bound & 0x7F7F7F7F)  # bit 7 is set if the other bits are not less
     return (~word & bound) | (~(word ^ bound) & ~rest)
 
 
 @gluon.jit
-def drop_pairs(pairs, row, column, dropout):
+def drop_pairs(pairs, row, column, philox_key, probability):
     """Zero packed weights [queries, keys / 2] as score.drop() does; row, column: of the first query and key."""
     queries, keys = split_fours(pairs, row, column)
-    low, high = philox(queries, keys, dropout.philox_key)
-    low, high = dropped(low, dropout), dropped(high, dropout)
+    low, high = philox(queries, keys, philox_key)
+    low, high = dropped(low, probability), dropped(high, probability)
     # each mask: its lower half is bit 7 of a byte of low, its upper half of high; for odd queries the reverse
     FILL: gl.constexpr = "prmt.b32 $0, $1, $2, $3;"
     choice = 0xCC88 ^ (queries & 1) * 0x4444
@@ -169,7 +164,7 @@ def negate(weights, flags):
 
 
 @gluon.jit
-def negate_dropped(weights, row, column, dropout):
+def negate_dropped(weights, row, column, philox_key, probability):
     """Weights [keys, queries], negative where score.drop() drops; row, column: of the first key and query.
 
     Of the two threads that hold keys j and j + 1, each calls philox() for half of the queries.
@@ -177,8 +172,8 @@ def negate_dropped(weights, row, column, dropout):
     even, odd = gl.split(weights.reshape([weights.shape[0], weights.shape[1] // 2, 2]))
     keys, queries = split_fours(even, row, column)
     own = keys & 1  # threads of odd keys draw for odd queries: the low word for their key, the high for the other one
-    low, high = philox(queries + own, keys - own, dropout.philox_key)
-    low, high = dropped(low, dropout), dropped(high, dropout)
+    low, high = philox(queries + own, keys - own, philox_key)
+    low, high = dropped(low, probability), dropped(high, probability)
     SWAP: gl.constexpr = "shfl.sync.bfly.b32 $0, $1, 4, 31, -1;"
     other = gl.inline_asm_elementwise(SWAP, "=r,r", [high], dtype=gl.uint32, is_pure=False, pack=1)
     even = negate(even, gl.where(own == 0, low, other))
@@ -191,8 +186,7 @@ def positive_part(x, DTYPE: gl.constexpr):
     """x as 16 bits, 0 where it is negative: one instruction for two numbers."""
     if DTYPE == gl.bfloat16:
         CONVERT: gl.constexpr = "cvt.rn.relu.bf16x2.f32 $0, $2, $1;"
-        found = gl.inline_asm_elementwise(CONVERT, "=r,f,f", [x], dtype=gl.bfloat16, is_pure=True, pack=2)
+        return gl.inline_asm_elementwise(CONVERT, "=r,f,f", [x], dtype=gl.bfloat16, is_pure=True, pack=2)
     else:
         CONVERT: gl.constexpr = "cvt.rn.relu.f16x2.f32 $0, $2, $1;"
-        found = gl.inline_asm_elementwise(CONVERT, "=r,f,f", [x], dtype=gl.float16, is_pure=True, pack=2)
-    return found
+        return gl.inline_asm_elementwise(CONVERT, "=r,f,f", [x], dtype=gl.float16, is_pure=True, pack=2)
