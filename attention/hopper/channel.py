@@ -35,6 +35,13 @@ def shared_layout(shape, dtype):
 
 
 @gluon.jit
+def new_channel(SLOTS: gl.constexpr, ROWS: gl.constexpr, DIM: gl.constexpr, DTYPE: gl.constexpr, READERS: gl.constexpr):
+    """A Channel with new memory, whose tiles READERS warpgroups read."""
+    tiles = gl.allocate_shared_memory(DTYPE, [SLOTS, ROWS, DIM], shared_layout([ROWS, DIM], DTYPE))
+    return Channel(tiles, barriers(SLOTS, 1), barriers(SLOTS, READERS))
+
+
+@gluon.jit
 def slot_and_phase(channel, count):
     """Slot of tile number `count`, and the phase of its barriers that ends with this tile."""
     SLOTS: gl.constexpr = channel.full.shape[0]

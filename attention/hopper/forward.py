@@ -9,11 +9,9 @@ Source: Shah et al., FlashAttention-3; scores in base 2.
 from typing import NamedTuple
 
 from ..score import LOG2E
-from ..tiles import Sequence
-from .channel import Channel, barriers, filled, release
-from .decay import nearest_gate, relative_gate2
+from .channel import Channel, barriers, filled, new_channel, release
+from .decay import relative_gate2
 from .gluon import (
-    aggregate,
     fence_async_shared,
     gl,
     gluon,
@@ -30,22 +28,20 @@ from .pipeline import (
     WORDS,
     Program,
     blocks,
-    channel,
     in_or_past,
     loader,
+    own_blocks,
+    own_queries,
     pass_turn,
     receive,
-    sequence_at,
     skip,
     take_turn,
 )
 from .ragged import corner, extents
 from .scores import (
     add_ramp,
-    alibi_slope2,
     cap_scores,
     drop_pairs,
-    dropout_key,
     end_softmax,
     keep_columns,
     minus_rows,
@@ -53,24 +49,6 @@ from .scores import (
     relative_bias,
     row_max,
 )
-
-
-@aggregate
-class Queries:
-    """PER_CONSUMER queries of a tile, which are one consumer's, and what their scores depend on."""
-
-    number: gl.tensor  # of their tile in q_tiles
-    tile: gl.shared_memory_descriptor  # [queries, D]
-    seq: Sequence
-    head: gl.tensor
-    flat_head: gl.tensor  # counted over all batch rows
-    start: gl.tensor  # the first in its sequence; below 0 if there are fewer
-    first_pos: gl.tensor  # the key at which that stands
-    alibi_slope2: gl.tensor
-    philox_key: gl.tensor
-    gates: gl.tensor  # pointer to the sequence's first, if there are any
-    pivot: gl.tensor  # the gate that is subtracted from the others
-    INDEX: gl.constexpr  # of the consumer
 
 
 class State(NamedTuple):
@@ -252,38 +230,6 @@ def end_rows(state, queries, program):
 
 
 @gluon.jit
-def own_queries(tile_start, head, seq, visit, program, INDEX: gl.constexpr):
-    """The Queries of a consumer in a tile, once they are loaded."""
-    terms = program.terms
-    start = tile_start + INDEX * PER_CONSUMER
-    first_pos = start + seq.k_len - seq.q_len
-    flat_head = (seq.batch * program.TILE.heads + head).to(gl.int64)
-    slope2 = alibi_slope2(terms, head, seq)
-    philox_key = dropout_key(seq.index, head, terms.seed, program.RULE)
-    gates, pivot = 0, 0
-    if program.RULE.decay:
-        gates = terms.gate + (flat_head * program.k_len + seq.k_start)
-        pivot = nearest_gate(gates, first_pos, seq.k_len)
-    number = visit * program.PIPE.consumers + INDEX
-    tile = filled(program.q_tiles, number)
-    return Queries(number, tile, seq, head, flat_head, start, first_pos, slope2, philox_key, gates, pivot, INDEX)
-
-
-@gluon.jit
-def own_blocks(q_start, seq, tile_end, program):
-    """blocks() of a consumer, of those of its tile; where it has no queries the last one, so that there is one."""
-    begin, full_begin, full_end, end = blocks(q_start, PER_CONSUMER, seq, program)
-    end = gl.minimum(end, tile_end)
-    begin = gl.where((q_start >= 0) & (q_start < seq.q_len), gl.minimum(begin, end - 1), end - 1)
-    full_end = gl.maximum(gl.minimum(full_end, end - 1), begin)
-    if program.RULE.window > 0:
-        full_begin = gl.maximum(gl.minimum(full_begin, full_end), begin)
-    else:
-        full_begin = begin
-    return begin, full_begin, full_end, end
-
-
-@gluon.jit
 def output_tile(acc, program, INDEX: gl.constexpr):
     """The output of a consumer in its shared memory, where TMA will read it; that of its tile before has left."""
     tma_wait(0)
@@ -303,8 +249,8 @@ def consumer(program, INDEX: gl.constexpr):
     visit = 0  # of tiles
     tile_start, head, index = receive(program.mail, visit)
     while head >= 0:
-        seq = sequence_at(index, program)
-        queries = own_queries(tile_start, head, seq, visit, program, INDEX)
+        queries = own_queries(tile_start, head, index, visit, program, INDEX)
+        seq = queries.seq
         tile_begin, _, _, tile_end = blocks(tile_start, TILE.block_q, seq, program)
         begin, full_begin, full_end, end = own_blocks(queries.start, seq, tile_end, program)
         next_tile = count + tile_end - tile_begin
@@ -362,9 +308,9 @@ def hopper_forward_kernel(
     they take, and which is 0 again at the end.
     """
     # full barriers: the loader, or its TMA, arrives. Empty ones: each consumer; of q the one whose tile it is.
-    q_tiles = channel(PIPE.consumers * PIPE.q_stages, PER_CONSUMER, TILE.dim, q.dtype, 1)
-    k_tiles = channel(PIPE.stages, TILE.block_k, TILE.dim, q.dtype, PIPE.consumers)
-    v_tiles = channel(PIPE.stages, TILE.block_k, TILE.value_dim, q.dtype, PIPE.consumers)
+    q_tiles = new_channel(PIPE.consumers * PIPE.q_stages, PER_CONSUMER, TILE.dim, q.dtype, 1)
+    k_tiles = new_channel(PIPE.stages, TILE.block_k, TILE.dim, q.dtype, PIPE.consumers)
+    v_tiles = new_channel(PIPE.stages, TILE.block_k, TILE.value_dim, q.dtype, PIPE.consumers)
     out_tiles = q_tiles.tiles
     if not PIPE.out_in_q_memory:
         outputs: gl.constexpr = [PIPE.consumers, PER_CONSUMER, TILE.value_dim]
@@ -382,7 +328,8 @@ def hopper_forward_kernel(
         q, k, v, out, lse2, max_logit2, sink, terms, q_tiles, k_tiles, v_tiles, mail, out_tiles, may_issue,
         q_len, k_len, batches, tile_list, ragged, RULE, TILE, PIPE,
     )  # fmt: skip
-    # registers of each warp; the first consumer gets what maxnreg leaves
+    # Who does what. The first consumer is the warps that were launched, with the registers that maxnreg leaves; then
+    # come warps and registers (of a thread) of the others.
     if PIPE.consumers == 2:
         gl.warp_specialize(
             [(consumer, (program, 0)), (consumer, (program, 1)), (loader, (program,))],

@@ -4,10 +4,11 @@ from typing import NamedTuple
 
 from ..score import Terms, ahead, behind
 from ..tiles import Ragged, Sequence
-from .channel import Channel, acquire, barriers, commit, fill, filled, release, shared_layout, wait_full
+from .channel import Channel, acquire, commit, fill, filled, release, wait_full
+from .decay import nearest_gate
 from .gluon import aggregate, gl, gluon, mbarrier
 from .ragged import corner, extents
-from .scores import bounds, listed, meeting_range, query_tile
+from .scores import alibi_slope2, bounds, dropout_key, listed, meeting_range, query_tile
 
 PER_CONSUMER = gl.constexpr(64)  # queries of a consumer: what one warpgroup multiplies at a time
 MAILBOX = gl.constexpr(2)  # tiles on their way from the loader to the consumers
@@ -54,6 +55,24 @@ class Program:
     PIPE: gl.constexpr
 
 
+@aggregate
+class Queries:
+    """PER_CONSUMER queries of a tile, which are one consumer's, and what their scores depend on."""
+
+    number: gl.tensor  # of their tile in q_tiles
+    tile: gl.shared_memory_descriptor  # [queries, D]
+    seq: Sequence
+    head: gl.tensor
+    flat_head: gl.tensor  # counted over all batch rows
+    start: gl.tensor  # the first in its sequence; below 0 if there are fewer
+    first_pos: gl.tensor  # the key at which that stands
+    alibi_slope2: gl.tensor
+    philox_key: gl.tensor
+    gates: gl.tensor  # pointer to the sequence's first, if there are any
+    pivot: gl.tensor  # the gate that is subtracted from the others
+    INDEX: gl.constexpr  # of the consumer
+
+
 @gluon.jit
 def blocks(start, rows, seq, program):
     """Blocks of keys that `rows` queries from `start` on meet: (begin, full_begin, full_end, end), at least one."""
@@ -69,16 +88,23 @@ def blocks(start, rows, seq, program):
 
 
 @gluon.jit
-def in_or_past(q_start, q_len):
-    """A consumer's first query; q_len if its rows lie before query 0, because TMA cannot store there."""
-    return gl.where(q_start < 0, q_len, q_start)
+def own_blocks(q_start, seq, tile_end, program):
+    """blocks() of a consumer, of those of its tile; where it has no queries the last one, so that there is one."""
+    begin, full_begin, full_end, end = blocks(q_start, PER_CONSUMER, seq, program)
+    end = gl.minimum(end, tile_end)
+    begin = gl.where((q_start >= 0) & (q_start < seq.q_len), gl.minimum(begin, end - 1), end - 1)
+    full_end = gl.maximum(gl.minimum(full_end, end - 1), begin)
+    if program.RULE.window > 0:
+        full_begin = gl.maximum(gl.minimum(full_begin, full_end), begin)
+    else:
+        full_begin = begin
+    return begin, full_begin, full_end, end
 
 
 @gluon.jit
-def channel(SLOTS: gl.constexpr, ROWS: gl.constexpr, DIM: gl.constexpr, DTYPE: gl.constexpr, READERS: gl.constexpr):
-    """An empty Channel."""
-    tiles = gl.allocate_shared_memory(DTYPE, [SLOTS, ROWS, DIM], shared_layout([ROWS, DIM], DTYPE))
-    return Channel(tiles, barriers(SLOTS, 1), barriers(SLOTS, READERS))
+def in_or_past(q_start, q_len):
+    """A consumer's first query; q_len if its rows lie before query 0, because TMA cannot store there."""
+    return gl.where(q_start < 0, q_len, q_start)
 
 
 @gluon.jit
@@ -176,6 +202,25 @@ def loader(program):
     if not PIPE.ragged:  # the last to find none left sets the count back, for the next launch
         gl.store(program.tile_list, 0, number == total + gl.num_programs(0) - 1)
     send(program.mail, visit, (0, -1, 0))
+
+
+@gluon.jit
+def own_queries(tile_start, head, index, visit, program, INDEX: gl.constexpr):
+    """The Queries of a consumer in a tile, once they are loaded; index: of the sequence."""
+    terms = program.terms
+    seq = sequence_at(index, program)
+    start = tile_start + INDEX * PER_CONSUMER
+    first_pos = start + seq.k_len - seq.q_len
+    flat_head = (seq.batch * program.TILE.heads + head).to(gl.int64)
+    slope2 = alibi_slope2(terms, head, seq)
+    philox_key = dropout_key(seq.index, head, terms.seed, program.RULE)
+    gates, pivot = 0, 0
+    if program.RULE.decay:
+        gates = terms.gate + (flat_head * program.k_len + seq.k_start)
+        pivot = nearest_gate(gates, first_pos, seq.k_len)
+    number = visit * program.PIPE.consumers + INDEX
+    tile = filled(program.q_tiles, number)
+    return Queries(number, tile, seq, head, flat_head, start, first_pos, slope2, philox_key, gates, pivot, INDEX)
 
 
 @gluon.jit
