@@ -20,6 +20,7 @@ from triton.language import core
 tma_load = tma.async_load if hasattr(tma, "async_load") else tma.async_copy_global_to_shared
 tma_store = tma.async_store if hasattr(tma, "async_store") else tma.async_copy_shared_to_global
 tma_wait = tma.store_wait
+triton_aggregate = gluon.aggregate if hasattr(gluon, "aggregate") else core._aggregate
 partition_barrier = gl.thread_barrier if hasattr(gl, "thread_barrier") else gl.barrier
 
 if hasattr(tma, "async_atomic_add"):
@@ -37,16 +38,16 @@ else:  # in the compiler since 3.6, but without a name
 
 
 def aggregate(cls):
-    """A record of kernels that may hold compile-time constants: assigning a NamedTuple makes them run-time values."""
+    """Make a class a record that keeps compile-time constants; those of a NamedTuple become run-time values."""
     names = list(cls.__annotations__)
 
     def init(self, *values):
         for name, value in zip(names, values, strict=True):
             setattr(self, name, value)
 
-    init.__triton_builtin__ = True  # nothing that a kernel depends on
-    cls.__init__, cls.__annotations__ = init, dict.fromkeys(names, object)  # fields may be None: no type is checked
-    return core._aggregate(cls)
+    init.__triton_builtin__ = True  # else Triton rejects it as a function that kernels use but it cannot compile
+    cls.__init__, cls.__annotations__ = init, dict.fromkeys(names, object)  # no types are checked: fields may be None
+    return triton_aggregate(cls)
 
 
 __all__ = [
