@@ -275,7 +275,7 @@ def consumer(program, INDEX: gl.constexpr):
         lse2, top, factor = end_rows(state, queries, program)
         offset = queries.start + gl.arange(0, PER_CONSUMER, lse2.type.layout)
         is_query = (offset >= 0) & (offset < seq.q_len)
-        gl.store(program.lse2 + (queries.flat_head * program.q_len + seq.q_start) + offset, lse2, is_query)
+        gl.store(program.lse2 + (queries.flat_head.to(gl.int64) * program.q_len + seq.q_start) + offset, lse2, is_query)
 
         acc = warpgroup_mma_wait(0, deps=(acc,))
         release(program.v_tiles, state.count - 1)

@@ -211,12 +211,12 @@ def own_queries(tile_start, head, index, visit, program, INDEX: gl.constexpr):
     seq = sequence_at(index, program)
     start = tile_start + INDEX * PER_CONSUMER
     first_pos = start + seq.k_len - seq.q_len
-    flat_head = (seq.batch * program.TILE.heads + head).to(gl.int64)
+    flat_head = seq.batch * program.TILE.heads + head
     slope2 = alibi_slope2(terms, head, seq)
     philox_key = dropout_key(seq.index, head, terms.seed, program.RULE)
     gates, pivot = 0, 0
     if program.RULE.decay:
-        gates = terms.gate + (flat_head * program.k_len + seq.k_start)
+        gates = terms.gate + (flat_head.to(gl.int64) * program.k_len + seq.k_start)
         pivot = nearest_gate(gates, first_pos, seq.k_len)
     number = visit * program.PIPE.consumers + INDEX
     tile = filled(program.q_tiles, number)
