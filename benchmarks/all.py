@@ -8,9 +8,9 @@ A file holds the table that a part prints, with chip, commit and versions in eac
 where they were, so run them until they start no more runs; a file is begun anew if a row of it is of another commit,
 chip or version.
 
---text is tiny Shakespeare, --books the folder that `recipes.py split` wrote, --ranks GPT-2's r50k_base.tiktoken, and
---nanogpt a checkout of nanoGPT; paths are relative to the repository. On a new machine, compiled kernels are cached
-only after a first run.
+--text is tiny Shakespeare, --books the folder that `recipes.py split` wrote, --ranks GPT-2's r50k_base.tiktoken;
+--nanogpt, --flash_attention and --fla are checkouts. Paths are relative to the repository. On a new machine, compiled
+kernels are cached only after a first run.
 """
 
 import shlex
@@ -54,6 +54,7 @@ PARTS = {
     "step_gpt2": "benchmarks/step_parts.py configs/gpt2.py --data text --input {text} --tokenizer gpt2:{ranks} "
     "--batch_size 32",
     "step_char": "benchmarks/step_parts.py configs/shakespeare_char.py --input {text}",
+    "peers": "benchmarks/peers.py --flash_attention {flash_attention} --fla {fla}",
     "chip_80": "benchmarks/small_chips.py 80",
     "chip_86": "benchmarks/small_chips.py 86",
     "fp8": recipe("gpt2_books", "fp8", FP8),
@@ -99,7 +100,7 @@ def main():
     parser = command_line(__doc__)
     parser.add_argument("parts", nargs="*", metavar="PART")
     parser.add_argument("--list", action="store_true")
-    for name in ("text", "books", "ranks", "nanogpt"):
+    for name in ("text", "books", "ranks", "nanogpt", "flash_attention", "fla"):
         parser.add_argument(f"--{name}", type=Path, default=Path(name.upper()), help="relative to the repository")
     args = parser.parse_args()
     if unknown := set(args.parts) - {*PARTS, "tables"}:

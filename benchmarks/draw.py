@@ -174,7 +174,6 @@ TABLES = {
     "attention_readme": lambda: attention(CAUSAL_CASES, PEERS, "both").rpartition("(")[0],
     "char": partial(from_csv, "char_cold", "char"),
     "shakespeare": partial(from_csv, "shakespeare_cold", "shakespeare"),
-    "gpt2": partial(from_csv, "gpt2_fp8", "gpt2_documents"),
     "books": books,
     "steps": steps,
     "fp8": partial(runs, "fp8", by=("name", "seed", "tokens")),  # with each seed a pair

@@ -38,6 +38,69 @@ def test_small(command, folder):
     assert not (ROOT / "runs" / f"bench-{own}").exists()
 
 
+PEER = """
+import sys
+from functools import partial
+import pytest
+import torch
+from fla.ops.attn.parallel import parallel_attn
+from flash_attn.cute.interface import flash_attn_varlen_func
+
+ours = sys.modules["flash_attn.cute.interface"]
+ours.attention = partial(ours.attention, impl="triton")  # on a CPU, too
+
+def randn(*shape):
+    return torch.randn(*shape, device="cuda" if torch.cuda.is_available() else "cpu")
+
+def expected(q, k, v, left, right):
+    ahead = torch.arange(len(k)) - torch.arange(len(q))[:, None] + len(q) - len(k)
+    hidden = (ahead < -left) | (ahead > right)
+    scores = torch.einsum("qhd,khd->hqk", q, k) / q.shape[-1] ** 0.5
+    weights = scores.masked_fill(hidden.to(q.device), float("-inf")).softmax(-1).nan_to_num()
+    return torch.einsum("hqk,khd->qhd", weights, v)
+
+@pytest.mark.parametrize("error", [0.0, 0.5])
+@pytest.mark.parametrize("left, right", [(3, 0), (2, 2), (4, 1), (7, -2)])
+def test_windows_of_padded_rows(left, right, error):
+    q, k, v, lengths = randn(2, 9, 2, 12), randn(2, 11, 2, 12), randn(2, 11, 2, 12), [(9, 7), (4, 11)]
+    used_q, used_k = torch.tensor(lengths, device=q.device).T
+    out, _ = flash_attn_varlen_func(q, k, v, seqused_q=used_q, seqused_k=used_k, window_size=(left, right))
+    for row, (m, n) in enumerate(lengths):
+        correct = expected(q[row, :m], k[row, :n], v[row, :n], left, right) + error
+        torch.testing.assert_close(out[row, :m], correct, rtol=0, atol=5e-3)
+
+@pytest.mark.parametrize("window", range(1, 1000))
+@pytest.mark.parametrize("scale", range(1, 1000))
+def test_one_token(window, scale):
+    q = randn(1, 1, 1, 20)
+    torch.testing.assert_close(parallel_attn(q, q, q, None, scale, window), q)
+
+def test_outside():
+    parallel_attn(*randn(3, 1, 5, 1, 8), window_size=0)
+
+def test_nothing():
+    pass
+
+def test_skipped():
+    pytest.skip()
+"""
+
+
+@pytest.mark.slow
+def test_tests_of_others(folder):
+    (folder / "tests/ops").mkdir(parents=True)
+    for name, text in {"attn": PEER, "attn_sink": "", "forgetting_attn": ""}.items():
+        (folder / f"tests/ops/test_{name}.py").write_text(text)
+    argv = ["--fla", folder, "--cases", 8, "--numprocesses", 2]
+    variables = {} if ON_GPU else {"TRITON_INTERPRET": "1"}
+    output, _ = finish(start(folder, *map(str, argv), script=ROOT / "benchmarks/peers.py", variables=variables))
+    row = next(line for line in output.splitlines() if line.startswith("| attn.py"))
+    counts, failed = row.strip("| ").rsplit(" | ", 1)
+    assert counts == "attn.py | 12 | 4 | 1 | no call of attention(): 1, window of 0 keys: 1"
+    wrong = {f"test_windows_of_padded_rows[{window}-0.5]" for window in ("3-0", "2-2", "4-1", "7--2")}
+    assert set(failed.split("; ")) == wrong
+
+
 def test_pages_and_charts_are_drawn():
     for page in draw.PAGES:
         text = (ROOT / page).read_text()
