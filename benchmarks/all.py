@@ -49,7 +49,6 @@ PARTS = {
     "shakespeare_cold": TRAINING + "{text} --jobs shakespeare --whole --cold",
     "shakespeare": TRAINING + "{text} --jobs shakespeare --whole --rounds 5",
     "books": TRAINING + "{books}/train --nanogpt {nanogpt} --jobs books --whole",
-    "control": TRAINING + "{books}/train --jobs control --whole",
     "dial": TRAINING + "{books}/train --jobs dial --whole",
     "step_gpt2": "benchmarks/step_parts.py configs/gpt2.py --data text --input {text} --tokenizer gpt2:{ranks} "
     "--batch_size 32",

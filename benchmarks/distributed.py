@@ -40,7 +40,6 @@ PARTS = {
     "ddp": {
         "124M, DDP, 32 sequences": GPT2 | dict(batch_size=32, micro_batch=32),
         "124M, DDP, 4 x 32 sequences": GPT2 | dict(batch_size=128, micro_batch=32),
-        "124M, DDP, FP8, 32 sequences": GPT2 | dict(batch_size=32, micro_batch=32, fp8=True),
     },
     "xl": {f"1.5B, {parallel}": BIG | dict(parallel=parallel) for parallel in ("fsdp", "ddp")},
     "largest": {"22 layers of width 4096": DEEP},

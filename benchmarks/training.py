@@ -60,7 +60,6 @@ JOBS = {
         1.4721,  # near nanoGPT's best; its README has 1.4697
     ),
     "shakespeare": Job("bpe:384", "configs/shakespeare.py", "", 2.0, "bits/byte"),
-    "control": Job("gpt2", "configs/gpt2_books.py"),
     "dial": Job("gpt2", "configs/modern.py --tokens 43_000_000"),
 }  # fmt: skip
 SMALL = (
