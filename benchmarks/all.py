@@ -8,6 +8,8 @@ A file holds the table that a part prints, with chip, commit and versions in eac
 where they were, so run them until they start no more runs; a file is begun anew if a row of it is of another commit,
 chip or version.
 
+benchmarks/pictures.py draws the pictures of docs/attention.md, with what errors and timeline measured.
+
 --text is tiny Shakespeare, --books the folder that `recipes.py split` wrote, --ranks GPT-2's r50k_base.tiktoken;
 --nanogpt, --flash_attention and --fla are checkouts. Paths are relative to the repository. On a new machine, compiled
 kernels are cached only after a first run.
@@ -63,6 +65,8 @@ PARTS = {
     "depths": recipe("modern", "depths", "' --seeds 1 2", tokenizer="bpe:8192"),
     "sampling_text": "benchmarks/sampling.py --parts text --nanogpt {nanogpt} --transformers",
     "sampling_attention": "benchmarks/sampling.py --parts attention",
+    "errors": "benchmarks/errors.py",
+    "timeline": "benchmarks/timeline.py",
     "two_gpus_ddp": "benchmarks/distributed.py --gpus 1 2 --parts ddp",
     "two_gpus_xl": "benchmarks/distributed.py --gpus 1 2 --parts xl",
 }

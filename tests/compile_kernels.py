@@ -136,7 +136,7 @@ class Driver:
         found = dict(spilled=stores + loads, shared=shared, registers=registers, warnings=warnings)
         found |= dict(arrivals=barriers_before_arrivals(self.ptx), overlaps=overlapping_barriers(self.ptx))
         before, wait, _ = self.ptx.partition("griddepcontrol.wait")  # for the previous kernel
-        found |= dict(early=len(ACCESS.findall(before)) if wait else None)
+        found |= dict(early=len(ACCESS.findall(before)) if wait else None, clocks=self.ptx.count("%clock"))
         self.report(kernel=name, **found)
         return 0, 0, registers, 0, 1024  # module, function, registers, spills, largest block
 
