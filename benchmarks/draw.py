@@ -291,6 +291,15 @@ def digest(rows):
     return hashlib.sha256(repr(rows).encode()).hexdigest()[:16]
 
 
+def save(charts):
+    """Draw those of chart_rows() whose data have changed, or that are gone."""
+    for name, (rows, draw) in charts.items():
+        path = ROOT / name
+        if not path.exists() or digest(rows) not in path.read_text():
+            draw(rows).savefig(path, metadata=dict(Date=None, Description=digest(rows)))
+            print(f"drew {name}")
+
+
 def main():
     for page in PAGES:
         path = ROOT / page
@@ -298,8 +307,4 @@ def main():
         if (new := drawn(old)) != old:
             path.write_text(new)
             print(f"drew the tables of {page}")
-    for name, (rows, draw) in chart_rows().items():
-        path = ROOT / name
-        if not path.exists() or digest(rows) not in path.read_text():
-            draw(rows).savefig(path, metadata=dict(Date=None, Description=digest(rows)))
-            print(f"drew {name}")
+    save(chart_rows())
