@@ -3,6 +3,6 @@ first text to read; __init__ imports the full one."""
 
 from .api import attention, attention_qkv, explain
 from .decode import decode
-from .score_mod import check_score_mod
+from .derivative import check_score_mod
 
 __all__ = ["attention", "attention_qkv", "check_score_mod", "decode", "explain"]

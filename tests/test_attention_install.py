@@ -1,5 +1,6 @@
 """attention/ installed by itself, where none of our other folders and dependencies can be imported."""
 
+import ast
 import json
 import os
 import re
@@ -7,6 +8,7 @@ import shutil
 import subprocess
 import sys
 import tomllib
+from graphlib import TopologicalSorter
 from importlib.metadata import distributions, version
 from pathlib import Path
 
@@ -42,6 +44,20 @@ def test_only_versions_of_triton_that_were_tested():
         wanted += [Requirement(x).specifier for x in project["dependencies"] if x.startswith("triton")]
     ours, of_the_folder = wanted
     assert ours == of_the_folder and version("triton") in ours and "3.10.0" not in ours
+
+
+def test_modules_import_in_one_direction():
+    """Imports within functions count too: a reader can begin with a file that needs no other, and go on from there."""
+    imported = {}
+    for path in (ROOT / "attention").rglob("*.py"):
+        names = imported[path] = set()
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.ImportFrom) and node.level > 0:
+                folder = path.parents[node.level - 1].joinpath(*(node.module or "").split("."))
+                modules = [folder.with_suffix(".py"), *(folder / f"{x.name}.py" for x in node.names)]
+                names.update(x for x in modules if x.exists())
+    order = [*TopologicalSorter(imported).static_order()]  # raises CycleError with the files of a cycle
+    assert order.index(ROOT / "attention/features.py") < order.index(ROOT / "attention/api.py")
 
 
 @pytest.mark.slow
