@@ -7,9 +7,9 @@ import torch
 from . import ops
 from .checks import DTYPES, check_is_tensor, check_max_seqlen, check_qkv, check_seed, pair
 from .choose import decide
-from .features import SEED, Call, features_of
+from .features import SEED, Call, features_of, traits
 from .reference import reference_attention
-from .score_mod import key_of_function, split_args
+from .score_mod import label_of, split_args
 from .sdpa import attention_by_sdpa, hides_values
 
 # asked once, here: torch.compile cannot trace the question in PyTorch 2.11
@@ -154,20 +154,20 @@ ROUTES = {}
 def _attend(call):
     """attention() of a Call; q holds keys and values too if kv_heads is not 0."""
     if call.score_mod is not None:
-        call = with_key(call)
-    key, route = key_of(call), None
-    if key is not None:  # else Dynamo would look at what is remembered
+        call = with_label(call)
+    signature, route = signature_of(call), None
+    if signature is not None:  # else Dynamo would look at what is remembered
         try:
-            route = ROUTES.get(key)
+            route = ROUTES.get(signature)
         except TypeError:  # symbolic shapes have no hash
-            key = None
+            signature = None
     if route is None:
         route = Route(call.apart())
-        if key is not None:
+        if signature is not None:
             if len(ROUTES) >= 512:  # lengths that never repeat
                 ROUTES.clear()
-            ROUTES[key] = route
-    else:  # what the key leaves out
+            ROUTES[signature] = route
+    else:  # what the signature leaves out
         if call.seed is not None:
             check_seed(call.seed, call.q.device)
         if call.max_seqlen is not None:
@@ -189,13 +189,15 @@ def _attend(call):
         out, *rows = ops.forward_op(*call.for_op)
     else:
         if route.problem is None:
-            route.problem = ops.backend(impl).describe(call)
+            from .problem import problem_of  # imports Triton
+
+            route.problem = problem_of(call)
         out, *rows = ops.forward_with_gradient(call, route.problem)
     rows = [x * math.log(2) for x in (rows if call.return_lse else rows[1:])]  # to natural units
     return (out, *rows) if rows else out
 
 
-def key_of(call):
+def signature_of(call):
     """What calls that are alike have in common; None while torch.compile traces.
 
     Left out are where tensors lie, what they hold, and the values of seed and max_seqlen.
@@ -205,18 +207,11 @@ def key_of(call):
     precision = call.q.dtype == torch.float32 and torch.backends.cuda.matmul.fp32_precision
     bounds, _, score_args = call[-3:]
     return (
-        *[None if x is None else signature(x) for x in call[:SEED]], *call[SEED + 1 : -3],
+        *[None if x is None else traits(x) for x in call[:SEED]], *call[SEED + 1 : -3],
         *map(type, call[SEED:]),  # since True == 1
         torch.is_grad_enabled(), precision,
-        bounds is not None and (signature(bounds), hides_values(call)), signature(score_args),
+        bounds is not None and (traits(bounds), hides_values(call)), traits(score_args),
     )  # fmt: skip
-
-
-def signature(x):
-    """What of an argument decides how a call is served."""
-    if isinstance(x, torch.Tensor):
-        return x.shape, x.stride(), x.dtype, x.device, x.requires_grad
-    return tuple(map(signature, x)) if isinstance(x, tuple) else (type(x), x)
 
 
 def for_kernels(call, features):
@@ -231,15 +226,15 @@ def for_kernels(call, features):
     return call._replace(**changes) if changes else call
 
 
-def with_key(call):
-    """A Call with the key of its score_mod in place of the function."""
-    return call._replace(score_mod=key_of_function(call.score_mod))
+def with_label(call):
+    """A Call with the label of its score_mod in place of the function."""
+    return call._replace(score_mod=label_of(call.score_mod))
 
 
 def explain(q, k, v, **arguments):
     """Which implementation serves attention(q, k, v, **arguments), and why: a line of text. Raises as attention()."""
     call = call_of(*_cast_for_autocast(q=q, k=k, v=v), **arguments)
-    impl, reason = decide(call if call.score_mod is None else with_key(call))
+    impl, reason = decide(call if call.score_mod is None else with_label(call))
     return f"{impl}: {reason}"
 
 

@@ -1,7 +1,7 @@
 """The arguments of a call, and the tensors among them that change scores: what is accepted, and which backends serve.
 
 A feature is declared here once: a field of Call, and a line of FEATURES. The schema of the ops, the checks of a call,
-its key and what a backend lacks follow from these. Section 9 of docs/attention.md says where its formula goes.
+its signature and what a backend lacks follow from these. Section 9 of docs/attention.md says where its formula goes.
 """
 
 from collections.abc import Callable
@@ -39,7 +39,7 @@ class Call(NamedTuple):
     seed: int | Tensor | None = None  # for the ops [1] int64, or None without dropout
     score_tensors: list[Tensor | None] = ()  # this and the next for the ops alone: score_args, as split_args() has them
     score_numbers: list[float] = ()
-    score_mod: str | None = None  # a Triton function, for the ops its key: see score_mod.py
+    score_mod: str | None = None  # a Triton function, for the ops its label: see score_mod.py
     causal: bool = True
     window: int | None = None
     softcap: float | None = None
@@ -78,6 +78,10 @@ class Call(NamedTuple):
         """All tensors that the ops take: the fields up to seed, then score_tensors."""
         return self[:TENSORS] + tuple(self.score_tensors)
 
+    def with_tensors(self, tensors):
+        """The same Call with others in place of its tensors."""
+        return Call(*tensors[:TENSORS], tensors[TENSORS:], *self[TENSORS + 1 :])
+
     @property
     def for_op(self):
         """The arguments of an op, in the order of its schema."""
@@ -87,6 +91,13 @@ class Call(NamedTuple):
 SEED = Call._fields.index("seed")
 TENSORS = SEED + 1
 OP_ARGUMENTS = Call._fields.index("return_lse")
+
+
+def traits(x):
+    """What of an argument decides how a call is served: calls are alike if all their arguments have the same."""
+    if isinstance(x, Tensor):
+        return x.shape, x.stride(), x.dtype, x.device, x.requires_grad
+    return tuple(map(traits, x)) if isinstance(x, (tuple, list)) else (type(x), x)  # since True == 1
 
 
 class Feature(NamedTuple):

@@ -24,8 +24,6 @@ from triton.language.extra.cuda import gdc_wait
 from triton.runtime.errors import OutOfResources
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from . import table
-from .features import TENSORS, Call
 from .tiles import INTERPRETED, padded
 
 
@@ -45,17 +43,18 @@ class Step(NamedTuple):
 
     kernel: triton.JITFunction
     programs: int
-    launch: table.Launch
     args: tuple  # tensors, TMA descriptors, numbers and tuples of these
     constants: tuple  # its last parameters
+    warps: int = 4
+    stages: int = 1
     registers: int | None = None  # at most so many of a thread
 
 
 def start(problem, steps, call, tensors, *flags):
     """Start the kernels that steps(problem, call, tensors, *flags) lists.
 
-    steps() may view tensors, but must not copy them. All start at multiples of 16 bytes. Their shapes and strides, and
-    which are None, follow from the problem and the flags.
+    steps() may view tensors, but must not copy them. All start at multiples of 16 bytes. The shapes of tensors follow
+    from the problem, their strides and the flags.
     """
     if INTERPRETED.value:
         for step in steps(problem, call, tensors, *flags):
@@ -68,9 +67,10 @@ def start(problem, steps, call, tensors, *flags):
             start(problem, steps, call, tensors, *flags)
         return
     given = [x for x in (*call.tensors, *tensors) if x is not None]
-    launches = problem.starts.get((steps, *flags))
+    signature = steps, flags, *[None if x is None else x.stride() for x in tensors]
+    launches = problem.cache.get(signature)
     if launches is None:
-        launches = problem.starts[steps, *flags] = prepare(problem, device, given, steps, call, tensors, flags)
+        launches = problem.cache[signature] = prepare(problem, device, given, steps, call, tensors, flags)
     addresses, stream = [x.data_ptr() for x in given], driver.get_current_stream(device)
     for launch in launches:
         launch(addresses, stream)
@@ -86,8 +86,8 @@ def prepare(problem, device, given, steps, call, tensors, flags):
     numbers = {storage_of(x): number for number, x in enumerate(stand_ins)}
     left = iter(stand_ins)
     fields, tensors = ([None if x is None else next(left) for x in group] for group in (call.tensors, tensors))
-    call = Call(*fields[:TENSORS], fields[TENSORS:], *call[TENSORS + 1 :])
-    return [launch_of(step, find_kernel(step, device), numbers) for step in steps(problem, call, tensors, *flags)]
+    steps = steps(problem, call.with_tensors(fields), tensors, *flags)
+    return [launch_of(step, find_kernel(step, device), numbers) for step in steps]
 
 
 class Kernel(NamedTuple):
@@ -107,11 +107,11 @@ KERNELS = {}
 
 def find_kernel(step, device):
     """The Kernel of a Step, and of all others for which Triton would compile the same."""
-    key = device, step.kernel, step.launch, step.constants, step.registers, compiled_for(step.args)
-    found = KERNELS.get(key)
-    if found is None:
-        found = KERNELS[key] = compile_step(step)
-    return found
+    signature = device, step.kernel, compiled_for(step.args), *step[3:]
+    kernel = KERNELS.get(signature)
+    if kernel is None:
+        kernel = KERNELS[signature] = compile_step(step)
+    return kernel
 
 
 def compiled_for(x):
@@ -132,9 +132,9 @@ def compiled_for(x):
 def compile_step(step):
     """The Kernel of a Step. Triton's hooks for profilers are left out."""
     registers = {} if step.registers is None else dict(maxnreg=step.registers)  # which is NVIDIA's alone
-    for stages in range(step.launch.num_stages, 0, -1):
+    for stages in range(step.stages, 0, -1):
         compiled = step.kernel.warmup(
-            *step.args, *step.constants, grid=(step.programs,), num_warps=step.launch.num_warps, num_stages=stages,
+            *step.args, *step.constants, grid=(step.programs,), num_warps=step.warps, num_stages=stages,
             enable_fp_fusion=True,  # Triton 3.10 will no longer do so by itself
             **registers,
         )  # fmt: skip

@@ -5,7 +5,8 @@ from typing import NamedTuple
 
 import torch
 
-from .features import TENSORS, Call
+from .features import traits
+from .ops import backend
 from .score import Rule
 from .score_mod import function_of
 from .table import Launch, float32_precision, keys_per_program, launches_for
@@ -15,8 +16,7 @@ from .tiles import Ragged, Tile
 class Problem(NamedTuple):
     """Calls that are alike: they differ only in where their tensors lie, and in what these hold."""
 
-    cache: dict  # (function, *arguments) -> what cached() returns
-    starts: dict  # (steps, *flags) -> functions that start them: see launcher.py
+    cache: dict  # what was made for these calls, by cached() and by start() of launcher.py
     fits: Callable  # fits(tensor, is_ragged) of a [B, T, H, D] tensor: whether kernels take its strides
     all_fit: bool  # q, k and v do
     batch: int  # rows
@@ -32,11 +32,10 @@ class Problem(NamedTuple):
 
     def cached(self, make, *args):
         """make(self, *args), computed at the first call."""
-        key = (make, *args)
-        found = self.cache.get(key)
-        if found is None:
-            found = self.cache[key] = make(self, *args)
-        return found
+        made = self.cache.get((make, *args))
+        if made is None:
+            made = self.cache[make, *args] = make(self, *args)
+        return made
 
     def tile_for(self, launch, **changes):
         """The Tile of a kernel."""
@@ -52,32 +51,24 @@ class Problem(NamedTuple):
         return self.tiles_per_head(length, block) * tile.heads * self.batch
 
     def placed(self, x):
-        """A [B, T, H, D] tensor as kernels take it, copied if its strides do not fit, or not its address."""
-        if x.data_ptr() % 16 or not self.fits(x, self.is_ragged):
-            return x.clone(memory_format=torch.contiguous_format)
-        return x
+        """A [B, T, H, D] tensor or None as kernels take it, copied if its strides do not fit, or not its address."""
+        if x is None or (x.data_ptr() % 16 == 0 and self.fits(x, self.is_ragged)):
+            return x
+        return x.clone(memory_format=torch.contiguous_format)
 
 
 PROBLEMS = {}
 
 
-def problem_of(call, fits):
+def problem_of(call):
     """The Problem of a Call, as the ops take it. attention() keeps what it finds here."""
-    fields = *call.for_op, *call.score_tensors, *call.score_numbers
-    key = (fits, float32_precision(call.q.dtype), *[None if x is None else kind(x) for x in fields])
-    problem = PROBLEMS.get(key)
+    signature = float32_precision(call.q.dtype), *map(traits, call.for_op)
+    problem = PROBLEMS.get(signature)
     if problem is None:
         if len(PROBLEMS) >= 512:  # lengths that never repeat
             PROBLEMS.clear()
-        PROBLEMS[key] = problem = analyse(call, fits)
+        PROBLEMS[signature] = problem = analyse(call, backend(call.impl).fits)
     return problem
-
-
-def kind(x):
-    """What of a field of a Call decides its Problem."""
-    if isinstance(x, torch.Tensor):
-        return x.shape, x.stride(), x.dtype, x.device
-    return None if isinstance(x, list) else (type(x), x)
 
 
 def analyse(call, fits):
@@ -94,13 +85,12 @@ def analyse(call, fits):
     given = {name: x is not None for name, x in tensors.items()}
     given["hides"] = call.bias is not None or call.score_mod is not None
     if call.score_mod is not None:
-        given |= dict(score_mod=function_of(call.score_mod), score_key=call.score_mod)
+        given |= dict(score_mod=function_of(call.score_mod), score_label=call.score_mod)
     rule = Rule(call.causal, window, call.softcap or 0.0, call.dropout > 0, **given)
     return Problem(
         cache={},
-        starts={},
         fits=fits,
-        all_fit=all(fits(x, call.is_ragged) for x in call[: 1 if call.kv_heads else 3]),
+        all_fit=all(x is None or fits(x, call.is_ragged) for x in call[:3]),
         batch=q.shape[0],
         sequences=q.shape[0] if call.q_starts is None else call.q_starts.shape[0] - 1,
         q_len=q_len,
@@ -115,14 +105,12 @@ def analyse(call, fits):
 
 
 def place(call, problem):
-    """A Call and its Problem; those of a call with copies of tensors that do not lie as kernels take them."""
-    tensors = call.tensors
+    """A Call and its Problem (None: not yet known), with copies of tensors that do not lie as kernels take them."""
+    problem, tensors = problem or problem_of(call), call.tensors
     if problem.all_fit and not any([x is not None and x.data_ptr() % 16 for x in tensors]):
         return call, problem
-    heads = call[: 1 if call.kv_heads else 3]
-    tensors = [*map(problem.placed, heads), *map(at_16_bytes, tensors[len(heads) :])]
-    call = Call(*tensors[:TENSORS], tensors[TENSORS:], *call[TENSORS + 1 :])
-    return call, problem_of(call, problem.fits)
+    call = call.with_tensors([*map(problem.placed, tensors[:3]), *map(at_16_bytes, tensors[3:])])
+    return call, problem_of(call)
 
 
 def at_16_bytes(x):
@@ -169,8 +157,3 @@ def gradients(call, new_q, new_kv):
 def apart(call, gradients):
     """dq, dk and dv of what gradients() made."""
     return gradients if call.kv_heads == 0 else call._replace(q=gradients[0]).split()
-
-
-def strides_of(*tensors):
-    """What tells calls of the backward apart besides their Problem and addresses."""
-    return tuple([None if x is None else x.stride() for x in tensors])

@@ -19,7 +19,7 @@ def reference_attention(
     alibi_slopes=None, sink=None, relative_bias=None, score_mod=None, score_args=(), lengths=None, cu_seqlens=None,
     max_seqlen=None, prefix_lengths=None, return_lse=False, return_max_logit=False,
 ):  # fmt: skip
-    """Arguments and results as attention(); seed is a tensor of one int64, and score_mod a key (see score_mod.py).
+    """Arguments and results as attention(); seed is a tensor of one int64, and score_mod a label (see score_mod.py).
 
     Computes in the dtype of q throughout.
     """

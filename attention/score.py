@@ -37,7 +37,7 @@ class Rule(NamedTuple):
     decay: bool = False  # whether they have gates
     hides: bool = False  # whether a bias or score_mod may hide keys, so that a row may see none of a tile
     score_mod: object = None  # a user's Triton function
-    score_key: str = ""  # of score_mod and its source: Triton's caches look at how this record is printed
+    score_label: str = ""  # of score_mod and its source: Triton's caches look at how this record is printed
 
 
 class Terms(NamedTuple):

@@ -18,6 +18,11 @@ class Launch(NamedTuple):
     num_stages: int
     tma: bool = False  # whether whole tiles of what a loop walks over come by TMA, of Hopper GPUs and later
 
+    @property
+    def program(self):
+        """Warps and stages, as a Step of launcher.py has them."""
+        return self.num_warps, self.num_stages
+
 
 # (kernel, bytes per element) -> settings for head dims up to 64, 128 and 256, the larger of q's and v's.
 # Where "dkdv" has None, "dk" and "dv" run one after the other: the registers do not hold both sums. Rows for sm_90 were

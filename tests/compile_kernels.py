@@ -32,7 +32,7 @@ import score_mods
 
 from attention.features import GRADIENTS, Call
 from attention.portable import launch as portable
-from attention.score_mod import key_of_function
+from attention.score_mod import label_of
 
 # name -> (dtype, torch.set_float32_matmul_precision)
 DTYPES = {
@@ -164,7 +164,7 @@ def launch_kernels(dtype, dim, causal, group, features=False, length=4096, ways=
     call = Call(q, k, k, causal=causal, scale=dim**-0.5, impl="triton")
     if features:
         values = feature_values(q, 2) | dict(bias=q.new_empty(2, 2 * group, length, length))
-        values |= dict(lengths=q.new_empty(2, dtype=torch.int32), score_mod=key_of_function(score_mods.alibi))
+        values |= dict(lengths=q.new_empty(2, dtype=torch.int32), score_mod=label_of(score_mods.alibi))
         values |= dict(score_tensors=[q.new_empty(2 * group, dtype=torch.float64)], score_numbers=[0])
         call = call._replace(**values if causal else values | dict(decay=None))
     wanted = {name: x is not None for name, x in zip(GRADIENTS, call.learned, strict=True)}

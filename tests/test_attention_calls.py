@@ -267,7 +267,7 @@ def test_bounds_of_queries_and_keys_apart_are_another_kind_of_call():
     options = dict(window=16, dropout=0.1, seed=1, max_seqlen=128)
     alone, pair = (call_of(q, q, q, cu_seqlens=bounds, **options) for bounds in (starts, (starts, starts)))
     assert choose.call_problem(alone) != choose.call_problem(pair)
-    assert api.key_of(alone) != api.key_of(pair)
+    assert api.signature_of(alone) != api.signature_of(pair)
 
 
 def test_repeated_calls_are_checked_again(undecided, device):

@@ -12,7 +12,7 @@ from torch._dynamo.testing import CompileCounterWithBackend
 
 from attention import attention, attention_qkv, check_score_mod, score_mod
 from attention.score import Rule
-from attention.score_mod import key_of_function
+from attention.score_mod import label_of
 
 COMBINED = dict(zip(SCORE_MODS, ("all", "packed_pair", "more_queries", "prefix_all"), strict=True))
 
@@ -136,8 +136,9 @@ def test_kernels_depend_on_the_source(device):
     for function in (twice(), negated(), None):
         found.append(attention(q, q, q, score_mod=function, impl="triton"))
     assert not any(torch.equal(a, b) for a, b in ((found[0], found[1]), (found[0], found[2]), (found[1], found[2])))
-    keys = [key_of_function(function()) for function in (twice, negated)]
-    assert keys[0] != keys[1] and all(key in str(Rule(True, 0, 0.0, False, False, score_key=key)) for key in keys)
+    labels = [label_of(function()) for function in (twice, negated)]
+    assert labels[0] != labels[1]
+    assert all(x in str(Rule(True, 0, 0.0, False, False, score_label=x)) for x in labels)
 
 
 def twice():

@@ -10,13 +10,13 @@ from functools import cache, partial
 
 import torch
 
-from .. import table, tiles
+from .. import tiles
 from ..gpu import processors
 from ..launcher import Step, start
 from ..portable import launch as portable
-from ..problem import apart, at_16_bytes, empty, gradients, output, outputs, place, problem_of, ragged_of, strides_of
+from ..problem import apart, at_16_bytes, empty, gradients, output, outputs, place, ragged_of
 from ..score import terms_of
-from ..table import Launch, settings_dim
+from ..table import settings_dim
 from ..tiles import rows_view, view
 from .backward import backward_kernel
 from .decay import split_gate
@@ -75,9 +75,7 @@ def tma_layout(block, dtype):
 def described(x, block, shape=None, strides=None):
     """TMA descriptor of a tensor in blocks; past its end they hold zeros, and are not written."""
     shape, strides, layout = list(shape or x.shape), list(strides or x.stride()), tma_layout(block, x.dtype)
-    made = object.__new__(TensorDescriptor)  # its constructor checks what fits() ensures, and takes as long as a launch
-    vars(made).update(base=x, shape=shape, strides=strides, block_shape=list(block), layout=layout)
-    return made
+    return TensorDescriptor(x, shape, strides, list(block), layout)
 
 
 def tiled(problem, x, rows):
@@ -102,7 +100,7 @@ def list_tiles(problem, call, lists, blocks):
     """Fill lists of new_list(): that of queries and, if it is not None, that of keys."""
     sizes = [0 if x is None else x.shape[0] // 2 - 1 for x in lists]
     args = *lists, *sizes, problem.sequences, problem.q_len, problem.k_len, ragged_of(call)
-    return Step(list_kernel, 1 if lists[1] is None else 2, table.STREAMING, args, (problem.rule, *blocks))
+    return Step(list_kernel, 1 if lists[1] is None else 2, args, (problem.rule, *blocks))
 
 
 def blank(problem, call, x, keys=False):
@@ -110,7 +108,7 @@ def blank(problem, call, x, keys=False):
     batch, length, heads, dim = x.shape
     args = x, ragged_of(call), problem.sequences - problem.batch, problem.q_len, problem.k_len
     constants = heads * dim, x.stride(1), keys
-    return Step(blank_kernel, -(-length // POSITIONS.value) * batch, table.STREAMING, args, constants)
+    return Step(blank_kernel, -(-length // POSITIONS.value) * batch, args, constants)
 
 
 COUNTERS = {}  # device -> counters that no stream has yet, and {stream: its own}
@@ -149,14 +147,9 @@ def counter(q):
     return q.new_zeros(1, dtype=torch.int32)
 
 
-def describe(call):
-    """The Problem of a Call."""
-    return problem_of(call, fits)
-
-
 def forward(call, problem=None):
     """As forward() of portable/launch.py."""
-    call, problem = place(call, problem or describe(call))
+    call, problem = place(call, problem)
     made = outputs(problem, call, empty)
     if problem.is_ragged:
         size, _, _ = problem.cached(forward_settings, call.relative_bias is not None)
@@ -188,9 +181,9 @@ def forward_steps(problem, call, tensors):
         problem.k_len, problem.batch,
         terms_of(call)._replace(scale=scale, gate=gate),
     )  # fmt: skip
-    launch, programs = Launch(tile.block_q, tile.block_k, 4, 1), min(size * tile.heads, processors(problem.device))
     constants = problem.rule, tile, pipe._replace(negate_scores=call.scale < 0)
-    multiply = Step(hopper_forward_kernel, programs, launch, args, constants, REGISTERS[tile.dim, tile.value_dim])
+    programs, registers = min(size * tile.heads, processors(problem.device)), REGISTERS[tile.dim, tile.value_dim]
+    multiply = Step(hopper_forward_kernel, programs, args, constants, registers=registers)
     if not problem.is_ragged:
         return [multiply]
     blocks = tile.block_q, None
@@ -216,7 +209,7 @@ def backward(call, out, lse2, dout, dlse, wanted, problem=None, deterministic=No
         deterministic = torch.are_deterministic_algorithms_enabled()
     if deterministic:
         return portable.backward(call, out, lse2, dout, dlse, wanted, problem)
-    call, problem = place(call, problem or describe(call))
+    call, problem = place(call, problem)
     out, dout, lse2, dlse = problem.placed(out), problem.placed(dout), at_16_bytes(lse2), at_16_bytes(dlse)
     plan, q_slots, k_slots, members = problem.cached(backward_settings)
     q, gate, heads, lists, parts = call.q, call.decay, problem.tile.heads, (None, None), (None, None)
@@ -235,10 +228,10 @@ def backward(call, out, lse2, dout, dlse, wanted, problem=None, deterministic=No
     if problem.is_ragged:
         lists = new_list(q, q_slots), new_list(q, k_slots)
     sums = q.new_empty(q_slots * heads * plan.block_q * (2 + plan.dim), dtype=torch.float32)  # stats and dq_sum
-    inputs, strides = (dout, lse2, delta), strides_of(dout, lse2, out, dlse)
+    inputs = dout, lse2, delta
     tensors = *inputs, out, dlse, dsink, dgate, split_gate(gate), sums, *lists, *parts, *found.values()
-    start(problem, backward_steps, call, tensors, strides, delta is None, dsink is None)
-    found |= portable.distance_gradients(problem, call, inputs, strides, wanted)
+    start(problem, backward_steps, call, tensors)
+    found |= portable.distance_gradients(problem, call, inputs, wanted)
     if gate is not None:
         found["decay"] = dgate.to(gate.dtype)
     if dsink is not None:
@@ -246,7 +239,7 @@ def backward(call, out, lse2, dout, dlse, wanted, problem=None, deterministic=No
     return found
 
 
-def backward_steps(problem, call, tensors, *flags):
+def backward_steps(problem, call, tensors):
     dout, lse2, delta, out, dlse, dsink, dgate, gate, sums, q_list, k_list, dk_part, dv_part, *dqkv = tensors
     plan, q_slots, k_slots, members = problem.cached(backward_settings)
     (q, k, v), (dq, dk, dv) = call.split(), apart(call, dqkv)
@@ -268,11 +261,11 @@ def backward_steps(problem, call, tensors, *flags):
         terms._replace(gate=gate), dgate, k_list, ragged, q_slots,
     )  # fmt: skip
     constants = rule, plan, problem.is_ragged or problem.k_len % block_k != 0
-    launch, registers = Launch(block_q, block_k, plan.warps, 1), REGISTERS[plan.dim, plan.value_dim]
+    settings = dict(warps=plan.warps, registers=REGISTERS[plan.dim, plan.value_dim])
     steps = [
-        Step(prepare_kernel, q_slots * heads, table.STREAMING, before, (rule, tile)),
-        Step(backward_kernel, k_slots * heads // members, launch, args, constants, registers),
-        Step(finish_kernel, q_slots * heads, table.STREAMING, (dq_sum, view(dq), *where, call.scale), (tile,)),
+        Step(prepare_kernel, q_slots * heads, before, (rule, tile)),
+        Step(backward_kernel, k_slots * heads // members, args, constants, **settings),
+        Step(finish_kernel, q_slots * heads, (dq_sum, view(dq), *where, call.scale), (tile,)),
     ]
     if dk_part is not None:
         pairs = (dk_part, dk), (dv_part, dv)

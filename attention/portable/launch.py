@@ -10,10 +10,11 @@ import torch
 from ..features import FEATURES, GRADIENTS
 from ..gpu import processors
 from ..launcher import Step, loop_descriptors, start
-from ..problem import apart, at_16_bytes, empty, gradients, output, outputs, place, problem_of, ragged_of, strides_of
+from ..problem import apart, at_16_bytes, empty, gradients, output, outputs, place, ragged_of
 from ..score import LOG2E, terms_of
 from ..table import STREAMING, loops_over_group
-from ..tiles import fits, pair_view, rows_view, view
+from ..tiles import fits as fits  # for problem.py
+from ..tiles import pair_view, rows_view, view
 from .dbias import Spread, dbias_kernel
 from .distance import by_reach, distance_kernel, distances_of, of_diagonals
 from .dkdv import dkdv_kernel, group_sum_kernel
@@ -25,16 +26,11 @@ SUMMED_ELSEWHERE = {"bias", "sink", *(feature.name for feature in FEATURES if fe
 DBIAS_WAVES = 8  # programs per multiprocessor that share the gradient of a small bias
 
 
-def describe(call):
-    """The Problem of a Call."""
-    return problem_of(call, fits)
-
-
 def forward(call, problem=None):
     """Launch the forward of a Call; returns out [B, Tq, H, Dv] and, both float32 and in base 2, lse2 [B, H, Tq] and,
-    with return_max_logit, max_logit2 [H]. problem: that of describe(), from who knows it.
+    with return_max_logit, max_logit2 [H]. problem: that of problem_of(), from who knows it.
     """
-    call, problem = place(call, problem or describe(call))
+    call, problem = place(call, problem)
     made = outputs(problem, call, partial(output, problem))
     if made[0].numel() > 0:
         start(problem, forward_steps, call, made)
@@ -48,7 +44,7 @@ def forward_steps(problem, call, tensors):
         view(q), view(k), view(v), *loop_descriptors(problem, "forward", k, v), view(out), rows_view(lse2), max_logit2,
         call.sink, problem.q_len, problem.k_len, ragged_of(call), terms_of(call),
     )  # fmt: skip
-    return [Step(forward_kernel, problem.programs(tile), launch, args, (problem.rule, tile))]
+    return [Step(forward_kernel, problem.programs(tile), args, (problem.rule, tile), *launch.program)]
 
 
 def backward(call, out, lse2, dout, dlse, wanted, problem=None):
@@ -57,7 +53,7 @@ def backward(call, out, lse2, dout, dlse, wanted, problem=None):
     dlse [B, H, Tq] float32 is the gradient of the natural-log LSE, or None. If q holds keys and values too, its
     gradient is that of them all, and those of k and v are None.
     """
-    call, problem = place(call, problem or describe(call))
+    call, problem = place(call, problem)
     dout, out, lse2, dlse = problem.placed(dout), *map(at_16_bytes, (out, lse2, dlse))
     new = partial(output, problem)
     found = gradients(call, new, new)
@@ -71,7 +67,7 @@ def backward(call, out, lse2, dout, dlse, wanted, problem=None):
             found["sink"] = sink_gradient(sink, lse2, -dlse)
         return found
     delta = output(problem, lse2)
-    inputs, strides = (dout, lse2, delta), strides_of(dout, lse2, out, dlse)
+    inputs = dout, lse2, delta
     # What rounding leaves in sums of dS over rows shows in float32, and where a bias over whole rows learns them alone.
     walks = dout.element_size() > 2 or (bias is not None and bias.shape[-1] < problem.k_len)
     # A gate's gradient is the difference of two sums of dS: as a query and as a key. It is added up over all later keys
@@ -81,13 +77,13 @@ def backward(call, out, lse2, dout, dlse, wanted, problem=None):
     q_gate, k_gate = (None if gate is None else empty(gate, dtype=sum_type).zero_() for _ in range(2))
     dqkv = found.values()
 
-    start(problem, dq_steps, call, (*inputs, out, dlse, q_gate, *dqkv), strides, walks, bool(summed - {"k", "v"}))
+    start(problem, dq_steps, call, (*inputs, out, dlse, q_gate, *dqkv), walks, bool(summed - {"k", "v"}))
     if summed - (set() if call.kv_heads > 0 else {"q"}):
         sums = partial_sums(problem, call.q, new)
-        start(problem, dkdv_steps, call, (*inputs, k_gate, *sums, *dqkv), strides, sums[0] is None)
+        start(problem, dkdv_steps, call, (*inputs, k_gate, *sums, *dqkv))
     if bias is not None:
-        found["bias"] = bias_gradient(problem, call, inputs, strides, bias)
-    found |= distance_gradients(problem, call, inputs, strides, wanted)
+        found["bias"] = bias_gradient(problem, call, inputs, bias)
+    found |= distance_gradients(problem, call, inputs, wanted)
     if wanted["decay"]:
         found["decay"] = (q_gate + k_gate).to(gate.dtype)
     if wanted["sink"]:
@@ -106,7 +102,7 @@ def sink_gradient(sink, lse2, delta):
     return -torch.where(lse2 == float("-inf"), 0.0, weight * delta).sum((0, 2)).to(sink.dtype)
 
 
-def dq_steps(problem, call, tensors, strides, walks, with_dq):
+def dq_steps(problem, call, tensors, walks, with_dq):
     """Fill delta [B, H, Tq] and if with_dq dq [B, Tq, H, D] and the query half of dgate. walks: to find delta."""
     dout, lse2, delta, out, dlse, q_gate, *dqkv = tensors
     (_, k, v), (dq, _, _) = call.split(), apart(call, dqkv)
@@ -117,7 +113,8 @@ def dq_steps(problem, call, tensors, strides, walks, with_dq):
         terms_of(call),
     )  # fmt: skip
     parts = ("delta",) if not with_dq else ("delta", "dq") if walks else ("both",)
-    return [Step(dq_kernel, problem.programs(tile), launch, args, (problem.rule, tile, part)) for part in parts]
+    constants, programs = (problem.rule, tile), problem.programs(tile)
+    return [Step(dq_kernel, programs, args, (*constants, part), *launch.program) for part in parts]
 
 
 def partial_sums(problem, like, new):
@@ -135,10 +132,11 @@ def partial_sums(problem, like, new):
     return None, None
 
 
-def dkdv_steps(problem, call, tensors, strides, loops):
-    """Fill dk and dv [B, Tk, Hkv, D or Dv], and the key half of dgate [B, H, Tk]. loops: without partial_sums()."""
+def dkdv_steps(problem, call, tensors):
+    """Fill dk and dv [B, Tk, Hkv, D or Dv], and the key half of dgate [B, H, Tk]."""
     dout, lse2, delta, k_gate, dk_sum, dv_sum, *dqkv = tensors
     (q, _, _), (_, dk, dv) = call.split(), apart(call, dqkv)
+    loops = dk_sum is None
     sums = (dk, dv) if loops else (dk_sum, dv_sum)
     heads, steps = sums[0].shape[2], []
     for part in [name for name in ("dkdv", "dk", "dv") if name in problem.launches]:
@@ -148,7 +146,7 @@ def dkdv_steps(problem, call, tensors, strides, loops):
             rows_view(k_gate), problem.q_len, problem.k_len, ragged_of(call), terms_of(call),
         )  # fmt: skip
         constants = problem.rule, tile, problem.tile.heads // heads, part
-        steps.append(Step(dkdv_kernel, problem.programs(tile, "k"), launch, args, constants))
+        steps.append(Step(dkdv_kernel, problem.programs(tile, "k"), args, constants, *launch.program))
     if not loops:
         steps += [group_sum(problem, *pair) for pair in zip(sums, (dk, dv), strict=True)]
     return steps
@@ -159,10 +157,10 @@ def group_sum(problem, parts, total):
     batch, k_len, kv_heads, dim = total.shape
     tile = problem.tile_for(STREAMING, dim=dim, heads=kv_heads)
     programs = -(-k_len // tile.block_k) * kv_heads * batch
-    return Step(group_sum_kernel, programs, STREAMING, (view(parts), view(total), k_len), (tile,))
+    return Step(group_sum_kernel, programs, (view(parts), view(total), k_len), (tile,))
 
 
-def bias_gradient(problem, call, inputs, strides, bias):
+def bias_gradient(problem, call, inputs, bias):
     """The gradient of bias, in its own broadcast shape."""
     rows, bias_heads, q_len, k_len = bias.shape
     # Packed sequences share an element only if it is broadcast over both axes: then each has its own, added below.
@@ -170,16 +168,16 @@ def bias_gradient(problem, call, inputs, strides, bias):
     rows = problem.sequences if shared else rows
     tile, spread, programs = spread_bias(problem, rows, *bias.shape[1:])
     dbias = bias.new_zeros(rows * spread.parts, bias_heads, q_len, k_len, dtype=torch.float32)
-    start(problem, dbias_steps, call, (*inputs, dbias), strides, tile, spread, programs)
+    start(problem, dbias_steps, call, (*inputs, dbias), tile, spread, programs)
     if spread.parts > 1:
         dbias = dbias.unflatten(0, (rows, spread.parts)).sum(1)
     return (dbias.sum(0, keepdim=True) if shared else dbias).to(bias.dtype)
 
 
-def dbias_steps(problem, call, tensors, strides, tile, spread, programs):
+def dbias_steps(problem, call, tensors, tile, spread, programs):
     *inputs, dbias = tensors
     args = *views(call, *inputs), pair_view(dbias), problem.q_len, problem.k_len, ragged_of(call), terms_of(call)
-    return [Step(dbias_kernel, programs, problem.launches["dq"], args, (problem.rule, tile, spread))]
+    return [Step(dbias_kernel, programs, args, (problem.rule, tile, spread), *problem.launches["dq"].program)]
 
 
 def spread_bias(problem, rows, bias_heads, q_len, k_len):
@@ -198,7 +196,7 @@ def spread_bias(problem, rows, bias_heads, q_len, k_len):
     return tile, spread._replace(parts=parts), programs * parts
 
 
-def distance_gradients(problem, call, inputs, strides, wanted):
+def distance_gradients(problem, call, inputs, wanted):
     """{name: gradient} of the features whose gradient is wanted and follows from sums of dS by distance."""
     features = [feature for feature in FEATURES if feature.distance_gradient and wanted[feature.name]]
     if not features:
@@ -214,13 +212,13 @@ def distance_gradients(problem, call, inputs, strides, wanted):
     sums = torch.empty(shape, dtype=torch.float32, device=problem.device)
     order = by_reach(ragged_of(call)) if problem.is_packed else (None, None)
     constants = tile, first, diagonals, parts
-    start(problem, distance_steps, call, (*inputs, sums, *order), strides, programs * parts, constants)
+    start(problem, distance_steps, call, (*inputs, sums, *order), programs * parts, constants)
     sides = of_diagonals(sums.sum(0), first)
     return {x.name: x.distance_gradient(sides, getattr(call, x.name)) for x in features}
 
 
-def distance_steps(problem, call, tensors, strides, programs, constants):
+def distance_steps(problem, call, tensors, programs, constants):
     *inputs, sums, reaches, order = tensors
     sizes = problem.q_len, problem.k_len, problem.sequences
     args = *views(call, *inputs), sums, reaches, order, *sizes, ragged_of(call), terms_of(call)
-    return [Step(distance_kernel, programs, problem.launches["dq"], args, (problem.rule, *constants))]
+    return [Step(distance_kernel, programs, args, (problem.rule, *constants), *problem.launches["dq"].program)]
