@@ -87,7 +87,6 @@ def check_qkv(qkv, n_head, n_kv_head):
 def check_options(call):
     """Those of a Call that are no tensors, and the seed."""
     window, scale, softcap = call.window, call.scale, call.softcap
-    check_impl(call.impl, IMPLEMENTATIONS)
     for name in ("causal", "return_lse", "return_max_logit"):
         check_is(name, getattr(call, name), bool)
     if window is not None:

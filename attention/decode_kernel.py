@@ -8,7 +8,6 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents
 
 from . import tiles
-from .features import Call
 from .gpu import can_overlap, processors, shared_memory
 from .launcher import wait_for_inputs
 from .portable.forward import Softmax, no_keys
@@ -183,9 +182,9 @@ def splits_for(programs, keys, grouped, device):
     return triton.next_power_of_2(wanted + 1) // 2 if wanted > 1 else 1
 
 
-def launch_decode(q, k, v, lengths, options):
-    """out [B, Tq, H, Dv] of decode(), which has checked the arguments; options: DecodeOptions of decode.py."""
-    q, k, v = map(tiles.aligned, (q, k, v))
+def launch_decode(call, ring):
+    """out [B, Tq, H, Dv] of decode(), which has checked the arguments."""
+    (q, k, v), window = map(tiles.aligned, call[:3]), call.window or 0
     (batch, q_len, heads, dim), (slots, kv_heads, value_dim) = q.shape, v.shape[1:]
     out = q.new_empty(batch, q_len, heads, value_dim)
     if out.numel() == 0 or slots == 0:
@@ -197,13 +196,12 @@ def launch_decode(q, k, v, lengths, options):
     part = 1 if block_q > 1 else 2 if widest <= 64 else 4
     block_k = min(BLOCK_K, TILE_BYTES // (part * widest * k.element_size()))
     q_tiles = triton.cdiv(count, block_q)
-    rule = Rule(True, options.window, options.softcap, False, options.sink is not None, slots if options.ring else 0)
+    rule = Rule(True, window, call.softcap or 0.0, False, call.sink is not None, slots if ring else 0)
     tile = tiles.Tile(block_q, block_k, dim, value_dim, heads, group, float32_precision(q.dtype))
-    most = min(slots, options.window + q_len - 1) if options.window else slots
+    most = min(slots, window + q_len - 1) if window else slots
     splits = splits_for(kv_heads * q_tiles * batch, most, block_q > 1, q.device)
-    gate = None if options.decay_sum is None else options.decay_sum.transpose(1, 2)
-    sink = None if options.sink is None else options.sink.contiguous()
-    terms = terms_of(Call(q, k, v, decay=gate, alibi_slopes=options.alibi_slopes, scale=options.scale))
+    sink = None if call.sink is None else call.sink.contiguous()
+    terms = terms_of(call._replace(decay=None if call.decay is None else call.decay.transpose(1, 2)))
     stages = 3 if block_q == 1 or shared_memory(q.device) >= THREE_STAGES else 2
     overlap = can_overlap(q.device)
     parts, lse2 = out, None
@@ -212,7 +210,7 @@ def launch_decode(q, k, v, lengths, options):
         lse2 = q.new_empty(splits * batch, heads, q_len, dtype=torch.float32)
     with torch.cuda.device_of(q):
         decode_kernel[(q_tiles * batch, kv_heads, splits)](
-            *map(tiles.view, (q, k, v, parts)), tiles.rows_view(lse2), lengths, sink, terms, q_len, slots,
+            *map(tiles.view, (q, k, v, parts)), tiles.rows_view(lse2), call.lengths, sink, terms, q_len, slots,
             rule, tile, splits, stages, overlap,
             num_warps=4, launch_pdl=overlap, enable_fp_fusion=True,
         )  # fmt: skip

@@ -219,17 +219,16 @@ def launch_simple_kernels(dtype, dim, causal, group, features=False, length=4096
 def launch_decode_kernels(dtype, dim, causal, group, features=False, length=4096):
     """decode() of one new token, or with features of three."""
     from attention import decode_kernel
-    from attention.decode import DecodeOptions
 
     q, k = (torch.empty(2, n, h, dim, dtype=dtype, device="meta") for n, h in ((1, 2 * group), (length, 2)))
     lengths = q.new_empty(2, dtype=torch.int32)
-    options = DecodeOptions(None, None, None, 0, 0.0, scale=dim**-0.5, ring=False, triton=True)
+    options = {}
     if features:
         q = q.expand(2, 3, 2 * group, dim)
         decay_sum = q.new_empty(2, length, 2 * group, dtype=torch.float64)
         slopes, sink = (q.new_empty(*shape, dtype=torch.float32) for shape in ((2, 2 * group), (2 * group,)))
-        options = DecodeOptions(decay_sum, slopes, sink, 300, 30.0, dim**-0.5, ring=True, triton=True)
-    decode_kernel.launch_decode(q, k, k, lengths, options)
+        options = dict(decay=decay_sum, alibi_slopes=slopes, sink=sink, window=300, softcap=30.0)
+    decode_kernel.launch_decode(Call(q, k, k, lengths=lengths, scale=dim**-0.5, **options), features)
 
 
 def launch_generation_kernels(dtype, dim, causal, group, features=False, length=4096, row_counts=(1,)):

@@ -10,6 +10,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils.flop_counter import FlopCounterMode
 
 from attention import decode
+from attention.features import Call
 from attention.reference import reference_attention
 
 kernel = pytest.importorskip("attention.decode_kernel", reason="Triton exists for Linux only")
@@ -188,9 +189,9 @@ def test_torch_compile_and_opcheck(device):
     eager = decode(**call)
     compiled = torch.compile(lambda call: decode(**call), fullgraph=True, backend="aot_eager")
     torch.testing.assert_close(compiled(call), eager)
-    options = (None, call["alibi_slopes"], None, 0, 0.0, 0.25, False, ON_GPU)
-    tensors = tuple(call[name] for name in ("q", "k", "v", "lengths"))
-    torch.library.opcheck(torch.ops.attention.decode.default, (*tensors, *options))
+    ring = call.pop("ring")
+    arguments = Call(**call, scale=0.25, impl="triton" if ON_GPU else "eager").for_op
+    torch.library.opcheck(torch.ops.attention.decode.default, (*arguments, ring))
 
 
 @pytest.mark.parametrize("impl", ["triton", "eager"])
