@@ -5,11 +5,12 @@ import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from typing import NamedTuple
 
 import torch
 
 from . import ops
-from .checks import DTYPES, check_options, check_ragged, check_tensors
+from .checks import DTYPES, IMPLEMENTATIONS, check_impl, check_options, check_ragged, check_tensors
 from .features import GRADIENTS, Call, feature_lacking, features_of
 from .gpu import hopper_problem, runs_kernels, takes_kernels
 from .reference import reference_attention
@@ -17,21 +18,24 @@ from .sdpa import sdpa_problem
 from .table import settings_dim
 
 MAX_HOPPER_LENGTH = 2**20  # products of lengths in its kernels are 32-bit
-# Of the self-check: a length that is a multiple of 16, as most are in training, but not of 32; query and key heads.
-LENGTH, CHECKED_HEADS = 80, (2, 1)
+LENGTH = 80  # of the self-check: a multiple of 16, as most are in training, but not of 32
 
 
-def decide(call):
-    """The implementation that serves a Call, and why, in words; ValueError if a rule is broken."""
-    check_call(call)
-    heads = call.q.shape[2], call.k.shape[2]
-    are_symbols = torch.compiler.is_compiling() or any(type(x) is not int for x in heads)
-    return _choose(call, CHECKED_HEADS if are_symbols else heads)  # Dynamo keeps what implementation() returns
+class Case(NamedTuple):
+    """What the self-check computes: seconds, since kernels are compiled for it."""
+
+    device: torch.device
+    dtype: torch.dtype
+    # of keys and values, as tiles of the Hopper kernels hold them: each pair is a setting of its own; None: not theirs
+    dims: tuple | None = None
+    ragged: bool = False  # whether by the Hopper kernels for lengths and packed sequences
+    heads: tuple = (2, 1)  # of queries and keys: with the caller's, most kernels need not be compiled again for him
 
 
 def check_call(call):
     """Every rule of a Call."""
     check_tensors(call.q, call.k, call.v)
+    check_impl(call.impl, IMPLEMENTATIONS)
     check_options(call)
     if call.score_mod is None and (not isinstance(call.score_args, tuple) or len(call.score_args) > 0):
         raise ValueError("score_args were given without score_mod; leave them out")
@@ -40,11 +44,9 @@ def check_call(call):
         feature.check(call, feature.name, getattr(call, feature.name))
 
 
-def _choose(call, heads):
-    """The implementation that serves a call, and why, in words; ValueError if it is asked for and cannot.
-
-    heads: as of implementation().
-    """
+def decide(call):
+    """The implementation that serves a Call, and why, in words; ValueError if a rule is broken, or if it cannot."""
+    check_call(call)
     q, asked = call.q, call.impl
     impl, reason = asked, "asked for"
     no_hopper = lack = None
@@ -55,8 +57,13 @@ def _choose(call, heads):
         raise ValueError(f"the Hopper kernels do not serve {lack}; use impl='auto'")
     if asked == "auto" and q.dtype in DTYPES:
         inexpressible = None if takes_kernels(q.device) else sdpa_problem(call)
-        dims = None if lack else (settings_dim(q.shape[-1]), settings_dim(call.v.shape[-1]))
-        impl, reason, _ = implementation(q.device, q.dtype, dims, not lack and call.is_ragged, inexpressible, heads)
+        case = Case(q.device, q.dtype)
+        if not lack:
+            case = case._replace(dims=(settings_dim(q.shape[-1]), settings_dim(call.v.shape[-1])), ragged=call.is_ragged)
+        heads = q.shape[2], call.k.shape[2]
+        if not torch.compiler.is_compiling() and all(type(x) is int for x in heads):  # and no symbols
+            case = case._replace(heads=heads)
+        impl, reason, _ = implementation(case, inexpressible)
         if impl == "triton" and lack and not no_hopper:
             reason = f"the Hopper kernels do not serve {lack}"
     elif asked == "auto":
@@ -78,64 +85,62 @@ _CHOICES = {}
 _CHOOSING = threading.Lock()  # threads whose first calls coincide share one check
 
 
-def implementation(device, dtype, dims, ragged, inexpressible=None, heads=CHECKED_HEADS):
-    """What impl="auto" means on a torch.device for a dtype; decided once and printed by the first call that asks.
+def implementation(case, inexpressible=None):
+    """What impl="auto" means for calls like a Case; decided once and printed by the first call that asks.
 
-    Returns (name, reason in words, whether kernels failed their self-check).
+    Returns (name, reason in words, whether kernels failed their self-check), which Dynamo keeps.
 
-    dims: of keys and values, as the tiles of the Hopper kernels hold them, if those could serve, else None; each pair
-    is a setting of its own. ragged: whether they would be those for lengths and packed sequences. inexpressible: where
-    no kernels are taken, what SDPA cannot express, in words, or None. Kernels first compute a tiny case, which is
-    compared with the reference: seconds, since they are compiled for it. heads: of its queries and keys, for which
-    kernels are compiled too: with those of the caller, most of them need not be compiled again.
+    inexpressible: where no kernels are taken, what SDPA cannot express, in words, or None.
     """
+    device = case.device
     if device.type == "cuda" and device.index is None:
         device = torch.device("cuda", torch.cuda.current_device())
-    key = device, dtype, dims, ragged, inexpressible
+        case = case._replace(device=device)
+    asked = case._replace(heads=None), inexpressible
     with _CHOOSING:
-        if key not in _CHOICES:
+        if asked not in _CHOICES:
             if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
                 raise RuntimeError("attention() checks itself first; call it once before capturing a CUDA graph")
-            _CHOICES[key] = choice = _choose_for(*key, heads)
+            _CHOICES[asked] = choice = _choose_for(case, inexpressible)
             if device.type == "cuda" or choice[0] == "reference":  # elsewhere SDPA is as expected
-                _print_choice(*choice, device, dtype, dims)
-    return _CHOICES[key]
+                _print_choice(*choice, case)
+    return _CHOICES[asked]
 
 
-def _print_choice(name, reason, failed, device, dtype, dims):
+def _print_choice(name, reason, failed, case):
     """On rank 0, and on each rank whose GPU fails: the others of torchrun's processes would say the same."""
     rank = os.environ.get("RANK", "0")
     if rank == "0" or failed:
-        where = f"{device}, {str(dtype).removeprefix('torch.')}" + (f", rank {rank}" if rank != "0" else "")
-        where += "" if dims is None else f", head dims up to {dims[0]}/{dims[1]}"
+        where = f"{case.device}, {str(case.dtype).removeprefix('torch.')}" + (f", rank {rank}" if rank != "0" else "")
+        where += "" if case.dims is None else ", head dims up to {}/{}".format(*case.dims)
         with suppress(OSError):  # a full disk behind it
             print(f"attention  {name} on {where}: {reason}", file=sys.stderr, flush=True)
 
 
-def _choose_for(device, dtype, dims, ragged=False, inexpressible=None, heads=CHECKED_HEADS):
-    if not takes_kernels(device):
-        reason = f"the Triton kernels need a CUDA GPU, this is {device.type}"
-        if device.type == "cuda":
+def _choose_for(case, inexpressible=None):
+    if not takes_kernels(case.device):
+        reason = f"the Triton kernels need a CUDA GPU, this is {case.device.type}"
+        if case.device.type == "cuda":
             reason = "the Triton kernels need Triton, and NVIDIA's compute capability 8.0 or higher"
         return *(by_reference(reason, inexpressible) if inexpressible else ("sdpa", reason)), False
     failures = []
-    for impl in ("triton",) if dims is None else ("hopper", "triton"):
-        passed, reason = _passes(device, dtype, dims or (64, 64), heads, ragged, impl)
+    for impl in ("triton",) if case.dims is None else ("hopper", "triton"):
+        passed, reason = _passes(case, impl)
         if passed:
             return impl, "; ".join([reason, *failures]), bool(failures)
         failures.append(reason)
     return "sdpa", "; ".join(failures), True
 
 
-def _passes(device, dtype, dims, heads, ragged, impl):
-    """Whether the kernels of an implementation compute a tiny case right, and how well or why not, in words.
+def _passes(case, impl):
+    """Whether the kernels of an implementation compute a Case right, and how well or why not, in words.
 
     An error of too little memory is passed on: it says nothing about the kernels, and the next call tries again.
     """
     try:
         # in a thread of its own, which stands in none of the caller's modes: inference, autocast, torch.func and so on
         with ThreadPoolExecutor(1) as pool:
-            worst = pool.submit(_self_check, device, dtype, dims, heads, ragged, impl).result()
+            worst = pool.submit(_self_check, case, impl).result()
     except Exception as error:  # what breaks here would break training later: a missing package, driver or compiler
         if "out of memory" in str(error):
             raise
@@ -145,14 +150,14 @@ def _passes(device, dtype, dims, heads, ragged, impl):
     return True, f"self-check passed, relative error {worst:.1e}"
 
 
-def _self_check(device, dtype, dims, heads, ragged, impl):
+def _self_check(case, impl):
     """Largest relative error of output and gradients on two tiny causal cases, whose length large tiles do not divide.
 
     The cases have the same shapes, because later starts of a kernel use what was prepared for the first (launcher.py),
     and other numbers at other addresses, so that what is left of the first start shows.
     No autograd on the device: a GPU has one thread for it, on which the caller may stand, and wait.
     """
-    (dim, value_dim), (q_heads, kv_heads) = dims, heads
+    (dim, value_dim), (q_heads, kv_heads) = case.dims or (64, 64), case.heads
     wanted = {name: name in ("q", "k", "v") for name in GRADIENTS}
     own = dict(deterministic=False) if impl == "hopper" else {}  # else the portable backward might be checked
     kernels, errors, held = ops.backend(impl), [], []
@@ -161,14 +166,14 @@ def _self_check(device, dtype, dims, heads, ragged, impl):
         options = dict(generator=generator, dtype=torch.float32, device="cpu")  # whatever the defaults are
         shapes = (q_heads, dim), (kv_heads, dim), (kv_heads, value_dim), (q_heads, value_dim)
         tensors = [torch.randn(1, LENGTH, *shape, **options) for shape in shapes]
-        starts = torch.tensor([2, 33, 69], dtype=torch.int32, device="cpu") if ragged else None
+        starts = torch.tensor([2, 33, 69], dtype=torch.int32, device="cpu") if case.ragged else None
 
         *leaves, dout = tensors
         out = reference_attention(*(x.requires_grad_() for x in leaves), cu_seqlens=starts)
         truths = out.detach(), *torch.autograd.grad(out, leaves, dout)
 
-        q, k, v, dout = (x.detach().to(device, dtype) for x in tensors)
-        starts = None if starts is None else starts.to(device)
+        q, k, v, dout = (x.detach().to(case.device, case.dtype) for x in tensors)
+        starts = None if starts is None else starts.to(case.device)
         call = Call(q, k, v, q_starts=starts, k_starts=starts, scale=dim**-0.5, impl=impl)
         out, lse2 = kernels.forward(call)
         gradients = kernels.backward(call, out, lse2, dout, None, wanted, **own)

@@ -62,7 +62,7 @@ PROBLEMS = {}
 
 def problem_of(call):
     """The Problem of a Call, as the ops take it. attention() keeps what it finds here."""
-    signature = float32_precision(call.q.dtype), *map(traits, call.for_op)
+    signature = float32_precision(call.q.dtype), *[None if x is None else traits(x) for x in call.for_op]
     problem = PROBLEMS.get(signature)
     if problem is None:
         if len(PROBLEMS) >= 512:  # lengths that never repeat

@@ -30,7 +30,7 @@ def test_auto_survives_a_broken_kernel(undecided, monkeypatch):
         raise RuntimeError("no compiler")
 
     def choice(dims=(64, 64)):
-        return choose._choose_for(torch.device("cuda"), torch.bfloat16, dims)
+        return choose._choose_for(choose.Case(torch.device("cuda"), torch.bfloat16, dims))
 
     monkeypatch.setattr(choose, "_self_check", broken)
     name, reason, failed = choice()
@@ -52,7 +52,7 @@ def test_every_rank_prints_its_own_failure(undecided, monkeypatch, capsys):
     )):  # fmt: skip
         monkeypatch.setenv("RANK", rank)
         monkeypatch.setattr(choose, "_self_check", lambda *check, error=error: error)
-        choose.implementation(torch.device("cuda", number), torch.float16, None, False)
+        choose.implementation(choose.Case(torch.device("cuda", number), torch.float16))
         err = capsys.readouterr().err
         assert err.startswith(printed) and bool(err) == bool(printed)
 
@@ -90,7 +90,7 @@ def test_packed_sequences_on_a_cpu_go_into_graphs(undecided):
 def test_each_setting_of_the_hopper_kernels_is_checked(undecided, monkeypatch):
     """By the first call whose head dims need it, with a case of those head dims and of the call's heads."""
     checked = []
-    monkeypatch.setattr(choose, "_self_check", lambda device, dtype, *case: checked.append(case[:2]) or 1e-3)
+    monkeypatch.setattr(choose, "_self_check", lambda case, impl: checked.append((case.dims, case.heads)) or 1e-3)
     monkeypatch.setattr(choose, "hopper_problem", lambda device: None)
     settings = {(40, 40): (64, 64), (72, 72): (128, 128), (256, 256): (256, 256), (192, 128): (256, 128)}
     for dim, value_dim in [*settings, (64, 64), (128, 128), (136, 136), (256, 72)]:
@@ -109,7 +109,7 @@ def test_out_of_memory_is_raised(undecided, monkeypatch, error):
 
     monkeypatch.setattr(choose, "_self_check", full)
     with pytest.raises(error, match="out of memory"):
-        choose._choose_for(torch.device("cuda"), torch.bfloat16, (64, 64))
+        choose._choose_for(choose.Case(torch.device("cuda"), torch.bfloat16, (64, 64)))
 
 
 @contextmanager
@@ -135,7 +135,7 @@ def test_self_check_in_any_context(name, device):
     found = []
 
     def call(x):
-        found.append(choose._passes(torch.device(device), torch.float32, (64, 64), (2, 1), False, "triton"))
+        found.append(choose._passes(choose.Case(torch.device(device), torch.float32), "triton"))
         return x.sum()
 
     x = torch.zeros(1, 2, device=device)
@@ -173,7 +173,7 @@ def test_self_check_notices_a_kernel_that_fails_from_its_second_start_on(impl, r
         monkeypatch.setattr(problem, "PROBLEMS", {})
         firsts.clear()
         dtype, dims = (torch.bfloat16, (64, 64)) if impl == "hopper" else (torch.float32, (16, 16))
-        return choose._self_check(torch.device(device), dtype, dims, (2, 1), ragged, impl)
+        return choose._self_check(choose.Case(torch.device(device), dtype, dims, ragged), impl)
 
     monkeypatch.setattr(launcher, "launch_of", launch_again)
     monkeypatch.setattr(launcher, "interpret", interpret_again)
