@@ -4,7 +4,6 @@ Letters: B batch, Tq new tokens, S slots of the cache, H query heads, Hkv key/va
 """
 
 import torch
-from torch.autograd import forward_ad
 from torch.utils.flop_counter import register_flop_formula
 
 from . import ops
@@ -93,10 +92,8 @@ def check_decode(call, ring):
 
 def check_no_gradient(call):
     """Neither backward nor in forward mode."""
-    tensors = [x for x in call.learned if x is not None]
-    backward = torch.is_grad_enabled() and any([x.requires_grad for x in tensors])
-    dual = forward_ad._current_level >= 0 and any(forward_ad.unpack_dual(x).tangent is not None for x in tensors)
-    if backward or dual:
+    backward = torch.is_grad_enabled() and any([x is not None and x.requires_grad for x in call.learned])
+    if backward or ops.has_tangent(*call.learned):
         raise ValueError("decode() has no gradient; call it under torch.no_grad(), or use attention()")
 
 

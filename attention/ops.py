@@ -39,7 +39,7 @@ CALL = ", ".join(f"{KINDS[Call.__annotations__[name]]} {name}" for name in Call.
 LIBRARY = torch.library.Library("attention", "FRAGMENT")
 TAGS = (torch.Tag.pt2_compliant_tag, torch.Tag.needs_fixed_stride_order)
 LIBRARY.define(f"forward({CALL}) -> Tensor[]", tags=TAGS)
-RESULTS = "Tensor out, Tensor lse2, Tensor dout, Tensor? dlse, bool[] wanted"
+RESULTS = "Tensor out, Tensor lse2, Tensor dout, Tensor? dlse, bool[] wanted"  # of a forward, and what comes back
 LIBRARY.define(f"backward({RESULTS}, {CALL}) -> Tensor[]", tags=TAGS)
 forward_op, backward_op = torch.ops.attention.forward.default, torch.ops.attention.backward.default
 
@@ -68,14 +68,15 @@ def _(out, lse2, dout, dlse, wanted, *call):
 
     dlse [B, H, Tq] is in natural units, or None.
     """
-    return list(compress(launch_backward(Call(*call), out, lse2, dout, dlse, wanted), wanted))
+    return list(compress(launch_backward(Call(*call), (out, lse2, dout, dlse, wanted)), wanted))
 
 
-def launch_backward(call, out, lse2, dout, dlse, wanted, problem=None):
-    """The gradients of GRADIENTS by a backend's kernels; None for those that are not wanted."""
+def launch_backward(call, results, problem=None):
+    """The gradients of GRADIENTS by a backend's kernels; None for those that are not wanted. results: see RESULTS."""
+    *tensors, wanted = results
     wanted = dict(zip(GRADIENTS, wanted, strict=True))
-    found = backend(call.impl).backward(call, out, lse2, dout, dlse, wanted, problem)
-    return [found[name] if needed else None for name, needed in wanted.items()]
+    gradients = backend(call.impl).backward(call, *tensors, wanted, problem)
+    return [gradients[name] if needed else None for name, needed in wanted.items()]
 
 
 @torch.library.register_fake("attention::backward", lib=LIBRARY)
@@ -157,7 +158,7 @@ def recorded():
 
 def may_launch(*args):
     """Whether a function of tensors and numbers may start kernels that are no op, above autograd."""
-    return not (recorded() or watched(*args) or transformed())
+    return not recorded() and can_skip_dispatcher(*args)
 
 
 def refuse_unseen(name, *args):
@@ -180,18 +181,18 @@ def forward_without_gradient(call, problem=None):
         return forward_op(*call.for_op)
 
 
-def backward_without_gradient(call, out, lse2, dout, dlse, wanted, problem=None):
+def backward_without_gradient(call, results, problem=None):
     """As forward_without_gradient(); returns all gradients, None for those that are not wanted."""
-    if can_skip_dispatcher(*call.tensors, dout):
-        return launch_backward(call, out, lse2, dout, dlse, wanted, problem)
+    if can_skip_dispatcher(*call.tensors, *results[:-1]):
+        return launch_backward(call, results, problem)
     with torch._C._AutoDispatchBelowAutograd():
-        return call_backward_op(call, out, lse2, dout, dlse, wanted)
+        return call_backward_op(call, results)
 
 
-def call_backward_op(call, out, lse2, dout, dlse, wanted, problem=None):
+def call_backward_op(call, results, problem=None):
     """All gradients by the op, which finds the problem anew; None for those that are not wanted."""
-    found = iter(backward_op(out, lse2, dout, dlse, wanted, *call.for_op))
-    return [next(found) if x else None for x in wanted]
+    gradients = iter(backward_op(*results, *call.for_op))
+    return [next(gradients) if wanted else None for wanted in results[-1]]
 
 
 class Function(_SingleLevelFunction):
@@ -252,41 +253,46 @@ class Attention(Function):
             dout = torch.zeros_like(out)
         dlse = None if dlse2 is None else dlse2 / math.log(2)  # lse2 = lse / ln 2
         wanted = ctx.needs_input_grad[: len(GRADIENTS)]
-        return *run(call, out, lse2, dout, dlse, wanted, ctx.problem), None, None
+        return *run(call, (out, lse2, dout, dlse, wanted), ctx.problem), None, None
 
 
 class Backward(Function):
-    """Has no gradient, and says so. inputs: tensors for autograd, which does not look into a Call, and the seven."""
+    """Has no gradient, and says so. inputs: tensors for autograd, which does not look into a Call, and the three."""
 
     @staticmethod
     def forward(ctx, *inputs):
-        return tuple(keeping_outer_grad_mode(backward_without_gradient, *inputs[-7:]))
+        return tuple(keeping_outer_grad_mode(backward_without_gradient, *inputs[-3:]))
 
     @staticmethod
     def backward(ctx, *gradients):
         raise RuntimeError("attention() has no second derivative; for one, use impl='reference'")
 
 
-def _refuse_tangents(*tensors):
+def refuse_tangents(*tensors):
     """Forward-mode derivatives would be silently zero: nothing below autograd hands them on."""
-    for x in tensors:
-        if x is None or forward_ad.unpack_dual(x).tangent is None:
-            continue
+    if has_tangent(*tensors):
         raise RuntimeError("attention() has no forward-mode derivative; for one, use impl='reference'")
 
 
-def backward_with_error(call, out, lse2, dout, dlse, wanted, problem=None):
+def has_tangent(*tensors):
+    """Whether forward-mode derivatives of some tensors are asked for; a tensor with one need not require a gradient."""
+    if forward_ad._current_level < 0:
+        return False
+    return any(x is not None and forward_ad.unpack_dual(x).tangent is not None for x in tensors)
+
+
+def backward_with_error(call, results, problem=None):
     """backward_without_gradient(), with an error in place of its own gradient where one may be asked for."""
-    if forward_ad._current_level >= 0:
-        _refuse_tangents(*call.tensors, out, lse2, dout, dlse)
-    inputs = call, out, lse2, dout, dlse, wanted, problem
-    return apply(Backward, *call.tensors, *inputs) if torch.is_grad_enabled() else backward_without_gradient(*inputs)
+    tensors = *call.tensors, *results[:-1]
+    refuse_tangents(*tensors)
+    if torch.is_grad_enabled():
+        return apply(Backward, *tensors, call, results, problem)
+    return backward_without_gradient(call, results, problem)
 
 
 def forward_with_gradient(call, problem=None):
     """What the forward op does under autograd, and attention() in eager mode, which knows the call's problem."""
-    if forward_ad._current_level >= 0:  # asked here, since a tensor with a tangent need not require a gradient
-        _refuse_tangents(*call.tensors)
+    refuse_tangents(*call.tensors)
     if torch.is_grad_enabled() and any([x is not None and x.requires_grad for x in call.learned]):
         return apply(Attention, *call.learned, call, problem)
     return forward_without_gradient(call, problem)
@@ -301,4 +307,4 @@ def _(*call):
 @torch.library.impl(LIBRARY, "backward", "Autograd")
 @outside_graphs
 def _(out, lse2, dout, dlse, wanted, *call):
-    return list(compress(backward_with_error(Call(*call), out, lse2, dout, dlse, wanted), wanted))
+    return list(compress(backward_with_error(Call(*call), (out, lse2, dout, dlse, wanted)), wanted))
