@@ -4,7 +4,6 @@ Dense batches take their tiles by number, ragged ones (lengths, packed sequences
 is there: ragged.py. What they do not serve goes to the portable kernels: see call_problem() in choose.py.
 """
 
-import threading
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache, partial
 
@@ -46,9 +45,6 @@ BACKWARD = {
 }
 
 
-STREAMS = 1024  # of a device that have a counter of their own
-
-
 def tile_dims(problem):
     """Head dims of keys and values as tiles hold them."""
     return settings_dim(problem.tile.dim), settings_dim(problem.tile.value_dim)
@@ -68,14 +64,13 @@ def tma_layout(block, dtype):
     """Layout of a block in shared memory."""
     if len(block) == 1:
         return gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=1)
-    names = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16, torch.float32: gl.float32}
-    return gl.NVMMASharedLayout.get_default_for(list(block), names[dtype])
+    return gl.NVMMASharedLayout.get_default_for(list(block), getattr(gl, str(dtype).removeprefix("torch.")))
 
 
 def described(x, block, shape=None, strides=None):
     """TMA descriptor of a tensor in blocks; past its end they hold zeros, and are not written."""
-    shape, strides, layout = list(shape or x.shape), list(strides or x.stride()), tma_layout(block, x.dtype)
-    return TensorDescriptor(x, shape, strides, list(block), layout)
+    layout = tma_layout(block, x.dtype)
+    return TensorDescriptor(x, list(shape or x.shape), list(strides or x.stride()), list(block), layout)
 
 
 def tiled(problem, x, rows):
@@ -111,25 +106,16 @@ def blank(problem, call, x, keys=False):
     return Step(blank_kernel, -(-length // POSITIONS.value) * batch, args, constants)
 
 
-COUNTERS = {}  # device -> counters that no stream has yet, and {stream: its own}
-MAKING = threading.Lock()
-
-
-def new_counters(device):
-    """What COUNTERS has of a device.
-
-    They stay in memory, so another thread makes them: what this one allocates may belong to a CUDA graph.
-    """
+@cache
+def counter_of(device, stream):
+    """Memory with zeros for counter(), made by another thread: what this one allocates may belong to a CUDA graph."""
 
     def zeros():
-        made = torch.zeros(STREAMS, 4, dtype=torch.int32, device=device)  # each at a multiple of 16 bytes
-        torch.cuda.current_stream(device).synchronize()
-        return list(made)
+        with torch.cuda.stream(torch.cuda.ExternalStream(stream, device)):
+            return torch.zeros(1, dtype=torch.int32, device=device)
 
-    with MAKING, ThreadPoolExecutor(1) as pool:
-        if device not in COUNTERS:
-            COUNTERS[device] = pool.submit(zeros).result(), {}
-        return COUNTERS[device]
+    with ThreadPoolExecutor(1) as pool:
+        return pool.submit(zeros).result()
 
 
 def counter(q):
@@ -138,12 +124,7 @@ def counter(q):
     A CUDA graph has its own, since its replays may run beside the stream that recorded it.
     """
     if q.is_cuda and not torch.cuda.is_current_stream_capturing():
-        free, taken = COUNTERS.get(q.device) or new_counters(q.device)
-        stream = torch._C._cuda_getCurrentRawStream(q.device.index)
-        if stream not in taken and free:
-            taken[stream] = free.pop()
-        if stream in taken:
-            return taken[stream]
+        return counter_of(q.device, torch._C._cuda_getCurrentRawStream(q.device.index))
     return q.new_zeros(1, dtype=torch.int32)
 
 
