@@ -181,15 +181,11 @@ def backward_settings(problem):
     return plan, slots(problem, problem.q_len, plan.block_q), slots(problem, problem.k_len, plan.block_k), members
 
 
-def backward(call, out, lse2, dout, dlse, wanted, problem=None, deterministic=None):
-    """As backward() of portable/launch.py, which serves if deterministic (None: as torch is set).
+def backward(call, out, lse2, dout, dlse, wanted, problem=None):
+    """As backward() of portable/launch.py. One kernel computes all gradients, wanted or not.
 
-    Here dQ and the gradient of gates are added in any order. One kernel computes all gradients, wanted or not.
+    dQ and the gradient of gates are added in any order.
     """
-    if deterministic is None:
-        deterministic = torch.are_deterministic_algorithms_enabled()
-    if deterministic:
-        return portable.backward(call, out, lse2, dout, dlse, wanted, problem)
     call, problem = place(call, problem)
     out, dout, lse2, dlse = problem.placed(out), problem.placed(dout), at_16_bytes(lse2), at_16_bytes(dlse)
     plan, q_slots, k_slots, members = problem.cached(backward_settings)
