@@ -109,8 +109,8 @@ def check_impl(impl, known):
 def check_seed(seed, device):
     if isinstance(seed, torch.Tensor):
         if seed.dtype != torch.int64 or seed.numel() != 1 or seed.device != device:
-            found = f"{seed.dtype} of {seed.numel()} elements on {seed.device}"
-            raise ValueError(f"seed is {found}; it must be one int64 on {device}")
+            given = f"{seed.dtype} of {seed.numel()} elements on {seed.device}"
+            raise ValueError(f"seed is {given}; it must be one int64 on {device}")
     elif seed is not None:
         check_int("seed", seed, -(2**63), 2**63 - 1)
 
@@ -141,8 +141,9 @@ def check_ragged(call):
         raise ValueError(f"q has batch {batch}; with cu_seqlens all sequences lie in one row: reshape to batch 1")
     shapes = [tuple(x.shape) for x in starts]
     if shapes[0] != shapes[1] or len(shapes[0]) != 1 or shapes[0][0] < 2:
-        found = "{} and {}".format(*shapes)
-        raise ValueError(f"cu_seqlens has shapes {found} for queries and keys; both must be [N + 1] of N sequences")
+        raise ValueError(
+            "cu_seqlens has shapes {} and {} for queries and keys; both must be [N + 1] of N sequences".format(*shapes)
+        )
     if not isinstance(cu_seqlens, tuple) and q_len != k_len:
         raise ValueError(f"q has {q_len} tokens, k {k_len}; give two cu_seqlens, a tuple, for queries and for keys")
 

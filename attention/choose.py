@@ -57,13 +57,11 @@ def decide(call):
         raise ValueError(f"the Hopper kernels do not serve {lack}; use impl='auto'")
     if asked == "auto" and q.dtype in DTYPES:
         inexpressible = None if takes_kernels(q.device) else sdpa_problem(call)
-        case = Case(q.device, q.dtype)
-        if not lack:
-            case = case._replace(dims=(settings_dim(q.shape[-1]), settings_dim(call.v.shape[-1])), ragged=call.is_ragged)
-        heads = q.shape[2], call.k.shape[2]
+        dims = None if lack else (settings_dim(q.shape[-1]), settings_dim(call.v.shape[-1]))
+        case, heads = (q.device, q.dtype, dims, not lack and call.is_ragged), (q.shape[2], call.k.shape[2])
         if not torch.compiler.is_compiling() and all(type(x) is int for x in heads):  # and no symbols
-            case = case._replace(heads=heads)
-        impl, reason, _ = implementation(case, inexpressible)
+            case = *case, heads
+        impl, reason, _ = implementation(inexpressible, *case)
         if impl == "triton" and lack and not no_hopper:
             reason = f"the Hopper kernels do not serve {lack}"
     elif asked == "auto":
@@ -85,13 +83,15 @@ _CHOICES = {}
 _CHOOSING = threading.Lock()  # threads whose first calls coincide share one check
 
 
-def implementation(case, inexpressible=None):
+def implementation(inexpressible, *case):
     """What impl="auto" means for calls like a Case; decided once and printed by the first call that asks.
 
     Returns (name, reason in words, whether kernels failed their self-check), which Dynamo keeps.
 
-    inexpressible: where no kernels are taken, what SDPA cannot express, in words, or None.
+    inexpressible: where no kernels are taken, what SDPA cannot express, in words, or None. case: the fields of a Case,
+    of which Dynamo would make an empty one.
     """
+    case = Case(*case)
     device = case.device
     if device.type == "cuda" and device.index is None:
         device = torch.device("cuda", torch.cuda.current_device())

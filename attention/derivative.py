@@ -53,13 +53,13 @@ def check_score_mod(score_mod, *score_args, heads, length=64, sequences=2):
         )
 
 
-def _raise_at_worst(what, source, scores, found, expected, error, ignored):
+def _raise_at_worst(what, source, scores, returned, expected, error, ignored):
     """error: as a multiple of what is allowed."""
     error = error.nan_to_num(torch.inf).masked_fill(ignored, 0.0).flatten()
     worst = int(error.argmax())
     if error[worst] <= 1:
         return
-    x, y, z = (float(tensor.flatten()[worst]) for tensor in (scores, found, expected))
+    x, y, z = (float(tensor.flatten()[worst]) for tensor in (scores, returned, expected))
     place = torch.unravel_index(torch.tensor(worst, device="cpu"), scores.shape)
     sequence, head, q_pos, k_pos = map(int, place)
     raise ValueError(

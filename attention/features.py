@@ -185,12 +185,12 @@ def contiguous(call, x):
 
 
 def relative_bias_gradient(sums, tables):
-    found, size = [], tables.shape[2]
+    gradients, size = [], tables.shape[2]
     for x in sums:
         near = F.pad(x, (0, max(size - x.shape[1], 0)))[:, :size].clone()
         near[:, -1] += x[:, size:].sum(1)  # all that are as far or farther
-        found.append(near)
-    return (torch.stack(found) if len(tables) == 2 else sum(found)[None]).to(tables.dtype)
+        gradients.append(near)
+    return (torch.stack(gradients) if len(tables) == 2 else sum(gradients)[None]).to(tables.dtype)
 
 
 FEATURES = (  # those that are learned come first, in the order of Call

@@ -1,7 +1,7 @@
 """What the GPU is and what it can do, asked here and nowhere else. This module needs no Triton."""
 
 import os
-from functools import cache
+from functools import cache, wraps
 from importlib.util import find_spec
 
 import torch
@@ -22,18 +22,24 @@ def chip(device):
     return (0, 0) if INTERPRETED or torch.version.hip else torch.cuda.get_device_capability(device)
 
 
+def asked_once(question):
+    """A function of a torch.device whose answers are kept, also by Dynamo, which then does not trace it.
+
+    As torch.compiler.assume_constant_result, which would import Dynamo: more than a second of each start.
+    """
+    kept = cache(question)
+
+    @wraps(question)
+    def answer(device):
+        return kept(device)  # of a cached function itself Dynamo warns
+
+    answer._dynamo_marked_constant = True
+    return answer
+
+
+@asked_once
 def takes_kernels(device):
     """Whether Triton's kernels are chosen on a torch.device: on NVIDIA's GPUs from LEAST on."""
-    return _takes_kernels(device)  # of a cached function itself Dynamo warns
-
-
-# Dynamo calls it while tracing and keeps the answer, as torch.compiler.assume_constant_result would, which imports
-# Dynamo: more than a second for who only imports this package.
-takes_kernels._dynamo_marked_constant = True
-
-
-@cache
-def _takes_kernels(device):
     return HAS_TRITON and device.type == "cuda" and chip(device) >= LEAST
 
 
@@ -58,18 +64,9 @@ def can_overlap(device):
     return chip(device) == HOPPER
 
 
+@asked_once
 def hopper_problem(device):
     """Why the kernels in Gluon do not run on a torch.device, in words; None if they do."""
-    return _hopper_problem(device)  # of a cached function itself Dynamo warns
-
-
-# Dynamo calls it while tracing and keeps the answer. It is what torch.compiler.assume_constant_result does, which
-# would import Dynamo: more than a second of each start.
-hopper_problem._dynamo_marked_constant = True
-
-
-@cache
-def _hopper_problem(device):
     if device.type != "cuda" or not torch.cuda.is_available() or chip(device) != HOPPER:
         return f"{device}, which is no Hopper GPU (sm_90)"
     try:

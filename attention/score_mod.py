@@ -45,8 +45,8 @@ def _remember_traced(context):
 
     traced = context.get_local("score_mod")._i_will_not_complain_if_bc_breaks_VariableTracker().realize()
     install_guard(traced.source.make_guard(GuardBuilder.ID_MATCH))  # another function is traced anew
-    found = next((getattr(traced, name) for name in ("kernel", "value") if hasattr(traced, name)), traced)
-    _SEEN[:] = [remember(found)]
+    function = next((getattr(traced, name) for name in ("kernel", "value") if hasattr(traced, name)), traced)
+    _SEEN[:] = [remember(function)]
     _TRACED.update(_SEEN)
 
 

@@ -52,7 +52,7 @@ def test_every_rank_prints_its_own_failure(undecided, monkeypatch, capsys):
     )):  # fmt: skip
         monkeypatch.setenv("RANK", rank)
         monkeypatch.setattr(choose, "_self_check", lambda *check, error=error: error)
-        choose.implementation(choose.Case(torch.device("cuda", number), torch.float16))
+        choose.implementation(None, torch.device("cuda", number), torch.float16)
         err = capsys.readouterr().err
         assert err.startswith(printed) and bool(err) == bool(printed)
 

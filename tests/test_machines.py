@@ -112,7 +112,7 @@ def test_gpus_without_tensor_cores_in_triton_and_amds_take_pytorch(chip, monkeyp
                 call()
         assert not fused(x, torch.bfloat16, head.weight)  # the MLP has kernels for Hopper's GPUs only
         for _ in range(2):
-            found, *_ = choose.implementation(choose.Case(x.device, torch.float16))
+            found, *_ = choose.implementation(None, x.device, torch.float16)
     err = capsys.readouterr().err
     assert found == ("triton" if kernels else "sdpa") and err.count("attention  ") == 1 and ("8.0" in err) != kernels
     assert gpu.can_overlap(x.device) is False and gpu.hopper_problem(x.device)

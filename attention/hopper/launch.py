@@ -193,7 +193,7 @@ def backward(call, out, lse2, dout, dlse, wanted, problem=None):
 
     # keys before every window are left out too (bounds() in ragged.py): only then is all filled with zeros
     new = partial(output, problem) if problem.rule.window else empty
-    found = gradients(call, empty, new)
+    grads = gradients(call, empty, new)
     delta = output(problem, lse2) if wanted["relative_bias"] else None
     dsink = None
     if wanted["sink"]:  # of each tile; where none is, 0
@@ -206,14 +206,14 @@ def backward(call, out, lse2, dout, dlse, wanted, problem=None):
         lists = new_list(q, q_slots), new_list(q, k_slots)
     sums = q.new_empty(q_slots * heads * plan.block_q * (2 + plan.dim), dtype=torch.float32)  # stats and dq_sum
     inputs = dout, lse2, delta
-    tensors = *inputs, out, dlse, dsink, dgate, split_gate(gate), sums, *lists, *parts, *found.values()
+    tensors = *inputs, out, dlse, dsink, dgate, split_gate(gate), sums, *lists, *parts, *grads.values()
     start(problem, backward_steps, call, tensors)
-    found |= portable.distance_gradients(problem, call, inputs, wanted)
+    grads |= portable.distance_gradients(problem, call, inputs, wanted)
     if gate is not None:
-        found["decay"] = dgate.to(gate.dtype)
+        grads["decay"] = dgate.to(gate.dtype)
     if dsink is not None:
-        found["sink"] = dsink.sum(1).to(call.sink.dtype)
-    return found
+        grads["sink"] = dsink.sum(1).to(call.sink.dtype)
+    return grads
 
 
 def backward_steps(problem, call, tensors):

@@ -56,16 +56,16 @@ def backward(call, out, lse2, dout, dlse, wanted, problem=None):
     call, problem = place(call, problem)
     dout, out, lse2, dlse = problem.placed(dout), *map(at_16_bytes, (out, lse2, dlse))
     new = partial(output, problem)
-    found = gradients(call, new, new)
+    grads = gradients(call, new, new)
     bias, gate, sink = call.bias if wanted["bias"] else None, call.decay, call.sink
     if 0 in (problem.batch, problem.q_len, problem.k_len, problem.tile.heads):
-        for x in found.values():
+        for x in grads.values():
             x.zero_()
         given = zip(GRADIENTS[3:], call.learned[3:], strict=True)
-        found |= {name: torch.zeros_like(x) for name, x in given if x is not None}
+        grads |= {name: torch.zeros_like(x) for name, x in given if x is not None}
         if sink is not None and dlse is not None:  # a row without keys has the sink
-            found["sink"] = sink_gradient(sink, lse2, -dlse)
-        return found
+            grads["sink"] = sink_gradient(sink, lse2, -dlse)
+        return grads
     delta = output(problem, lse2)
     inputs = dout, lse2, delta
     # What rounding leaves in sums of dS over rows shows in float32, and where a bias over whole rows learns them alone.
@@ -75,20 +75,20 @@ def backward(call, out, lse2, dout, dlse, wanted, problem=None):
     sum_type = torch.float64 if dout.element_size() > 2 else torch.float32
     summed = {name for name in GRADIENTS if wanted[name]} - SUMMED_ELSEWHERE
     q_gate, k_gate = (None if gate is None else empty(gate, dtype=sum_type).zero_() for _ in range(2))
-    dqkv = found.values()
+    dqkv = grads.values()
 
     start(problem, dq_steps, call, (*inputs, out, dlse, q_gate, *dqkv), walks, bool(summed - {"k", "v"}))
     if summed - (set() if call.kv_heads > 0 else {"q"}):
         sums = partial_sums(problem, call.q, new)
         start(problem, dkdv_steps, call, (*inputs, k_gate, *sums, *dqkv))
     if bias is not None:
-        found["bias"] = bias_gradient(problem, call, inputs, bias)
-    found |= distance_gradients(problem, call, inputs, wanted)
+        grads["bias"] = bias_gradient(problem, call, inputs, bias)
+    grads |= distance_gradients(problem, call, inputs, wanted)
     if wanted["decay"]:
-        found["decay"] = (q_gate + k_gate).to(gate.dtype)
+        grads["decay"] = (q_gate + k_gate).to(gate.dtype)
     if wanted["sink"]:
-        found["sink"] = sink_gradient(sink, lse2, delta)
-    return found
+        grads["sink"] = sink_gradient(sink, lse2, delta)
+    return grads
 
 
 def views(call, dout, lse2, delta):
