@@ -121,10 +121,8 @@ def eager_decode(call, ring):
     if q.device.type == "cpu" and not ring and batch > 0:
         counts = lengths.clamp(0, slots).tolist()
         if len(set(counts)) > 1:
-            rows = dict(q=q, k=k, v=v, lengths=lengths, decay=sums, alibi_slopes=slopes)
-            rows = {name: batch * [None] if x is None else x.split(1) for name, x in rows.items()}
-            calls = [call._replace(**dict(zip(rows, row, strict=True))) for row in zip(*rows.values(), strict=True)]
-            return torch.cat([eager_decode(x, ring) for x in calls])
+            rows = [[x if x is None or x is call.sink else x[i : i + 1] for x in call.tensors] for i in range(batch)]
+            return torch.cat([eager_decode(call.with_tensors(row), ring) for row in rows])
         slots = counts[0]
         k, v, sums = (None if x is None else x[:, :slots] for x in (k, v, sums))
         if q_len == 1 and slots > 0 and not (features or call.window):  # the query sees all keys

@@ -225,9 +225,7 @@ class Attention(Function):
     def forward(ctx, *inputs):
         *_, call, ctx.problem = inputs
         out, lse2, *max_logit = keeping_outer_grad_mode(forward_without_gradient, call, ctx.problem)
-        tensors = call.tensors
-        ctx.given = [x is not None for x in tensors]
-        ctx.save_for_backward(out, lse2, *[x for x in tensors if x is not None])
+        ctx.save_for_backward(out, lse2, *call.tensors)
         ctx.numbers = call[TENSORS + 1 : OP_ARGUMENTS]
         ctx.score_mod = score_mod.FUNCTIONS.get(call.score_mod)  # which the table may forget before the backward
         ctx.set_materialize_grads(False)
@@ -236,7 +234,7 @@ class Attention(Function):
 
     @staticmethod
     def backward(ctx, dout, dlse2, *_):
-        out, lse2, *saved = unwrap_dead_wrappers(ctx.saved_tensors)  # of a transform that has ended
+        out, lse2, *tensors = unwrap_dead_wrappers(ctx.saved_tensors)  # of a transform that has ended
         run = call_backward_op
         if not torch.compiler.is_compiling():  # as it is in compiled autograd
             if any(x is not None and torch._C._functorch.is_legacy_batchedtensor(x) for x in (dout, dlse2)):
@@ -247,8 +245,6 @@ class Attention(Function):
             run = run if transformed() else backward_with_error
             if ctx.score_mod is not None:
                 score_mod.remember(ctx.score_mod)
-        saved = iter(saved)
-        tensors = [next(saved) if given else None for given in ctx.given]
         call = Call(*tensors[:TENSORS], tensors[TENSORS:], *ctx.numbers)
         if dout is None:
             dout = torch.zeros_like(out)
