@@ -153,7 +153,8 @@ ROUTES = {}
 
 def _attend(call):
     """attention() of a Call; q holds keys and values too if kv_heads is not 0."""
-    call = with_label(call)
+    if call.score_mod is not None:
+        call = with_label(call)
     signature, route = signature_of(call), None
     if signature is not None:  # else Dynamo would look at what is remembered
         try:
@@ -226,13 +227,14 @@ def for_kernels(call, features):
 
 
 def with_label(call):
-    """A Call with the label of its score_mod, if it has one, in place of the function."""
-    return call if call.score_mod is None else call._replace(score_mod=label_of(call.score_mod))
+    """A Call with the label of its score_mod in place of the function."""
+    return call._replace(score_mod=label_of(call.score_mod))
 
 
 def explain(q, k, v, **arguments):
     """Which implementation serves attention(q, k, v, **arguments), and why: a line of text. Raises as attention()."""
-    return "{}: {}".format(*decide(with_label(call_of(*_cast_for_autocast(q=q, k=k, v=v), **arguments))))
+    call = call_of(*_cast_for_autocast(q=q, k=k, v=v), **arguments)
+    return "{}: {}".format(*decide(call if call.score_mod is None else with_label(call)))
 
 
 def call_of(q, k, v, /, **arguments):

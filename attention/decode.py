@@ -4,6 +4,7 @@ Letters: B batch, Tq new tokens, S slots of the cache, H query heads, Hkv key/va
 """
 
 import torch
+from torch.autograd import forward_ad
 from torch.utils.flop_counter import register_flop_formula
 
 from . import ops
@@ -93,7 +94,7 @@ def check_decode(call, ring):
 def check_no_gradient(call):
     """Neither backward nor in forward mode."""
     backward = torch.is_grad_enabled() and any([x is not None and x.requires_grad for x in call.learned])
-    if backward or ops.has_tangent(*call.learned):
+    if backward or (forward_ad._current_level >= 0 and ops.has_tangent(call.learned)):
         raise ValueError("decode() has no gradient; call it under torch.no_grad(), or use attention()")
 
 

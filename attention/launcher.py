@@ -67,7 +67,7 @@ def start(problem, steps, call, tensors, *flags):
             start(problem, steps, call, tensors, *flags)
         return
     given = [x for x in (*call.tensors, *tensors) if x is not None]
-    signature = steps, flags, *[None if x is None else x.stride() for x in tensors]
+    signature = steps, flags, *[x is not None and (x.is_contiguous() or x.stride()) for x in tensors]
     launches = problem.cache.get(signature)
     if launches is None:
         launches = problem.cache[signature] = prepare(problem, device, given, steps, call, tensors, flags)

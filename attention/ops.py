@@ -265,31 +265,30 @@ class Backward(Function):
         raise RuntimeError("attention() has no second derivative; for one, use impl='reference'")
 
 
-def refuse_tangents(*tensors):
+def refuse_tangents(tensors):
     """Forward-mode derivatives would be silently zero: nothing below autograd hands them on."""
-    if has_tangent(*tensors):
+    if has_tangent(tensors):
         raise RuntimeError("attention() has no forward-mode derivative; for one, use impl='reference'")
 
 
-def has_tangent(*tensors):
-    """Whether forward-mode derivatives of some tensors are asked for; a tensor with one need not require a gradient."""
-    if forward_ad._current_level < 0:
-        return False
+def has_tangent(tensors):
+    """Whether forward-mode derivatives of some are asked for; a tensor with a tangent need not require a gradient."""
     return any(x is not None and forward_ad.unpack_dual(x).tangent is not None for x in tensors)
 
 
 def backward_with_error(call, results, problem=None):
     """backward_without_gradient(), with an error in place of its own gradient where one may be asked for."""
-    tensors = *call.tensors, *results[:-1]
-    refuse_tangents(*tensors)
+    if forward_ad._current_level >= 0:
+        refuse_tangents((*call.tensors, *results[:-1]))
     if torch.is_grad_enabled():
-        return apply(Backward, *tensors, call, results, problem)
+        return apply(Backward, *call.tensors, *results[:-1], call, results, problem)
     return backward_without_gradient(call, results, problem)
 
 
 def forward_with_gradient(call, problem=None):
     """What the forward op does under autograd, and attention() in eager mode, which knows the call's problem."""
-    refuse_tangents(*call.tensors)
+    if forward_ad._current_level >= 0:
+        refuse_tangents(call.tensors)
     if torch.is_grad_enabled() and any([x is not None and x.requires_grad for x in call.learned]):
         return apply(Attention, *call.learned, call, problem)
     return forward_without_gradient(call, problem)

@@ -69,8 +69,10 @@ def tma_layout(block, dtype):
 
 def described(x, block, shape=None, strides=None):
     """TMA descriptor of a tensor in blocks; past its end they hold zeros, and are not written."""
-    layout = tma_layout(block, x.dtype)
-    return TensorDescriptor(x, list(shape or x.shape), list(strides or x.stride()), list(block), layout)
+    shape, strides, layout = list(shape or x.shape), list(strides or x.stride()), tma_layout(block, x.dtype)
+    made = object.__new__(TensorDescriptor)  # its constructor checks what fits() ensures: 2 us of each new length
+    vars(made).update(base=x, shape=shape, strides=strides, block_shape=list(block), layout=layout)
+    return made
 
 
 def tiled(problem, x, rows):
