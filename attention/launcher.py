@@ -170,7 +170,7 @@ def launch_of(step, kernel, numbers):
         if storages:
             kind = (next(kinds, None), None) if encode is not None and is_descriptor(x) else None
             argument = Argument(x, list(storages), encode, kind)
-            parts.append((same, itemgetter(*[numbers[storage] for storage in storages]), argument))
+            parts.append((same, itemgetter(*map(numbers.get, storages)), argument))
             same = []
         else:
             same.append(x)

@@ -115,10 +115,8 @@ def modified(scores, score_mod, places, score_args):
 def relative_bias_at(tables, distance):
     """Elements [.., H, Tq, Tk] of relative_bias for the distances q_pos - k_pos [.., 1, Tq, Tk]."""
     index = distance.abs().clamp(max=tables.shape[-1] - 1)
-    if tables.dim() == 3:  # one after the other: the second begins behind the first
-        index = torch.where(distance < 0, index + tables.shape[-1], index)
-        tables = torch.cat(tables.unbind(), -1)
-    return tables[torch.arange(len(tables), device=index.device)[:, None, None], index]
+    head = torch.arange(tables.shape[-2], device=index.device)[:, None, None]
+    return tables[head, index] if tables.dim() == 2 else tables[(distance < 0).long(), head, index]
 
 
 def hides(bias):
@@ -142,24 +140,24 @@ def place(shape, lengths, cu_seqlens, device):
     k_pos = torch.arange(k_len, device=device).view(1, 1, 1, -1)
     if cu_seqlens is not None:
         q_starts, k_starts = (x.long().clamp(0, n) for x, n in zip(pair(cu_seqlens), (q_len, k_len), strict=True))
-        # number of the sequence: how many have ended; past the last one it is the count of sequences
-        q_sequence = torch.searchsorted(q_starts[1:].contiguous(), q_pos, right=True)
-        k_sequence = torch.searchsorted(k_starts[1:].contiguous(), k_pos, right=True)
-        last = q_starts.shape[0] - 2
-        inside = q_sequence.clamp(max=last)
-        q_count = (q_starts[1:] - q_starts[:-1])[inside]
-        k_count = (k_starts[1:] - k_starts[:-1])[inside]
-        q_exists = (q_pos >= q_starts[0]) & (q_sequence <= last)
-        k_exists = (k_pos >= k_starts[0]) & (k_sequence <= last)
-        q_index = torch.where(q_exists, q_pos - q_starts[inside], 0)  # others may be past the end of a user's table
-        k_pos = torch.where(k_exists, k_pos - k_starts[k_sequence.clamp(max=last)], 0)
-        exists = (q_sequence == k_sequence) & q_exists & k_exists
-        return inside, q_index, q_index + k_count - q_count, k_pos, q_exists, exists
+        sequence, q_index, q_exists = in_sequences(q_pos, q_starts)
+        k_sequence, k_pos, k_exists = in_sequences(k_pos, k_starts)
+        more_keys = (k_starts.diff() - q_starts.diff())[sequence]
+        exists = (sequence == k_sequence) & q_exists & k_exists
+        return sequence, q_index, q_index + more_keys, k_pos, q_exists, exists
     sequence = torch.arange(batch, device=device).view(-1, 1, 1, 1)
     q_index, q_pos = q_pos, q_pos + k_len - q_len
     length = k_len if lengths is None else lengths.long().view(-1, 1, 1, 1)
     q_exists, k_exists = (x.expand(batch, 1, -1, -1) < length for x in (q_pos, k_pos))
     return sequence, q_index, q_pos, k_pos, q_exists, q_exists & k_exists
+
+
+def in_sequences(pos, starts):
+    """Number of the packed sequence of the tokens at pos, their index in it, and whether they are in one."""
+    number = torch.searchsorted(starts[1:].contiguous(), pos, right=True)  # how many have ended
+    last = starts.shape[0] - 2
+    exists, number = (pos >= starts[0]) & (number <= last), number.clamp(max=last)
+    return number, torch.where(exists, pos - starts[number], 0), exists  # others may be past the end of a user's table
 
 
 def drop_probability(dropout):
