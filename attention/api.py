@@ -7,7 +7,7 @@ import torch
 from . import ops
 from .checks import DTYPES, check_is_tensor, check_max_seqlen, check_qkv, check_seed, pair
 from .choose import decide
-from .features import SEED, Call, features_of, traits
+from .features import SEED, Call, features_of
 from .reference import reference_attention
 from .score_mod import label_of, split_args
 from .sdpa import attention_by_sdpa, hides_values
@@ -212,6 +212,13 @@ def signature_of(call):
         torch.is_grad_enabled(), precision,
         bounds is not None and (traits(bounds), hides_values(call)), traits(score_args),
     )  # fmt: skip
+
+
+def traits(x):
+    """What of an argument decides how a call is served."""
+    if isinstance(x, torch.Tensor):
+        return x.shape, x.stride(), x.dtype, x.device, x.requires_grad
+    return tuple(map(traits, x)) if isinstance(x, tuple) else (type(x), x)
 
 
 def for_kernels(call, features):

@@ -93,13 +93,6 @@ TENSORS = SEED + 1
 OP_ARGUMENTS = Call._fields.index("return_lse")
 
 
-def traits(x):
-    """What of an argument decides how a call is served: calls are alike if all their arguments have the same."""
-    if isinstance(x, Tensor):
-        return x.shape, x.stride(), x.dtype, x.device, x.requires_grad
-    return tuple(map(traits, x)) if isinstance(x, (tuple, list)) else (type(x), x)  # since True == 1
-
-
 class Feature(NamedTuple):
     """One of the optional tensors of attention(), or score_mod."""
 

@@ -5,7 +5,7 @@ from typing import NamedTuple
 
 import torch
 
-from .features import traits
+from .features import OP_ARGUMENTS, TENSORS
 from .ops import backend
 from .score import Rule
 from .score_mod import function_of
@@ -62,7 +62,9 @@ PROBLEMS = {}
 
 def problem_of(call):
     """The Problem of a Call, as the ops take it. attention() keeps what it finds here."""
-    signature = float32_precision(call.q.dtype), *[None if x is None else traits(x) for x in call.for_op]
+    tensors = [None if x is None else (x.shape, x.stride(), x.dtype, x.device) for x in call.tensors]
+    others = *call.score_numbers, *call[TENSORS + 2 : OP_ARGUMENTS]
+    signature = float32_precision(call.q.dtype), *tensors, *others, *map(type, others)  # since True == 1
     problem = PROBLEMS.get(signature)
     if problem is None:
         if len(PROBLEMS) >= 512:  # lengths that never repeat
