@@ -5,7 +5,7 @@ is there: ragged.py. What they do not serve goes to the portable kernels: see ca
 """
 
 from concurrent.futures import ThreadPoolExecutor
-from functools import cache, partial
+from functools import cache, lru_cache, partial
 
 import torch
 
@@ -108,7 +108,7 @@ def blank(problem, call, x, keys=False):
     return Step(blank_kernel, -(-length // POSITIONS.value) * batch, args, constants)
 
 
-@cache
+@lru_cache(1024)
 def counter_of(device, stream):
     """Memory with zeros for counter(), made by another thread: what this one allocates may belong to a CUDA graph."""
 
