@@ -143,7 +143,7 @@ def list_kernel(
 def blank_kernel(x, ragged, offset, q_len, k_len, SIZE: tl.constexpr, STEP: tl.constexpr, KEYS: tl.constexpr):
     """Zeros at those positions of a [B, T, H, D] tensor, of queries or of keys, that belong to no sequence.
 
-    They lie before a row's first sequence, whose number is that of the batch, and behind its last, number row + offset.
+    They lie before the first sequence of a batch row, which has its number, and behind the last one, batch + offset.
     SIZE: elements of a position. STEP: from one to the next. Filling all of x first would cost as much as short
     documents take.
     """
