@@ -22,9 +22,8 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_wait
 from triton.runtime.errors import OutOfResources
-from triton.tools.tensor_descriptor import TensorDescriptor
 
-from .tiles import INTERPRETED, padded
+from .tiles import INTERPRETED
 
 
 @triton.jit
@@ -232,19 +231,5 @@ def storage_of(x):
 
 
 def is_descriptor(x):
-    """Whether it is a TMA descriptor, of Triton or of Gluon."""
+    """Whether it is a TMA descriptor."""
     return hasattr(x, "block_shape")
-
-
-def tma_tiles(x, rows):
-    """TMA descriptor of a [B, T, H, D] tensor in tiles of `rows` positions of a head; past its end are 0."""
-    return TensorDescriptor(x, list(x.shape), list(x.stride()), [1, rows, 1, padded(x.shape[-1])])
-
-
-def loop_descriptors(problem, kernel, *tensors):
-    """TMA descriptors of the two tensors over which a kernel walks; None and None if it loads by pointers."""
-    launch = problem.launches[kernel]
-    if not launch.tma or any(0 in x.shape + x.stride() for x in tensors):  # empty, or expanded
-        return None, None
-    rows = launch.block_k if kernel in ("forward", "dq") else launch.block_q
-    return [tma_tiles(x, rows) for x in tensors]

@@ -3,6 +3,7 @@
 Functions here are elementwise and free of orientation: the caller passes positions that broadcast to its tile, so the
 same formula serves [queries, keys] and [keys, queries]. Positions of queries are counted in keys: query i of Tq stands
 at key i + Tk - Tq, which aligns causal masks and windows to the last key.
+decay: log forget gate of a key. gate: its cumulative sum. gate2: the same in base 2.
 """
 
 from collections import namedtuple
@@ -55,7 +56,7 @@ class Terms(NamedTuple):
     bias_head: int | None
     bias_query: int | None
     bias_key: int | None
-    gate: torch.Tensor | None  # [B, H, Tk] float64: decay summed up to and including each key; fields of a View
+    gate: torch.Tensor | None  # [B, H, Tk], as split() divides it, or not; fields of a View
     gate_batch: int | None
     gate_head: int | None
     gate_seq: int | None
@@ -91,6 +92,34 @@ def terms_of(call):
         *([None] * 3 if tables is None else [tables, size, heads * size if sides == 2 else None]),
         *args,
     )  # fmt: skip
+
+
+def split(gate):
+    """float64 -> two float32 that add up to it (to 48 bits), in an int64: most GPUs are slow in float64."""
+    high = gate.float()
+    return torch.stack((high, (gate - high).float()), -1).view(torch.int64).squeeze(-1)
+
+
+def split_decay(call):
+    """The Call with its gate, which the ops take as decay, as two numbers."""
+    return call if call.decay is None else call._replace(decay=split(call.decay))
+
+
+@triton.jit
+def gate_halves(gate):
+    """What split() divided -> two float32."""
+    return gate.to(tl.int32).to(tl.float32, bitcast=True), (gate >> 32).to(tl.int32).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def load_gate(gate, position, exists):
+    """The gate at positions of a Lane, as two float32 whose sum it is; 0 if it does not exist."""
+    value = tl.load(gate.ptr + position * gate.stride, exists, 0)
+    if value.dtype == tl.int64:
+        return gate_halves(value)
+    else:  # of decode(), and of distance_kernel after the Hopper kernels
+        high = value.to(tl.float32)
+        return high, (value.to(tl.float64) - high.to(tl.float64)).to(tl.float32)
 
 
 @triton.jit
@@ -138,12 +167,12 @@ def dp_factor(k_len, RULE: tl.constexpr):
     The two would cancel but for rounding, whose error is more than eager PyTorch's, which is 0.
     """
     if RULE.sink:
-        found = 1.0
+        factor = 1.0
     elif RULE.window == 1:
-        found = 0.0
+        factor = 0.0
     else:
-        found = tl.where(k_len > 1, 1.0, 0.0)
-    return found
+        factor = tl.where(k_len > 1, 1.0, 0.0)
+    return factor
 
 
 @triton.jit
@@ -194,11 +223,11 @@ def cap_scores(qk, scale, RULE: tl.constexpr):
 @triton.jit
 def alibi_slope2(terms, head, seq):
     """ALiBi's slope of a head, in base 2; 0 without slopes."""
-    found = 0.0
+    slope2 = 0.0
     if terms.slopes is not None:
         sequence = tl.cast(seq.index, tl.int64) * terms.slopes_sequence
-        found = tl.load(terms.slopes + sequence + tl.cast(head, tl.int64) * terms.slopes_head) * LOG2E
-    return found
+        slope2 = tl.load(terms.slopes + sequence + tl.cast(head, tl.int64) * terms.slopes_head) * LOG2E
+    return slope2
 
 
 @triton.jit
@@ -233,8 +262,8 @@ def score_mod_kernel(scores, new, slope, args, length, SCORE_MOD: tl.constexpr):
     at = tl.minimum(at, length * length - 1)
     place = (sequence * tl.num_programs(1) + head) * length * length + at
     score = tl.load(scores + place)
-    found, derivative = SCORE_MOD(score, at // length, at % length, head, sequence, *args)
-    tl.store(new + place, found, inside)
+    value, derivative = SCORE_MOD(score, at // length, at % length, head, sequence, *args)
+    tl.store(new + place, value, inside)
     tl.store(slope + place, derivative, inside)
 
 
@@ -282,11 +311,11 @@ def shape_scores(qk, q_pos, k_pos, head, seq, terms, RULE: tl.constexpr, MASKED:
         scores *= LOG2E
         slope *= derivative
     if terms.gate is not None:
-        # Differences of float64 sums, since a float32 sum over a long row has lost what neighbours differ by.
+        # a single float32, of a sum over a long row, has lost what neighbours differ by
         gate = row_lane(gate_view(terms), seq.batch, head, seq.k_start)
-        q_gate = tl.load(gate.ptr + slot(q_pos, RULE) * gate.stride, q_exists & (q_pos >= 0), 0.0)
-        k_gate = tl.load(gate.ptr + slot(k_pos, RULE) * gate.stride, k_exists, 0.0)
-        scores = tl.fma((q_gate - k_gate).to(tl.float32), LOG2E, scores)
+        q_high, q_low = load_gate(gate, slot(q_pos, RULE), q_exists & (q_pos >= 0))
+        k_high, k_low = load_gate(gate, slot(k_pos, RULE), k_exists)
+        scores = tl.fma((q_high - k_high) + (q_low - k_low), LOG2E, scores)
     if terms.slopes is not None:
         if RULE.ring > 0:  # positions have no limit
             distance = tl.abs(q_pos - k_pos).to(tl.float32)

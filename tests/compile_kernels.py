@@ -43,7 +43,7 @@ DTYPES = {
 }
 # chip -> KiB of shared memory that one program may use, by the CUDA C++ Programming Guide
 SHARED = {70: 96, 75: 64, 80: 163, 86: 99, 87: 163, 89: 99, 90: 227, 100: 227, 103: 227, 120: 99, 121: 99}
-LENGTHS = (512, 4096)  # every row of the launch tables applies to one of them
+LENGTHS = (512, 4096)  # decode() splits only the longer one
 REPORT = re.compile(r"(\d+) bytes spill stores, (\d+) bytes spill loads.*?Used (\d+) registers", re.DOTALL)
 ARRIVE = re.compile(r"mbarrier\.arrive\.shared")  # not those of the loading warp, which also expect bytes
 ACCESS = re.compile(r"\b(?:ld|st|atom|red)\.(?:\w+\.)*global|\bcp\.async")
@@ -172,9 +172,6 @@ def launch_kernels(dtype, dim, causal, group, features=False, length=4096, ways=
     for way in ways[: 1 if group == 1 else 2]:
         portable.loops_over_group = lambda problem, programs, device, way=way: way == "loop"
         portable.backward(call, out, lse2, out, None, wanted)
-        if features:  # a bias over whole rows: delta is computed by a walk over the keys
-            of_queries = call._replace(bias=q.new_empty(2, 2 * group, length, 1))
-            portable.backward(of_queries, out, lse2, out, None, wanted)
 
 
 UNEVEN = 4095  # a length that no tile divides
@@ -289,7 +286,7 @@ def launch_training_kernels(dtype, dim, causal, group, features=False, length=40
 
 # name -> function, lengths, and where there is no choice of them: masks, groups
 FAMILIES = {
-    "portable": (launch_kernels, LENGTHS, None, None),
+    "portable": (launch_kernels, LENGTHS[-1:], None, None),
     "hopper": (launch_hopper_kernels, (LENGTHS[-1], UNEVEN), None, None),
     "simple": (launch_simple_kernels, (UNEVEN,), None, None),
     "decode": (launch_decode_kernels, LENGTHS, ("causal",), None),

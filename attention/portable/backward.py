@@ -73,15 +73,12 @@ def load_lse(lanes, start, seq, RULE: tl.constexpr, BLOCK: tl.constexpr, CLAMPED
 
 
 @triton.jit
-def load_queries(lanes, head, start, seq, terms, RULE: tl.constexpr, TILE: tl.constexpr, DELTA: tl.constexpr):
-    """Queries [start, start + block_q) of a sequence; DELTA=False: before their delta is there to be loaded."""
+def load_queries(lanes, head, start, seq, terms, RULE: tl.constexpr, TILE: tl.constexpr):
+    """Queries [start, start + block_q) of a sequence."""
     tile = load_tile(lanes.q, start, 0, seq.q_len, TILE.block_q, TILE.dim, True)  # after dO, sm_100 would spill
     dout_tile = load_tile(lanes.dout, start, 0, seq.q_len, TILE.block_q, TILE.value_dim, True)
     lse2 = load_lse(lanes, start, seq, RULE, TILE.block_q, True)
-    if DELTA:
-        delta = load_rows(lanes.delta, start, seq.q_len, 0.0, TILE.block_q, True)
-    else:
-        delta = tl.full([TILE.block_q], 0.0, tl.float32)
+    delta = load_rows(lanes.delta, start, seq.q_len, 0.0, TILE.block_q, True)
     pos = start + seq.k_len - seq.q_len + tl.arange(0, TILE.block_q)
     return Queries(tile, dout_tile, lse2, delta, pos, head, dropout_key(seq.index, head, terms.seed, RULE))
 
@@ -110,14 +107,12 @@ def gate_zeros(dgate, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def meet_keys(
-    queries, k, v, k_tiles, v_tiles, start, low, high, seq, terms,
-    RULE: tl.constexpr, TILE: tl.constexpr, MASKED: tl.constexpr,
-):  # fmt: skip
-    """The key tile at `start`, P and dS [queries, keys], slope; low and high bound the keys that queries can see."""
+def meet_keys(queries, keys, start, seq, terms, RULE: tl.constexpr, TILE: tl.constexpr, MASKED: tl.constexpr):
+    """The key tile at `start`, P and dS [queries, keys], slope."""
+    low, high = keys.low, keys.span.hi
     k_pos = start + tl.arange(0, TILE.block_k)
-    k_tile = fetch_tile(k, k_tiles, start, low, high, TILE.block_k, TILE.dim, MASKED)
-    v_tile = fetch_tile(v, v_tiles, start, low, high, TILE.block_k, TILE.value_dim, MASKED)
+    k_tile = fetch_tile(keys.k, keys.k_tiles, start, low, high, TILE.block_k, TILE.dim, MASKED)
+    v_tile = fetch_tile(keys.v, keys.v_tiles, start, low, high, TILE.block_k, TILE.value_dim, MASKED)
     q_pos, k_pos = queries.pos[:, None], k_pos[None, :]
     qk = dot(queries.tile, tl.trans(k_tile), None, TILE)
     scores, slope = shape_scores(qk, q_pos, k_pos, queries.head, seq, terms, RULE, MASKED)

@@ -8,13 +8,14 @@ import torch.nn.functional as F
 import triton
 import triton.language as tl
 
-from ..tiles import sequence, tile_lane
+from ..tiles import Span, sequence
 from .backward import load_queries, meet_keys, query_lanes
+from .forward import Keys, key_lanes
 
 
 @triton.jit(do_not_specialize=["q_len", "k_len", "sequences"])
 def distance_kernel(
-    q, k, v, dout, lse2, delta, sums, reaches, order, q_len, k_len, sequences, ragged, terms,
+    q, k, v, dout, lse2, delta, sums, reaches, order, sequences, q_len, k_len, ragged, terms,
     RULE: tl.constexpr, TILE: tl.constexpr, FIRST: tl.constexpr, DIAGONALS: tl.constexpr, PARTS: tl.constexpr,
 ):  # fmt: skip
     """sums [PARTS, H, DIAGONALS, 3, block]: dS added up for each distance q_pos - k_pos, over one of PARTS of the rows.
@@ -50,18 +51,16 @@ def distance_kernel(
         rest = (shift % BLOCK + BLOCK) % BLOCK
         offset = (shift - rest) // BLOCK - diagonal  # the tile of keys that meets tile 0 of queries
         q_lane = query_lanes(q, dout, lse2, delta, head, seq)
-        k_lane = tile_lane(k, seq.batch, head // TILE.group, seq.k_start)
-        v_lane = tile_lane(v, seq.batch, head // TILE.group, seq.k_start)
+        k_lane, v_lane = key_lanes(k, v, head, seq, TILE)
+        keys = Keys(k_lane, v_lane, None, None, Span(0, 0, 0, seq.k_len), 0)
         end = tl.minimum(tl.cdiv(seq.q_len, BLOCK), tl.cdiv(seq.k_len, BLOCK) - offset)
         # element [i, b] is from the key whose distance to query i has the remainder b modulo BLOCK
         key = (rest + row + BLOCK - column) % BLOCK
         block = (rest + row - key + BLOCK) // BLOCK
         for tile in range(tl.maximum(-offset, 0), end):
-            queries = load_queries(q_lane, head, tile * BLOCK, seq, terms, RULE, TILE, DELTA=True)
+            queries = load_queries(q_lane, head, tile * BLOCK, seq, terms, RULE, TILE)
             start = (tile + offset) * BLOCK
-            _k_tile, _weights, dscores, _slope = meet_keys(
-                queries, k_lane, v_lane, None, None, start, 0, seq.k_len, seq, terms, RULE, TILE, MASKED=True
-            )
+            _k_tile, _weights, dscores, _slope = meet_keys(queries, keys, start, seq, terms, RULE, TILE, MASKED=True)
             sheared = tl.gather(dscores, key, 1)
             lowest += tl.sum(tl.where(block == 0, sheared, 0.0), 0)
             middle += tl.sum(tl.where(block == 1, sheared, 0.0), 0)
@@ -106,6 +105,6 @@ def of_diagonals(sums, first):
     """sums [H, DIAGONALS, 3, block] -> two sums [H, distances from 0 on]: of keys at and before a query, and after."""
     block = sums.shape[-1]
     # three rows of the distances from (first - 1) * block on, each shifted by a block
-    found = sum(F.pad(sums[:, :, i].flatten(1), (i * block, (2 - i) * block)) for i in range(3))
+    padded = sum(F.pad(sums[:, :, i].flatten(1), (i * block, (2 - i) * block)) for i in range(3))
     zero = (1 - first) * block  # where the distance is 0
-    return found[:, zero:], F.pad(found[:, :zero].flip(1), (1, 0))
+    return padded[:, zero:], F.pad(padded[:, :zero].flip(1), (1, 0))

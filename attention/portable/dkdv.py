@@ -13,7 +13,7 @@ from .backward import Gradients, gate_zeros, load_lse, query_lanes, score_gradie
 
 @triton.jit
 def gather_dkdv(
-    sums, k_tile, v_tile, k_pos, lanes, q_tiles, dout_tiles, head, span, seq, terms,
+    sums, k_tile, v_tile, k_pos, lanes, q_tiles, dout_tiles, dgate, head, span, seq, terms,
     RULE: tl.constexpr, TILE: tl.constexpr, OUTPUTS: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
     """Add dS^T Q and P'^T dO over the queries of a span: its interior, or (MASKED) its edges.
@@ -41,7 +41,7 @@ def gather_dkdv(
                 weights, dweights, delta[None, :], q_pos, k_pos, philox_key, seq, terms, RULE, MASKED
             )
             main = tiles.dot(tiles.narrow(dscores * slope, q_tile), q_tile, main, TILE)
-            if terms.gate is not None:
+            if dgate is not None:
                 gate -= tl.sum(dscores.to(gate.dtype), 1)
         sums = Gradients(main, value, gate)
     return sums
@@ -54,6 +54,7 @@ def dkdv_kernel(
 ):  # fmt: skip
     """dK, dV and the key half of dgate for one tile of keys, summed over MEMBERS query heads (dgate: for each of them).
 
+    Less that half is also the gradient of a bias that is broadcast over queries.
     MEMBERS = group: the program walks the whole query group of its key head and writes the final gradient.
     MEMBERS = 1: one program per query head; with grouped queries it writes float32 partials for group_sum_kernel.
     OUTPUTS = "dkdv", or "dk" (with dgate) or "dv": at a large head dim the sums of both do not fit the registers.
@@ -92,14 +93,9 @@ def dkdv_kernel(
     for member in range(MEMBERS):
         head = out_head * MEMBERS + member
         lanes = query_lanes(q, dout, lse2, delta, head, seq)
-        sums = gather_dkdv(
-            sums, k_tile, v_tile, k_pos, lanes, q_tiles, dout_tiles, head, span, seq, terms, RULE, TILE, OUTPUTS,
-            MASKED=False,
-        )  # fmt: skip
-        sums = gather_dkdv(
-            sums, k_tile, v_tile, k_pos, lanes, q_tiles, dout_tiles, head, span, seq, terms, RULE, TILE, OUTPUTS,
-            MASKED=True,
-        )  # fmt: skip
+        args = k_tile, v_tile, k_pos, lanes, q_tiles, dout_tiles, dgate, head, span, seq, terms
+        sums = gather_dkdv(sums, *args, RULE, TILE, OUTPUTS, MASKED=False)
+        sums = gather_dkdv(sums, *args, RULE, TILE, OUTPUTS, MASKED=True)
         if dgate is not None and OUTPUTS != "dv":
             tiles.store_rows(dgate, sums.gate, seq.batch, head, at, 0, count, TILE.block_k)
             sums = Gradients(sums.main, sums.value, sums.gate * 0.0)

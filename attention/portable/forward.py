@@ -25,13 +25,23 @@ def no_keys(ROWS: tl.constexpr, TILE: tl.constexpr):
 
 
 class QueryTile(NamedTuple):
-    """A tile of queries of one head, and the span of keys that any of them can see."""
+    """A tile of queries of one head."""
 
     tile: tl.tensor  # [queries, dim]
     pos: tl.tensor  # [queries], counted in keys
     head: tl.tensor
     philox_key: tl.tensor  # of dropout
-    low: tl.tensor  # first key that one of them can see
+
+
+class Keys(NamedTuple):
+    """What a tile of queries walks over: the keys and values of its head in one sequence."""
+
+    k: tiles.Lane
+    v: tiles.Lane
+    k_tiles: tl.tensor_descriptor | None  # TMA descriptors
+    v_tiles: tl.tensor_descriptor | None
+    span: tiles.Span  # of the keys that any of the queries sees
+    low: tl.tensor  # the first key that one of them can see, not rounded as span.lo is
 
 
 @triton.jit
@@ -46,18 +56,29 @@ def locate_queries(q_len, k_len, ragged, RULE: tl.constexpr, TILE: tl.constexpr)
 
 
 @triton.jit
-def keys_seen(first, last, seq, RULE: tl.constexpr, BLOCK: tl.constexpr, EDGE: tl.constexpr):
-    """The Span of keys that queries at positions first..last see; BLOCK, EDGE: as in meeting_range()."""
-    first, last = reach(first, seq, RULE), reach(last, seq, RULE)
-    return tiles.meeting_range(first, last, behind(RULE), ahead(RULE), seq.k_len, BLOCK, EDGE)
+def keys_seen(start, count, seq, RULE: tl.constexpr, TILE: tl.constexpr, EDGE: tl.constexpr):
+    """Of Keys the span and low, for a tile of queries from `start` on, of which `count` exist.
+
+    EDGE: as in meeting_range().
+    """
+    first = start + seq.k_len - seq.q_len  # query i stands at key i + k_len - q_len
+    last = reach(first + tl.minimum(TILE.block_q, count) - 1, seq, RULE)
+    low = first - behind(RULE)
+    first = reach(first, seq, RULE)
+    return tiles.meeting_range(first, last, behind(RULE), ahead(RULE), seq.k_len, TILE.block_k, EDGE), low
 
 
 @triton.jit
-def attend(
-    state, queries, k, v, k_tiles, v_tiles, seq, terms, span,
-    RULE: tl.constexpr, TILE: tl.constexpr, MASKED: tl.constexpr,
-):  # fmt: skip
-    """Absorb the keys of a span: its interior, or (MASKED) its edges."""
+def key_lanes(k, v, head, seq, TILE: tl.constexpr):
+    """Those of the keys and of the values of a query head."""
+    k = tiles.tile_lane(k, seq.batch, head // TILE.group, seq.k_start)
+    return k, tiles.tile_lane(v, seq.batch, head // TILE.group, seq.k_start)
+
+
+@triton.jit
+def attend(state, queries, keys, seq, terms, RULE: tl.constexpr, TILE: tl.constexpr, MASKED: tl.constexpr):
+    """Absorb the keys that queries see: the interior of their span, or (MASKED) its edges."""
+    span = keys.span
     BLOCK: tl.constexpr = tiles.step_size(TILE.block_k, MASKED)
     # the edge of full attention is less than a block: too little to load ahead (but in float32 registers spill so)
     FULL: tl.constexpr = not RULE.causal and RULE.window == 0
@@ -65,7 +86,7 @@ def attend(
     for step in tl.range(tiles.first_step(span, MASKED), tiles.last_step(span, MASKED), BLOCK, num_stages=STAGES):
         start = tiles.position(step, span, MASKED)
         k_pos = start + tl.arange(0, BLOCK)
-        k_tile = tiles.fetch_tile(k, k_tiles, start, queries.low, span.hi, BLOCK, TILE.dim, MASKED)
+        k_tile = tiles.fetch_tile(keys.k, keys.k_tiles, start, keys.low, span.hi, BLOCK, TILE.dim, MASKED)
         qk = tiles.dot(queries.tile, tl.trans(k_tile), None, TILE)
         scores, _ = shape_scores(qk, queries.pos[:, None], k_pos[None, :], queries.head, seq, terms, RULE, MASKED)
 
@@ -79,7 +100,7 @@ def attend(
         total = state.total * fade + tl.sum(weights, 1)
         # after the sum: dropout acts on normalised weights
         weights = drop(weights, queries.philox_key, queries.pos[:, None], k_pos[None, :], seq, terms, RULE)
-        v_tile = tiles.fetch_tile(v, v_tiles, start, queries.low, span.hi, BLOCK, TILE.value_dim, MASKED)
+        v_tile = tiles.fetch_tile(keys.v, keys.v_tiles, start, keys.low, span.hi, BLOCK, TILE.value_dim, MASKED)
         if RULE.hides:  # a value hidden by -inf may hold NaN, and 0 * NaN is NaN
             v_tile = tl.where(tl.max(scores, 0)[:, None] == float("-inf"), 0.0, v_tile).to(v_tile.dtype)
         acc = tiles.dot(tiles.narrow(weights, v_tile), v_tile, state.acc * fade[:, None], TILE)
@@ -101,19 +122,17 @@ def forward_kernel(
     q_start, count, head, seq = locate_queries(q_len, k_len, ragged, RULE, TILE)
     if count <= 0:
         return
-    first = q_start + seq.k_len - seq.q_len  # query i stands at key i + k_len - q_len
-    last = first + tl.minimum(TILE.block_q, count) - 1
-    span = keys_seen(first, last, seq, RULE, TILE.block_k, tiles.step_size(TILE.block_k, True))
+    span, low = keys_seen(q_start, count, seq, RULE, TILE, tiles.step_size(TILE.block_k, True))
+    k, v = key_lanes(k, v, head, seq, TILE)
+    keys = Keys(k, v, k_tiles, v_tiles, span, low)
     q = tiles.tile_lane(q, seq.batch, head, seq.q_start)
-    k = tiles.tile_lane(k, seq.batch, head // TILE.group, seq.k_start)
-    v = tiles.tile_lane(v, seq.batch, head // TILE.group, seq.k_start)
     out = tiles.tile_lane(out, seq.batch, head, seq.q_start)
     tile = tiles.load_tile(q, q_start, 0, seq.q_len, TILE.block_q, TILE.dim, True)
-    pos = first + tl.arange(0, TILE.block_q)
-    queries = QueryTile(tile, pos, head, dropout_key(seq.index, head, terms.seed, RULE), first - behind(RULE))
+    pos = q_start + seq.k_len - seq.q_len + tl.arange(0, TILE.block_q)
+    queries = QueryTile(tile, pos, head, dropout_key(seq.index, head, terms.seed, RULE))
     state = no_keys(TILE.block_q, TILE)
-    state = attend(state, queries, k, v, k_tiles, v_tiles, seq, terms, span, RULE, TILE, MASKED=False)
-    state = attend(state, queries, k, v, k_tiles, v_tiles, seq, terms, span, RULE, TILE, MASKED=True)
+    state = attend(state, queries, keys, seq, terms, RULE, TILE, MASKED=False)
+    state = attend(state, queries, keys, seq, terms, RULE, TILE, MASKED=True)
 
     logit = None
     if sink is not None:

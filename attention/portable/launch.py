@@ -6,15 +6,16 @@ hopper/launch.py does the same for Hopper's own. The functions named ..._steps()
 from functools import partial
 
 import torch
+from triton.tools.tensor_descriptor import TensorDescriptor
 
 from ..features import FEATURES, GRADIENTS
 from ..gpu import processors
-from ..launcher import Step, loop_descriptors, start
-from ..problem import apart, at_16_bytes, empty, gradients, output, outputs, place, ragged_of
-from ..score import LOG2E, terms_of
+from ..launcher import Step, start
+from ..problem import apart, at_16_bytes, gradients, output, outputs, place, ragged_of
+from ..score import LOG2E, split_decay, terms_of
 from ..table import STREAMING, loops_over_group
 from ..tiles import fits as fits  # for problem.py
-from ..tiles import pair_view, rows_view, view
+from ..tiles import padded, pair_view, rows_view, view
 from .dbias import Spread, dbias_kernel
 from .distance import by_reach, distance_kernel, distances_of, of_diagonals
 from .dkdv import dkdv_kernel, group_sum_kernel
@@ -31,6 +32,7 @@ def forward(call, problem=None):
     with return_max_logit, max_logit2 [H]. problem: that of problem_of(), from who knows it.
     """
     call, problem = place(call, problem)
+    call = split_decay(call)
     made = outputs(problem, call, partial(output, problem))
     if made[0].numel() > 0:
         start(problem, forward_steps, call, made)
@@ -38,11 +40,12 @@ def forward(call, problem=None):
 
 
 def forward_steps(problem, call, tensors):
-    (q, k, v), (out, lse2, max_logit2) = call.split(), tensors
+    out, lse2, max_logit2 = tensors
     tile = problem.tile_for(launch := problem.launches["forward"])
+    q, k, v = call.split()
     args = (
-        view(q), view(k), view(v), *loop_descriptors(problem, "forward", k, v), view(out), rows_view(lse2), max_logit2,
-        call.sink, problem.q_len, problem.k_len, ragged_of(call), terms_of(call),
+        *map(view, (q, k, v)), *loop_descriptors(problem, "forward", k, v), view(out), rows_view(lse2), max_logit2,
+        call.sink, *bounds_and_terms(problem, call),
     )  # fmt: skip
     return [Step(forward_kernel, problem.programs(tile), args, (problem.rule, tile), *launch.program)]
 
@@ -64,30 +67,38 @@ def backward(call, out, lse2, dout, dlse, wanted, problem=None):
         given = zip(GRADIENTS[3:], call.learned[3:], strict=True)
         grads |= {name: torch.zeros_like(x) for name, x in given if x is not None}
         if sink is not None and dlse is not None:  # a row without keys has the sink
-            grads["sink"] = sink_gradient(sink, lse2, -dlse)
+            grads["sink"] = sink_gradient(sink, lse2, -dlse).sum((0, 2)).to(sink.dtype)
         return grads
-    delta = output(problem, lse2)
+    # In float32 with a sink, delta of a row of one key is nearly its dP: what rounding leaves of the difference shows.
+    walks = sink is not None and dout.element_size() > 2
+    delta = torch.zeros_like(lse2) if walks else output(problem, lse2)
     inputs = dout, lse2, delta
-    # What rounding leaves in sums of dS over rows shows in float32, and where a bias over whole rows learns them alone.
-    walks = dout.element_size() > 2 or (bias is not None and bias.shape[-1] < problem.k_len)
     # A gate's gradient is the difference of two sums of dS: as a query and as a key. It is added up over all later keys
     # (cumsum in autograd), and so are its rounding errors. Inputs of 16 bits have larger errors of their own.
     sum_type = torch.float64 if dout.element_size() > 2 else torch.float32
     summed = {name for name in GRADIENTS if wanted[name]} - SUMMED_ELSEWHERE
-    q_gate, k_gate = (None if gate is None else empty(gate, dtype=sum_type).zero_() for _ in range(2))
+    of_keys = bias is not None and bias.shape[2] == 1 < bias.shape[3]  # a bias that is broadcast over queries
+    shape = *lse2.shape[:2], problem.k_len
+    q_gate = None if gate is None else lse2.new_zeros(shape, dtype=sum_type)
+    k_gate = lse2.new_zeros(shape, dtype=sum_type) if of_keys or gate is not None else None
+    split = split_decay(call)
     dqkv = grads.values()
 
-    start(problem, dq_steps, call, (*inputs, out, dlse, q_gate, *dqkv), walks, bool(summed - {"k", "v"}))
-    if summed - (set() if call.kv_heads > 0 else {"q"}):
+    start(problem, dq_steps, split, (*inputs, out, dlse, q_gate, *dqkv), walks, bool(summed - {"k", "v"}))
+    if of_keys or summed - (set() if call.kv_heads > 0 else {"q"}):
         sums = partial_sums(problem, call.q, new)
-        start(problem, dkdv_steps, call, (*inputs, k_gate, *sums, *dqkv))
-    if bias is not None:
-        grads["bias"] = bias_gradient(problem, call, inputs, bias)
+        start(problem, dkdv_steps, split, (*inputs, k_gate, *sums, *dqkv))
+    if bias is not None and bias.shape[-1] == 1:
+        grads["bias"] = row_bias_gradient(bias, sink, lse2, delta, dlse)
+    elif of_keys:
+        grads["bias"] = -k_gate[:, :, None].sum_to_size(bias.shape).to(bias.dtype)
+    elif bias is not None:
+        grads["bias"] = bias_gradient(problem, split, inputs, bias)
     grads |= distance_gradients(problem, call, inputs, wanted)
     if wanted["decay"]:
         grads["decay"] = (q_gate + k_gate).to(gate.dtype)
     if wanted["sink"]:
-        grads["sink"] = sink_gradient(sink, lse2, delta)
+        grads["sink"] = sink_gradient(sink, lse2, delta).sum((0, 2)).to(sink.dtype)
     return grads
 
 
@@ -96,25 +107,52 @@ def views(call, dout, lse2, delta):
     return *map(view, (*call.split(), dout)), rows_view(lse2), rows_view(delta)
 
 
+def bounds_and_terms(problem, call):
+    """The arguments with which they end."""
+    return problem.q_len, problem.k_len, ragged_of(call), terms_of(call)
+
+
+def loop_descriptors(problem, kernel, *tensors):
+    """TMA descriptors of the two tensors over which a kernel walks; None and None if it loads by pointers."""
+    launch = problem.launches[kernel]
+    if not launch.tma or any(0 in x.shape + x.stride() for x in tensors):  # empty, or expanded
+        return None, None
+    rows = launch.block_k if kernel in ("forward", "dq") else launch.block_q
+    return [TensorDescriptor(x, x.shape, x.stride(), [1, rows, 1, padded(x.shape[-1])]) for x in tensors]
+
+
 def sink_gradient(sink, lse2, delta):
-    """Of sink [H], from lse2 and delta [B, H, Tq]: its weight has no value, so dS = -weight * delta."""
+    """dS [B, H, Tq] of sink [H], from lse2 and delta: its weight has no value, so dS = -weight * delta."""
     weight = torch.exp2(sink.double()[:, None] * LOG2E.value - lse2)
-    return -torch.where(lse2 == float("-inf"), 0.0, weight * delta).sum((0, 2)).to(sink.dtype)
+    return -torch.where(lse2 == float("-inf"), 0.0, weight * delta)
+
+
+def row_bias_gradient(bias, sink, lse2, delta, dlse):
+    """The gradient of a bias that is broadcast over keys: sums of dS over rows, which but for the sink add up to dlse.
+
+    So without both it is 0, and no sum of dS is: what these add up is rounding.
+    """
+    rows = torch.zeros_like(lse2) if dlse is None else dlse.masked_fill(lse2 == float("-inf"), 0.0)
+    if sink is not None:
+        rows = rows - sink_gradient(sink, lse2, delta)
+    return rows[..., None].sum_to_size(bias.shape).to(bias.dtype)
 
 
 def dq_steps(problem, call, tensors, walks, with_dq):
-    """Fill delta [B, H, Tq] and if with_dq dq [B, Tq, H, D] and the query half of dgate. walks: to find delta."""
+    """Fill delta [B, H, Tq], and with_dq dq [B, Tq, H, D] and the query half of dgate. walks: to find delta."""
     dout, lse2, delta, out, dlse, q_gate, *dqkv = tensors
     (_, k, v), (dq, _, _) = call.split(), apart(call, dqkv)
     tile = problem.tile_for(launch := problem.launches["dq"])
-    args = (
-        *views(call, dout, lse2, delta), *loop_descriptors(problem, "dq", k, v), None if walks else view(out),
-        rows_view(dlse), call.sink, view(dq), rows_view(q_gate), problem.q_len, problem.k_len, ragged_of(call),
-        terms_of(call),
-    )  # fmt: skip
-    parts = ("delta",) if not with_dq else ("delta", "dq") if walks else ("both",)
-    constants, programs = (problem.rule, tile), problem.programs(tile)
-    return [Step(dq_kernel, programs, args, (*constants, part), *launch.program) for part in parts]
+    inputs = *views(call, dout, lse2, delta), *loop_descriptors(problem, "dq", k, v)
+    out, dq = None if walks else view(out), view(dq)
+    pairs = [(out, dq if with_dq else None)]
+    if with_dq and dout.element_size() > 2:
+        pairs = [(out, None), (None, dq)]
+    steps = []
+    for out, dq in pairs:
+        args = *inputs, out, rows_view(dlse), call.sink, dq, rows_view(q_gate), *bounds_and_terms(problem, call)
+        steps.append(Step(dq_kernel, problem.programs(tile), args, (problem.rule, tile), *launch.program))
+    return steps
 
 
 def partial_sums(problem, like, new):
@@ -143,7 +181,7 @@ def dkdv_steps(problem, call, tensors):
         tile = problem.tile_for(launch := problem.launches[part], heads=heads)
         args = (
             *views(call, dout, lse2, delta), *loop_descriptors(problem, part, q, dout), *map(view, sums),
-            rows_view(k_gate), problem.q_len, problem.k_len, ragged_of(call), terms_of(call),
+            rows_view(k_gate), *bounds_and_terms(problem, call),
         )  # fmt: skip
         constants = problem.rule, tile, problem.tile.heads // heads, part
         steps.append(Step(dkdv_kernel, problem.programs(tile, "k"), args, constants, *launch.program))
@@ -162,38 +200,32 @@ def group_sum(problem, parts, total):
 
 def bias_gradient(problem, call, inputs, bias):
     """The gradient of bias, in its own broadcast shape."""
-    rows, bias_heads, q_len, k_len = bias.shape
-    # Packed sequences share an element only if it is broadcast over both axes: then each has its own, added below.
-    shared = problem.is_packed and q_len == 1 and k_len == 1
-    rows = problem.sequences if shared else rows
-    tile, spread, programs = spread_bias(problem, rows, *bias.shape[1:])
-    dbias = bias.new_zeros(rows * spread.parts, bias_heads, q_len, k_len, dtype=torch.float32)
+    tile, spread, programs = spread_bias(problem, *bias.shape[:2])
+    dbias = bias.new_zeros(bias.shape[0] * spread.parts, *bias.shape[1:], dtype=torch.float32)
     start(problem, dbias_steps, call, (*inputs, dbias), tile, spread, programs)
     if spread.parts > 1:
-        dbias = dbias.unflatten(0, (rows, spread.parts)).sum(1)
-    return (dbias.sum(0, keepdim=True) if shared else dbias).to(bias.dtype)
+        dbias = dbias.unflatten(0, (-1, spread.parts)).sum(1)
+    return dbias.to(bias.dtype)
 
 
 def dbias_steps(problem, call, tensors, tile, spread, programs):
     *inputs, dbias = tensors
-    args = *views(call, *inputs), pair_view(dbias), problem.q_len, problem.k_len, ragged_of(call), terms_of(call)
+    args = *views(call, *inputs), pair_view(dbias), *bounds_and_terms(problem, call)
     return [Step(dbias_kernel, programs, args, (problem.rule, tile, spread), *problem.launches["dq"].program)]
 
 
-def spread_bias(problem, rows, bias_heads, q_len, k_len):
-    """Tile, Spread and number of programs of dbias_kernel. rows: of dbias, without parts; the rest is its shape."""
-    batches, heads = max(1, problem.batch // rows), problem.tile.heads // bias_heads
-    spread = Spread(batches, heads, queries=q_len == 1, keys=k_len == 1, parts=1)
-    tile = problem.tile_for(problem.launches["dq"], heads=bias_heads)
+def spread_bias(problem, rows, heads):
+    """Tile, Spread and number of programs of dbias_kernel, for a bias [rows, heads, Tq, Tk]."""
+    tile = problem.tile_for(problem.launches["dq"], heads=heads)
     down, across = problem.tiles_per_head(problem.q_len, tile.block_q), -(-problem.k_len // tile.block_k)
-    if spread.queries:  # one axis holds the tiles of all packed sequences
-        down, across = 1, problem.tiles_per_head(problem.k_len, tile.block_k)
-    if spread.keys:
-        across = 1
-    programs = down * across * bias_heads * rows
-    steps = spread.batches * spread.heads * (-(-problem.q_len // tile.block_q) if spread.queries else 1)
-    parts = max(1, min(steps, DBIAS_WAVES * processors(problem.device) // programs))
-    return tile, spread._replace(parts=parts), programs * parts
+    programs, members = down * across * heads * rows, (problem.batch // rows, problem.tile.heads // heads)
+    parts = parts_for(problem, programs, members[0] * members[1])
+    return tile, Spread(*members, parts), programs * parts
+
+
+def parts_for(problem, programs, most):
+    """How many programs share a sum, so that every multiprocessor has DBIAS_WAVES in all."""
+    return max(1, min(most, DBIAS_WAVES * processors(problem.device) // programs))
 
 
 def distance_gradients(problem, call, inputs, wanted):
@@ -207,7 +239,7 @@ def distance_gradients(problem, call, inputs, wanted):
     tile = problem.tile_for(launch._replace(block_q=block, block_k=block))
     first, diagonals = distances_of(problem, block)
     programs = diagonals * tile.heads
-    parts = max(1, min(problem.sequences, DBIAS_WAVES * processors(problem.device) // programs))
+    parts = parts_for(problem, programs, problem.sequences)
     shape = parts, tile.heads, diagonals, 3, block
     sums = torch.empty(shape, dtype=torch.float32, device=problem.device)
     order = by_reach(ragged_of(call)) if problem.is_packed else (None, None)
@@ -219,6 +251,5 @@ def distance_gradients(problem, call, inputs, wanted):
 
 def distance_steps(problem, call, tensors, programs, constants):
     *inputs, sums, reaches, order = tensors
-    sizes = problem.q_len, problem.k_len, problem.sequences
-    args = *views(call, *inputs), sums, reaches, order, *sizes, ragged_of(call), terms_of(call)
+    args = *views(call, *inputs), sums, reaches, order, problem.sequences, *bounds_and_terms(problem, call)
     return [Step(distance_kernel, programs, args, (problem.rule, *constants), *problem.launches["dq"].program)]
