@@ -14,6 +14,7 @@ from .checks import DTYPES, IMPLEMENTATIONS, check_impl, check_options, check_ra
 from .features import GRADIENTS, Call, feature_lacking, features_of
 from .gpu import hopper_problem, runs_kernels, takes_kernels
 from .reference import reference_attention
+from .score_mod import name_of
 from .sdpa import sdpa_problem
 from .table import settings_dim
 
@@ -52,7 +53,7 @@ def decide(call):
     no_hopper = lack = None
     if asked in ("auto", "hopper"):
         no_hopper = hopper_problem(q.device)
-        lack = no_hopper or call_problem(call)
+        lack = no_hopper or call_problem(call) or rule_problem(call)
     if asked == "hopper" and lack:
         raise ValueError(f"the Hopper kernels do not serve {lack}; use impl='auto'")
     if asked == "auto" and q.dtype in DTYPES:
@@ -185,6 +186,17 @@ def _self_check(case, impl):
 implementation._dynamo_marked_constant = True  # as hopper_problem() of gpu.py
 
 
+def rule_problem(call):
+    """What keeps the Hopper kernels from a Call's score_mod, in words; None if nothing does."""
+    if call.score_mod is not None:
+        from .hopper.scores import compiles
+
+        kinds = tuple([x.dtype if isinstance(x, torch.Tensor) else type(x) for x in call.score_args])
+        if not compiles(call.score_mod, kinds):
+            return f"{name_of(call.score_mod)}, which Gluon does not compile"
+    return None
+
+
 def call_problem(call):
     """What of a Call the Hopper kernels do not serve, in words; None if they serve all."""
     q, k, v = call.q, call.k, call.v
@@ -194,6 +206,8 @@ def call_problem(call):
         return lacking
     if call.decay is not None and call.softcap is not None:
         return "decay with softcap"
+    if call.score_mod is not None and call.dropout > 0:  # which marks dropped weights by a sign
+        return "score_mod with dropout"
     if not 40 <= q.shape[-1] <= 256:
         return f"head dim {q.shape[-1]} (40 to 256)"
     if v.shape[-1] != q.shape[-1] and not q.shape[-1] > 128 >= v.shape[-1] > 64:
@@ -208,6 +222,7 @@ def call_problem(call):
         unseen = k.shape[1] - q.shape[1] >= call.window
         if unseen and not call.is_ragged:
             return "a window that leaves keys unseen by all queries (they may hold NaN, and tiles are read whole)"
-        if call.dropout > 0 and (unseen or isinstance(call.cu_seqlens, tuple)):  # tiles begin behind these keys
-            return "dropout with a window that may leave keys unseen by all queries"
+        absolute = "dropout" if call.dropout > 0 else "score_mod" if call.score_mod is not None else None
+        if absolute and (unseen or isinstance(call.cu_seqlens, tuple)):  # tiles begin behind these keys
+            return f"{absolute} with a window that may leave keys unseen by all queries"
     return None

@@ -193,7 +193,7 @@ FEATURES = (  # those that are learned come first, in the order of Call
     Feature("relative_bias", check_relative_bias, ("triton", "hopper"), as_tables, True, relative_bias_gradient),
     Feature("alibi_slopes", check_alibi, ("triton", "hopper"), of_each_sequence),
     Feature("prefix_lengths", check_prefixes, ("triton",), contiguous),
-    Feature("score_mod", check_score_args, ("triton",)),
+    Feature("score_mod", check_score_args, ("triton", "hopper")),
 )
 # The tensors of a call that may have gradients, in the order of the fields of Call.
 GRADIENTS = ("q", "k", "v", *(feature.name for feature in FEATURES if feature.learned))

@@ -155,6 +155,7 @@ def feature_values(q, sequences):
     values["alibi_slopes"] = q.new_empty(heads, dtype=torch.float32).expand(sequences, -1)
     values["decay"] = q.new_empty(batch, heads, length, dtype=torch.float64)
     values["relative_bias"] = q.new_empty(2, heads, 128)
+    values["score_mod"] = label_of(score_mods.alibi)
     return values
 
 
@@ -164,7 +165,7 @@ def launch_kernels(dtype, dim, causal, group, features=False, length=4096, ways=
     call = Call(q, k, k, causal=causal, scale=dim**-0.5, impl="triton")
     if features:
         values = feature_values(q, 2) | dict(bias=q.new_empty(2, 2 * group, length, length))
-        values |= dict(lengths=q.new_empty(2, dtype=torch.int32), score_mod=label_of(score_mods.alibi))
+        values |= dict(lengths=q.new_empty(2, dtype=torch.int32))
         values |= dict(score_tensors=[q.new_empty(2 * group, dtype=torch.float64)], score_numbers=[0])
         call = call._replace(**values if causal else values | dict(decay=None))
     wanted = {name: x is not None for name, x in zip(GRADIENTS, call.learned, strict=True)}
@@ -198,6 +199,8 @@ def launch_hopper_kernels(dtype, dim, causal, group, features=(), length=4096, b
         call = call._replace(**{name: values[name] for name in features})
         if call.dropout:
             call = call._replace(seed=values["seed"])
+        if call.score_mod:
+            call = call._replace(score_tensors=[values["alibi_slopes"]], score_numbers=[0])
         for dropout in {call.dropout, 2 * call.dropout}:  # another probability compiles nothing
             call = call._replace(dropout=dropout)
             out, lse2, *_ = hopper.forward(call)

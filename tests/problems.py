@@ -109,8 +109,8 @@ def make_problem(
     """Random arguments of attention(), by name, and the gradients of its output and LSE (None if LSE is not returned).
 
     hide: set a third of the bias to -inf, and all of it for one query. alibi: 1 = a slope for each head, 2 = for
-    each head of each sequence. relative: shape of relative_bias without its heads. score_mod: a name of SCORE_MODS.
-    longest: give max_seqlen of packed sequences.
+    each head of each sequence. relative: shape of relative_bias without its heads. score_mod: a name of SCORE_MODS; its
+    example of score_args stands in for those not given. longest: give max_seqlen of packed sequences.
     """
     k_len, kv_heads, value_dim = k_len or q_len, kv_heads or heads, value_dim or dim
     batch = 1 if packed else batch
@@ -141,7 +141,7 @@ def make_problem(
     if score_mod:
         from score_mods import example  # imports Triton, which not every machine has
 
-        options |= example(score_mod, heads, device)
+        options = example(score_mod, heads, device) | options
     if packed:
         pair = packed if isinstance(packed, tuple) else (packed, packed)
         if longest:

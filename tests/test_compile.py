@@ -41,6 +41,7 @@ HOPPER = [
     ("bfloat16", "packed", ALL, "full", (192,), (EVEN,)),
     ("bfloat16", "packed", DECAY, "causal", (64, 128, 256), (EVEN,)),
     ("bfloat16", "packed", "relative_bias", "causal", (64, 128, 256), (EVEN,)),
+    ("bfloat16", None, "score_mod", "causal", (64, 128, 256), (EVEN,)),
 ]
 if COMPILE_ALL:
     values = (

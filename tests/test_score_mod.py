@@ -6,11 +6,23 @@ import pytest
 import torch
 import triton
 import triton.language as tl
-from problems import BACKEND, CASES, check, floats, make_problem, out_and_gradients
+from problems import (
+    BACKEND,
+    CASES,
+    by_impl,
+    by_impl_or_reference,
+    check,
+    floats,
+    identical,
+    make_problem,
+    on_hopper,
+    out_and_gradients,
+    sizes_of,
+)
 from score_mods import SCORE_MODS, alibi, dilated, example, gaussian
 from torch._dynamo.testing import CompileCounterWithBackend
 
-from attention import attention, attention_qkv, check_score_mod, score_mod
+from attention import attention, attention_qkv, check_score_mod, explain, score_mod
 from attention.score import Rule
 from attention.score_mod import label_of
 
@@ -30,15 +42,17 @@ def far(score, q_pos, k_pos, head, sequence, factors):
 far.eager = lambda score, q_pos, k_pos, head, sequence, factors: score * factors[head] - 0.1 * (q_pos - k_pos)
 
 
-def test_a_rule_in_float64(device):
+@by_impl
+def test_a_rule_in_float64(impl, device):
     """NumPy's tables are; scores stay float32. The interpreter takes any dtype, the compiler does not."""
     factors = torch.rand(2, dtype=torch.float64, device=device)
+    dtype, dim = sizes_of(impl)
 
     def draw():
-        arguments, *gradients = make_problem(device, torch.float32, q_len=33, heads=2)
+        arguments, *gradients = make_problem(device, dtype, q_len=33, heads=2, dim=dim)
         return arguments | dict(score_mod=far, score_args=(factors,)), *gradients
 
-    check(draw, torch.float32)
+    check(draw, dtype, [impl])
 
 
 def test_hidden_keys_may_hold_nan(device):
@@ -71,20 +85,23 @@ def of_sequence(score, q_pos, k_pos, head, sequence, factors):
 of_sequence.eager = lambda score, q_pos, k_pos, head, sequence, factors: score * factors[sequence]
 
 
-def test_a_number_for_each_packed_sequence(device):
+@by_impl
+def test_a_number_for_each_packed_sequence(impl, device):
+    dtype, dim = sizes_of(impl)
     rule = dict(score_mod=of_sequence, score_args=(torch.tensor([1.0, 0.3, -2.0], device=device),))
 
     def draw():
-        arguments, *gradients = make_problem(device, torch.float32, packed=[0, 10, 15, 30], q_len=30)
+        arguments, *gradients = make_problem(device, dtype, packed=[0, 10, 15, 30], q_len=30, dim=dim)
         return arguments | rule, *gradients
 
-    check(draw, torch.float32)
+    check(draw, dtype, [impl])
 
 
-@pytest.mark.parametrize("impl", ["triton", "reference"])
+@by_impl_or_reference
 def test_compiles(impl, device):
     """fullgraph, with another number and another function; attention_qkv() takes it too."""
-    qkv = torch.randn(1, 33, 96, device=device, requires_grad=True)
+    dtype, dim = sizes_of(impl)
+    qkv = torch.randn(1, 33, 6 * dim, device=device, dtype=dtype, requires_grad=True)
 
     def forward(function, number):
         return attention_qkv(qkv, 2, score_mod=function, score_args=(number,), impl=impl)
@@ -187,6 +204,22 @@ def few_arguments(score, q_pos):
     return score * 2, 2.0
 
 
+@triton.jit
+def with_full(score, q_pos, k_pos, head, sequence, slopes, number):
+    return score - tl.load(slopes + head) * number * tl.abs(q_pos - k_pos), tl.full(score.shape, 1.0, tl.float32)
+
+
+@on_hopper
+def test_a_rule_that_gluon_does_not_compile():
+    """impl="auto" leaves it to the portable kernels, in torch.compile too."""
+    q = torch.randn(1, 33, 2, 64, device="cuda", dtype=torch.bfloat16)
+    rule = dict(score_mod=with_full, score_args=(torch.rand(2, device="cuda"), 2))
+    assert "triton: the Hopper kernels do not serve" in explain(q, q, q, **rule)
+    compiled = torch.compile(partial(attention, **rule), fullgraph=True)
+    identical(compiled(q, q, q), attention(q, q, q, **rule))
+    assert explain(q, q, q, score_mod=alibi, score_args=rule["score_args"][:1]).startswith("hopper")
+
+
 @pytest.mark.parametrize("function", [score_alone, few_arguments])
 def test_a_rule_that_does_not_run(function, device):
     name = function.fn.__name__
@@ -231,8 +264,10 @@ def test_bad_input(options, message, device):
         attention(q, q, q, **{"impl": "triton"} | options)
 
 
-def test_a_rule_that_returns_a_number(device):
+@by_impl
+def test_a_rule_that_returns_a_number(impl, device):
     """All keys weigh the same."""
-    q, k, v = (torch.randn(1, 10, 2, 16, device=device) for _ in range(3))
-    out = attention(q, k, v, causal=False, score_mod=number, impl="triton")
+    dtype, dim = sizes_of(impl)
+    q, k, v = (torch.randn(1, 10, 2, dim, device=device, dtype=dtype) for _ in range(3))
+    out = attention(q, k, v, causal=False, score_mod=number, impl=impl)
     torch.testing.assert_close(out, v.mean(1, keepdim=True).expand_as(out))

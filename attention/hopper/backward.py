@@ -23,7 +23,7 @@ from typing import NamedTuple
 import triton.language as tl
 
 from ..score import LOG2E, ahead, behind, dp_factor
-from ..tiles import FAR
+from ..tiles import FAR, Sequence
 from .channel import Channel, acquire, barriers, commit, load, release, shared_layout, slot_and_phase, wait_full
 from .decay import Gates, add_column, gates_of, no_sums, ones, sum_over_keys, sum_over_queries
 from .gluon import (
@@ -46,6 +46,7 @@ from .scores import (
     cap_scores,
     dropout_key,
     keep_columns,
+    modify,
     negate_dropped,
     positive_part,
     ramp,
@@ -172,6 +173,16 @@ def weigh_backward(scores, lse2, step, work, terms, RULE: gl.constexpr, PLAN: gl
     if RULE.decay:
         offset += (step.gates.k_gate2 - step.gates.q_gate2)[:, None]
     scores, factor = cap_scores(scores, terms.scale, RULE)
+    slope = 1 - scores * scores if RULE.softcap > 0 else 1.0
+    if RULE.score_mod is not None:
+        column = gl.arange(0, PLAN.block_q, gl.SliceLayout(0, scores_layout(PLAN)))
+        q_pos = (step.tile * PLAN.block_q + work.shift + column)[None, :]
+        k_pos = (work.k_start + row)[:, None]
+        scores *= factor / LOG2E
+        seq = Sequence(work.index, 0, 0, work.queries.length, 0, work.keys.length)
+        scores, derivative = modify(scores, q_pos, k_pos, step.head, seq, terms, RULE)
+        slope *= derivative
+        factor = LOG2E
     weights = gl.exp2(scores * factor - offset)
     if has_mask(RULE) or TAIL:
         masked = True
@@ -189,9 +200,9 @@ def weigh_backward(scores, lse2, step, work, terms, RULE: gl.constexpr, PLAN: gl
                 weights = keep_columns(weights, first, None, 0.0)
     if RULE.dropout:  # a sign takes no register
         weights = negate_dropped(weights, work.k_start, step.tile * PLAN.block_q, step.philox_key, terms.dropout)
-    sloped = weights
-    if RULE.softcap > 0:
-        sloped = weights * (1 - scores * scores)
+    sloped = weights * slope
+    if RULE.score_mod is not None:  # its derivative may be NaN where a key is hidden
+        sloped = gl.where(weights == 0, 0.0, sloped)
     return weights, sloped
 
 

@@ -45,6 +45,7 @@ from .scores import (
     end_softmax,
     keep_columns,
     minus_rows,
+    modify,
     ramp,
     relative_bias,
     row_max,
@@ -93,6 +94,12 @@ def weigh_forward(scores, top, total, start, queries, program, MASKED: gl.conste
     if program.PIPE.negate_scores:  # the maximum is taken of raw scores, so their factor must be positive
         scores = -scores
     scores, factor = cap_scores(scores, terms.scale, RULE)
+    if RULE.score_mod is not None:
+        q_pos = queries.first_pos + gl.arange(0, PER_CONSUMER, gl.SliceLayout(1, scores.type.layout))
+        k_pos = start + gl.arange(0, scores.shape[1], gl.SliceLayout(0, scores.type.layout))
+        scores *= factor / LOG2E
+        scores, _ = modify(scores, q_pos[:, None], k_pos[None, :], queries.head, queries.seq, terms, RULE)
+        factor = LOG2E
     lead2 = None  # what is still to be added to the scores
     # how far the first key is ahead of each query
     first = start - queries.first_pos - gl.arange(0, PER_CONSUMER, gl.SliceLayout(1, scores.type.layout))
@@ -115,7 +122,7 @@ def weigh_forward(scores, top, total, start, queries, program, MASKED: gl.conste
     if MASKED:
         scores = hide(scores, start, queries, RULE)
     new_top = gl.maximum(top, row_max(scores, factor, lead2))
-    if MASKED:  # a row that has seen no key yet: a finite pivot keeps inf - inf away
+    if MASKED or RULE.hides:  # a row that has seen no key yet: a finite pivot keeps inf - inf away
         pivot = gl.where(new_top == float("-inf"), 0.0, new_top)
     else:
         pivot = new_top

@@ -146,7 +146,7 @@ def forward(call, problem=None):
 def forward_settings(problem, is_relative):
     """(tiles of queries of a head in all sequences together, Tile, Pipeline); is_relative: with a relative_bias."""
     dims, rule = tile_dims(problem), problem.rule
-    large = rule.dropout or rule.decay or is_relative
+    large = rule.dropout or rule.decay or is_relative or rule.score_mod is not None
     block_k, pipe = (FORWARD_WITH_MANY_REGISTERS if large else FORWARD)[dims]
     block_q = PER_CONSUMER.value * pipe.consumers
     tile = problem.tile._replace(block_q=block_q, block_k=block_k, dim=dims[0], value_dim=dims[1])
@@ -176,6 +176,8 @@ def forward_steps(problem, call, tensors):
 def backward_settings(problem):
     """(Plan, tiles of queries and of keys of a head in all sequences together, query heads of a program)."""
     plan = BACKWARD[tile_dims(problem)]._replace(ragged=problem.is_ragged)
+    if problem.rule.score_mod is not None:  # which needs the registers
+        plan = plan._replace(kv_in_registers=False)
     heads, group = problem.tile.heads, problem.tile.group
     programs = -(-problem.k_len // plan.block_k) * problem.batch * (heads // group)
     # the group in one program if that leaves two programs per multiprocessor, else each query head in its own
