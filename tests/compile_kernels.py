@@ -52,6 +52,8 @@ ADDRESS = re.compile(r"(?:mov|add|mad\.lo)\.\w32\s+(%r\d+), ([^;]+);")
 STORE = re.compile(
     r"(?:st|atom|red)\.shared\S*?(?:\.v(\d))?\.[bus](\d+)\s+(?:%\w+, )?\[\s*([%\w]+)\s*(?:\+\s*(-?\d+))?"
 )
+BRANCH = re.compile(r"\bbra(?:\.uni)?\s+(\$\w+);")
+LABEL = re.compile(r"(\$\w+):")
 INIT = re.compile(r"mbarrier\.init\S*\s+\[([%\w]+)\]")
 EFFECT = re.compile(r"(?:@\S+\s+)?(?:ld|st|cp|bra|red|atom|fence|wgmma|mbarrier|ldmatrix|stmatrix)\b")
 
@@ -70,6 +72,17 @@ def barriers_before_arrivals(ptx):
         if EFFECT.match(line):
             barrier = "none"
     return found
+
+
+def barriers_per_step(ptx):
+    """The most barriers of several warps in an innermost loop that multiplies."""
+    lines = list(map(str.strip, ptx.splitlines()))
+    labels = {match[1]: i for i, line in enumerate(lines) if (match := LABEL.match(line))}
+    branches = [(labels[match[1]], i) for i, line in enumerate(lines) if (match := BRANCH.search(line))]
+    loops = [(a, b) for a, b in branches if a < b and any("wgmma.mma_async" in line for line in lines[a:b])]
+    inner = [x for x in loops if not any(x[0] <= a and b <= x[1] and x != (a, b) for a, b in loops)]
+    counts = [sum(match is not None and not match[1] for match in map(BARRIER.match, lines[a:b])) for a, b in inner]
+    return max(counts, default=0)
 
 
 def overlapping_barriers(ptx):
@@ -134,7 +147,8 @@ class Driver:
         stores, loads, registers = map(int, REPORT.search(log).groups())
         warnings = sorted(set(re.findall(r"\((C75\d\d)\)", log)))  # C7510...: wgmma instructions run one by one
         found = dict(spilled=stores + loads, shared=shared, registers=registers, warnings=warnings)
-        found |= dict(arrivals=barriers_before_arrivals(self.ptx), overlaps=overlapping_barriers(self.ptx))
+        found |= dict(barriers=barriers_per_step(self.ptx), arrivals=barriers_before_arrivals(self.ptx))
+        found |= dict(overlaps=overlapping_barriers(self.ptx))
         before, wait, _ = self.ptx.partition("griddepcontrol.wait")  # for the previous kernel
         found |= dict(early=len(ACCESS.findall(before)) if wait else None, clocks=self.ptx.count("%clock"))
         self.report(kernel=name, **found)

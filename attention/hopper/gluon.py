@@ -6,12 +6,13 @@ gpu.py asks once.
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language._core import builtin
+from triton.experimental.gluon.language.nvidia import hopper
 from triton.experimental.gluon.language.nvidia.hopper import (
     fence_async_shared,
     mbarrier,
     tma,
     warpgroup_mma,
-    warpgroup_mma_wait,
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from triton.language import core
@@ -27,7 +28,6 @@ if hasattr(tma, "async_atomic_add"):
     tma_add = tma.async_atomic_add
 else:  # in the compiler since 3.6, but without a name
     from triton._C.libtriton import ir
-    from triton.experimental.gluon.language._core import builtin
 
     @builtin
     def tma_add(tensor_desc, coord, src, _semantic=None):
@@ -48,6 +48,19 @@ def aggregate(cls):
     init.__triton_builtin__ = True  # else Triton rejects it as a function that kernels use but it cannot compile
     cls.__init__, cls.__annotations__ = init, dict.fromkeys(names, object)  # no types are checked: fields may be None
     return triton_aggregate(cls)
+
+
+@builtin
+def warpgroup_mma_wait(num_outstanding, deps, _semantic=None):
+    """Wait until so many products are left; deps: results of those that are done, which it returns.
+
+    Each warpgroup waits for its own. Triton 3.9 would add a barrier of all of them behind most waits, for kernels that
+    go on to overwrite operands; ours have barriers of their own before that.
+    """
+    results = hopper.warpgroup_mma_wait(num_outstanding, deps, _semantic=_semantic)
+    first = results if len(deps) == 1 else results[0]
+    first.handle.set_attr("warpGroupLocal", _semantic.builder.get_unit_attr())
+    return results
 
 
 __all__ = [
