@@ -13,6 +13,10 @@ n that were issued last:
 (2) runs while the threads turn (1) into P, and (3) while they turn (2) into dS. Then dS goes to shared memory for (4),
 whose left operand it is not. (5) runs meanwhile, if PLAN.dk_before_dq, or while (4) is handed to the adding warp.
 
+The multiplying warps meet at four or five barriers a step: when all of P (if staged) and of dS is in shared memory,
+before a slot of queries is given back and one of dQ is handed on, and at the end, when all products are done. Triton
+adds those before mbarrier.arrive by itself.
+
 Source: Shah et al., FlashAttention-3, and its backward for sm_90 (Dao-AILab/flash-attention).
 
 Letters: B batch, T sequence, H heads, D head dim.
@@ -23,7 +27,7 @@ from typing import NamedTuple
 import triton.language as tl
 
 from ..score import LOG2E, ahead, behind, dp_factor
-from ..tiles import FAR, Sequence
+from ..tiles import FAR
 from .channel import Channel, acquire, barriers, commit, load, release, shared_layout, slot_and_phase, wait_full
 from .decay import Gates, add_column, gates_of, no_sums, ones, sum_over_keys, sum_over_queries
 from .gluon import (
@@ -40,7 +44,7 @@ from .gluon import (
     warpgroup_mma_wait,
 )
 from .prepare import WIDTH
-from .ragged import corner
+from .ragged import corner, extents
 from .scores import (
     alibi_slope2,
     cap_scores,
@@ -52,21 +56,17 @@ from .scores import (
     ramp,
     relative_bias,
 )
-from .work import accumulator, advance, has_mask, operand_layout, plan_work, scores_layout, staged
-
-
-class BackwardMemory(NamedTuple):
-    """Shared memory of a program."""
-
-    k: gl.shared_memory_descriptor  # [keys, D]
-    v: gl.shared_memory_descriptor
-    kv_loaded: gl.shared_memory_descriptor  # barrier: TMA of both arrives once, multiplying warps wait
-    q: Channel  # with lse2, from the loading to the multiplying warps
-    dout: Channel  # with delta, likewise; its slots are released with those of q
-    dscores: gl.shared_memory_descriptor  # [keys, queries]
-    weights: gl.shared_memory_descriptor  # the same, if staged()
-    dq: Channel  # from the multiplying to the adding warps, if it has slots
-    ones: gl.shared_memory_descriptor  # as decay.ones(), if there are gates
+from .work import (
+    Program,
+    accumulator,
+    advance,
+    has_mask,
+    number_of,
+    operand_layout,
+    plan_work,
+    scores_layout,
+    staged,
+)
 
 
 class Sums(NamedTuple):
@@ -82,9 +82,8 @@ class Step(NamedTuple):
 
     count: gl.tensor  # of steps before it
     tile: gl.tensor  # of queries, of its head
-    number: gl.tensor  # of that tile, counted over all heads
-    masked: gl.tensor  # whether some pair of the tiles may be hidden
     head: gl.tensor
+    masked: gl.tensor  # whether some pair of the tiles may be hidden
     alibi_slope2: gl.tensor  # of ALiBi and the head, in base 2; 0 if there is none
     philox_key: gl.tensor  # of dropout and the head
     gates: Gates  # if there are any
@@ -102,69 +101,93 @@ def flat(dq, PLAN: gl.constexpr):
 
 
 @gluon.jit
-def loader(q, k, v, dout, stats, shared, work, RULE: gl.constexpr, PLAN: gl.constexpr):
+def loader(work, program):
     """The loading warp: keys and values once, then queries with their lse2, and dO with delta."""
-    mbarrier.expect(shared.kv_loaded, k.block_type.nbytes + v.block_type.nbytes)
-    at = corner(work.keys, work.k_start, work.kv_head, PLAN.ragged)
-    tma_load(k, at, shared.kv_loaded, shared.k.reshape(k.block_shape))
-    if dp_factor(work.keys.length, RULE) == 0.0:
-        # values past the end, which are 0, make dP 0; dO.O prepare_kernel leaves out
-        at = corner(work.keys, work.keys.length, work.kv_head, PLAN.ragged)
-    tma_load(v, at, shared.kv_loaded, shared.v.reshape(v.block_shape))
-    tile = work.start
-    member = 0
+    PLAN: gl.constexpr = program.PLAN
+    k, v, kv_loaded = program.k, program.v, program.kv_loaded
+    queries, keys = extents(work.seq, program.q_len, program.k_len)
+    mbarrier.expect(kv_loaded, k.block_type.nbytes + v.block_type.nbytes)
+    tma_load(k, corner(keys, work.k_start, work.kv_head, PLAN.ragged), kv_loaded, program.k_tile.reshape(k.block_shape))
+    v_start = work.k_start
+    if dp_factor(keys.length, program.RULE) == 0.0:
+        v_start = keys.length  # values past the end, which are 0, make dP 0; dO.O prepare_kernel leaves out
+    tma_load(v, corner(keys, v_start, work.kv_head, PLAN.ragged), kv_loaded, program.v_tile.reshape(v.block_shape))
+    tile, head = work.start, work.head
     for count in range(work.steps):
-        at = corner(work.queries, tile * PLAN.block_q, work.head + member, PLAN.ragged)
-        first = (work.first_tile + member * work.q_tiles + tile) * (2 * PLAN.block_q)
+        at = corner(queries, tile * PLAN.block_q, head, PLAN.ragged)
+        first = number_of(tile, head, work) * (2 * PLAN.block_q)
         # not acquire(): Triton 3.6 needs fewer instructions if `full` is looked up before the wait
-        slot, phase = slot_and_phase(shared.q, count)
-        full = shared.q.full.index(slot)
-        mbarrier.wait(shared.q.empty.index(slot), phase ^ 1)  # dout of this slot was released with q
-        load(shared.q, slot, full, q, at, stats, first)
-        load(shared.dout, slot, shared.dout.full.index(slot), dout, at, stats, first, OFFSET=PLAN.block_q)
-        tile, member = advance(tile, member, work)
+        slot, phase = slot_and_phase(program.q_tiles, count)
+        full = program.q_tiles.full.index(slot)
+        mbarrier.wait(program.q_tiles.empty.index(slot), phase ^ 1)  # dout of this slot was released with q
+        load(program.q_tiles, slot, full, program.q, at, program.stats, first)
+        full = program.dout_tiles.full.index(slot)
+        load(program.dout_tiles, slot, full, program.dout, at, program.stats, first, OFFSET=PLAN.block_q)
+        tile, head = advance(tile, head, work)
 
 
 @gluon.jit
-def adder(dq_sum, shared, work, PLAN: gl.constexpr):
+def adder(work, program):
     """The adding warp: dQ of each step to the sum, which lies tile by tile of a head."""
+    PLAN: gl.constexpr = program.PLAN
     if PLAN.dq_stages > 0:
-        tile = work.start
-        member = 0
+        tile, head = work.start, work.head
         for count in range(work.steps):
-            number = work.first_tile + member * work.q_tiles + tile
-            slot = wait_full(shared.dq, count)
-            tma_add(dq_sum, [number * (PLAN.block_q * PLAN.dim // WIDTH), 0], shared.dq.tiles.index(slot))
+            number = number_of(tile, head, work)
+            slot = wait_full(program.dq_tiles, count)
+            row = number * (PLAN.block_q * PLAN.dim // WIDTH)
+            tma_add(program.dq_sum, [row, 0], program.dq_tiles.tiles.index(slot))
             tma_wait(0)
-            release(shared.dq, count)
-            tile, member = advance(tile, member, work)
+            release(program.dq_tiles, count)
+            tile, head = advance(tile, head, work)
 
 
 @gluon.jit
-def add_dq(dq, dq_sum, shared, step, PLAN: gl.constexpr):
+def add_dq(dq, step, work, program):
     """Hand dQ of a step to the adding warp, or add it from registers."""
+    PLAN: gl.constexpr = program.PLAN
     dq = flat(dq, PLAN)
     if PLAN.dq_stages > 0:
-        shared.dq.tiles.index(acquire(shared.dq, step.count)).store(dq)
+        program.dq_tiles.tiles.index(acquire(program.dq_tiles, step.count)).store(dq)
         fence_async_shared()
-        commit(shared.dq, step.count)
+        commit(program.dq_tiles, step.count)
     else:
         layout: gl.constexpr = dq.type.layout
         SIZE: gl.constexpr = PLAN.block_q * PLAN.dim
         row = gl.arange(0, SIZE // WIDTH, gl.SliceLayout(1, layout))[:, None]
         column = gl.arange(0, WIDTH, gl.SliceLayout(0, layout))[None, :]
-        gl.atomic_add(dq_sum + tl.cast(step.number, tl.int64) * SIZE + (row * WIDTH + column), dq, sem="relaxed")
+        tile = program.dq_sum + tl.cast(number_of(step.tile, step.head, work), tl.int64) * SIZE
+        gl.atomic_add(tile + (row * WIDTH + column), dq, sem="relaxed")
 
 
 @gluon.jit
-def weigh_backward(scores, lse2, step, work, terms, RULE: gl.constexpr, PLAN: gl.constexpr, TAIL: gl.constexpr):
+def hide_weights(weights, key, query, work, program):
+    """0 where a query does not see a key; key [keys], query: the first of the tile."""
+    RULE: gl.constexpr = program.RULE
+    own = key - work.shift - query  # the query of this tile that stands at this key
+    first = own - ahead(RULE)
+    if program.TAIL:
+        first = gl.where(key < work.seq.k_len, first, FAR)
+    if RULE.window > 0:
+        weights = keep_columns(weights, first, own + behind(RULE) + 1, 0.0)
+    else:
+        weights = keep_columns(weights, first, None, 0.0)
+    return weights
+
+
+@gluon.jit
+def weigh_backward(scores, lse2, step, work, program):
     """Raw scores [keys, queries] -> weights, and weights times d score / d (scale q.k); both negative where dropped.
 
     With dropout, weights are 1 / (1 - dropout) times as large, and delta is smaller by as much: see prepare_kernel.
     """
+    RULE: gl.constexpr = program.RULE
+    PLAN: gl.constexpr = program.PLAN
+    terms = program.terms
     offset = lse2[None, :]
-    row = gl.arange(0, PLAN.block_k, gl.SliceLayout(1, scores_layout(PLAN)))
-    after = step.tile * PLAN.block_q + work.shift - work.k_start - row  # how far the first query is after each key
+    query = step.tile * PLAN.block_q
+    key = work.k_start + gl.arange(0, PLAN.block_k, gl.SliceLayout(1, scores_layout(PLAN)))
+    after = query + work.shift - key  # how far the first query is after each key
     if RULE.alibi:
         distance = ramp(scores, after, gl.float32)
         offset += (distance if RULE.causal else gl.abs(distance)) * step.alibi_slope2
@@ -175,31 +198,20 @@ def weigh_backward(scores, lse2, step, work, terms, RULE: gl.constexpr, PLAN: gl
     scores, factor = cap_scores(scores, terms.scale, RULE)
     slope = 1 - scores * scores if RULE.softcap > 0 else 1.0
     if RULE.score_mod is not None:
-        column = gl.arange(0, PLAN.block_q, gl.SliceLayout(0, scores_layout(PLAN)))
-        q_pos = (step.tile * PLAN.block_q + work.shift + column)[None, :]
-        k_pos = (work.k_start + row)[:, None]
+        q_pos = query + work.shift + gl.arange(0, PLAN.block_q, gl.SliceLayout(0, scores_layout(PLAN)))
         scores *= factor / LOG2E
-        seq = Sequence(work.index, 0, 0, work.queries.length, 0, work.keys.length)
-        scores, derivative = modify(scores, q_pos, k_pos, step.head, seq, terms, RULE)
+        scores, derivative = modify(scores, q_pos[None, :], key[:, None], step.head, work.seq, terms, RULE)
         slope *= derivative
         factor = LOG2E
     weights = gl.exp2(scores * factor - offset)
-    if has_mask(RULE) or TAIL:
+    if has_mask(RULE) or program.TAIL:
         masked = True
         if PLAN.mask_edges_only:
             masked = step.masked
         if masked:
-            key = work.k_start + gl.arange(0, PLAN.block_k, gl.SliceLayout(1, scores_layout(PLAN)))
-            own = key - work.shift - step.tile * PLAN.block_q  # the query of this tile that stands at this key
-            first = own - ahead(RULE)
-            if TAIL:
-                first = gl.where(key < work.keys.length, first, FAR)
-            if RULE.window > 0:
-                weights = keep_columns(weights, first, own + behind(RULE) + 1, 0.0)
-            else:
-                weights = keep_columns(weights, first, None, 0.0)
+            weights = hide_weights(weights, key, query, work, program)
     if RULE.dropout:  # a sign takes no register
-        weights = negate_dropped(weights, work.k_start, step.tile * PLAN.block_q, step.philox_key, terms.dropout)
+        weights = negate_dropped(weights, work.k_start, query, step.philox_key, terms.dropout)
     sloped = weights * slope
     if RULE.score_mod is not None:  # its derivative may be NaN where a key is hidden
         sloped = gl.where(weights == 0, 0.0, sloped)
@@ -216,28 +228,29 @@ def sloped_score_gradient(sloped, dweights, delta, RULE: gl.constexpr):
 
 
 @gluon.jit
-def backward_step(
-    sums, k, v, step, dq_sum, shared, work, terms, RULE: gl.constexpr, PLAN: gl.constexpr, TAIL: gl.constexpr
-):
+def backward_step(sums, k, v, step, work, program):
     """One step: what a tile of queries adds to the Sums, and its dQ. Numbers: see the top of this file."""
+    RULE: gl.constexpr = program.RULE
+    PLAN: gl.constexpr = program.PLAN
     dk, dv, dgate = sums.dk, sums.dv, sums.dgate
     dtype: gl.constexpr = k.dtype
     queries: gl.constexpr = gl.SliceLayout(0, scores_layout(PLAN))
-    slot, phase = slot_and_phase(shared.q, step.count)
-    q, dout = shared.q.tiles.index(slot), shared.dout.tiles.index(slot)
+    q_tiles, dout_tiles = program.q_tiles, program.dout_tiles
+    slot, phase = slot_and_phase(q_tiles, step.count)
+    q, dout = q_tiles.tiles.index(slot), dout_tiles.tiles.index(slot)
 
-    mbarrier.wait(shared.q.full.index(slot), phase)
+    mbarrier.wait(q_tiles.full.index(slot), phase)
     empty = accumulator(PLAN.block_k, PLAN.block_q, PLAN)
     scores = warpgroup_mma(k, q.permute((1, 0)), empty, use_acc=False, is_async=True)  # (1)
-    mbarrier.wait(shared.dout.full.index(slot), phase)
+    mbarrier.wait(dout_tiles.full.index(slot), phase)
     dweights = warpgroup_mma(v, dout.permute((1, 0)), empty, use_acc=False, is_async=True)  # (2)
-    lse2 = shared.q.stats.index(slot).load(queries)
+    lse2 = q_tiles.stats.index(slot).load(queries)
     scores = warpgroup_mma_wait(1, deps=(scores,))  # (1) is done
-    weights, sloped = weigh_backward(scores, lse2, step, work, terms, RULE, PLAN, TAIL)
+    weights, sloped = weigh_backward(scores, lse2, step, work, program)
     weights = positive_part(weights, dtype) if RULE.dropout else weights.to(dtype)
     no_dq = accumulator(PLAN.block_q, PLAN.dim, PLAN)
     if staged(PLAN):
-        left = shared.weights
+        left = program.weights
         left.store(weights)
         fence_async_shared()
         partition_barrier()  # all of P is in shared memory
@@ -245,95 +258,99 @@ def backward_step(
         left = gl.convert_layout(weights, operand_layout(PLAN, PLAN.value_dim))
     dweights = warpgroup_mma_wait(0, deps=(dweights,))  # (2) is done
     dv = warpgroup_mma(left, dout, dv, is_async=True)  # (3)
-    delta = shared.dout.stats.index(slot).load(queries)[None, :]
+    delta = dout_tiles.stats.index(slot).load(queries)[None, :]
     dscores = sloped_score_gradient(sloped, dweights, delta, RULE).to(dtype)
-    left = shared.dscores if staged(PLAN) else gl.convert_layout(dscores, operand_layout(PLAN, PLAN.dim))
+    left = program.dscores if staged(PLAN) else gl.convert_layout(dscores, operand_layout(PLAN, PLAN.dim))
     if PLAN.dk_before_dq:
         dk = warpgroup_mma(left, q, dk, is_async=True)  # (5)
         dv = warpgroup_mma_wait(1, deps=(dv,))  # (3) is done
-    shared.dscores.store(dscores)
+    program.dscores.store(dscores)
     fence_async_shared()
     partition_barrier()  # all of dS is in shared memory
-    dq = warpgroup_mma(shared.dscores.permute((1, 0)), shared.k, no_dq, use_acc=False, is_async=True)  # (4)
+    dq = warpgroup_mma(program.dscores.permute((1, 0)), program.k_tile, no_dq, use_acc=False, is_async=True)  # (4)
     SUMS: gl.constexpr = 2 if RULE.decay else 0  # products of gates, issued after (4)
     if RULE.decay:
-        dgate = sum_over_queries(left, shared.ones, dgate, PLAN)
-        of_queries = sum_over_keys(shared.dscores, shared.ones, PLAN)
+        dgate = sum_over_queries(left, program.ones, dgate, PLAN)
+        of_queries = sum_over_keys(program.dscores, program.ones, PLAN)
     if PLAN.dk_before_dq:
         dk = warpgroup_mma_wait(1 + SUMS, deps=(dk,))  # (5) is done
-        release(shared.q, step.count)
+        release(q_tiles, step.count)
         dq = warpgroup_mma_wait(SUMS, deps=(dq,))  # (4) is done
-        add_dq(dq, dq_sum, shared, step, PLAN)
+        add_dq(dq, step, work, program)
     else:
         dk = warpgroup_mma(left, q, dk, is_async=True)  # (5)
         dv = warpgroup_mma_wait(2 + SUMS, deps=(dv,))  # (3) is done
         dq = warpgroup_mma_wait(1 + SUMS, deps=(dq,))  # (4) is done
-        add_dq(dq, dq_sum, shared, step, PLAN)
+        add_dq(dq, step, work, program)
         dk = warpgroup_mma_wait(0, deps=(dk,))  # (5) is done
-        release(shared.q, step.count)
+        release(q_tiles, step.count)
     if RULE.decay:
         dgate, of_queries = warpgroup_mma_wait(0, deps=(dgate, of_queries))
-        add_column(step.gates.dgate, step.tile * PLAN.block_q + work.shift, of_queries, work)
+        add_column(step.gates.dgate, step.tile * PLAN.block_q + work.shift, of_queries, work.seq.k_len)
     partition_barrier()  # all products are done: weights and dscores, and at the end k and v, may be overwritten
     return Sums(dk, dv, dgate)
 
 
 @gluon.jit
-def store_part(part, x, work, PLAN: gl.constexpr):
+def store_part(part, x, work, program):
     """dK or dV [keys, dim] of one query head to part, float32 [B, Tk, H, dim]."""
     DIM: gl.constexpr = x.shape[1]
-    key = work.k_start + gl.arange(0, PLAN.block_k, gl.SliceLayout(1, x.type.layout))[:, None]
+    key = work.k_start + gl.arange(0, program.PLAN.block_k, gl.SliceLayout(1, x.type.layout))[:, None]
     column = gl.arange(0, DIM, gl.SliceLayout(0, x.type.layout))[None, :]
-    first = tl.cast(work.keys.end - work.keys.length, tl.int64)  # key of the sequence
-    at = ((first + key) * work.heads + work.head) * DIM + column
-    gl.store(part + at, x, key < work.keys.length)
+    first = tl.cast(work.seq.batch * program.k_len + work.seq.k_start, tl.int64)  # key of the sequence
+    at = ((first + key) * program.heads + work.head) * DIM + column
+    gl.store(part + at, x, key < work.seq.k_len)
 
 
 @gluon.jit
-def consumer(
-    dk_out, dv_out, dk_part, dv_part, dq_sum, shared, work, terms, dgate,
-    RULE: gl.constexpr, PLAN: gl.constexpr, TAIL: gl.constexpr,
-):  # fmt: skip
+def store(dk, dv, work, program):
+    """dK and dV, through the memory of K and V."""
+    dtype: gl.constexpr = program.k_tile.dtype
+    program.k_tile.store(dk.to(dtype))
+    program.v_tile.store(dv.to(dtype))
+    fence_async_shared()
+    partition_barrier()
+    _, keys = extents(work.seq, program.q_len, program.k_len)
+    at = corner(keys, work.k_start, work.kv_head, program.PLAN.ragged)
+    tma_store(program.dk, at, program.k_tile.reshape(program.dk.block_shape))
+    tma_store(program.dv, at, program.v_tile.reshape(program.dv.block_shape))
+    tma_wait(0)
+
+
+@gluon.jit
+def consumer(work, program):
     """The multiplying warps: all steps of a program, then dK and dV."""
-    dtype: gl.constexpr = shared.k.dtype
-    mbarrier.wait(shared.kv_loaded, 0)
-    k, v = shared.k, shared.v
+    RULE: gl.constexpr = program.RULE
+    PLAN: gl.constexpr = program.PLAN
+    terms = program.terms
+    mbarrier.wait(program.kv_loaded, 0)
+    k, v = program.k_tile, program.v_tile
     if PLAN.kv_in_registers:
         left: gl.constexpr = gl.DotOperandLayout(0, scores_layout(PLAN), 2)
         k, v = k.load(left), v.load(left)
     dk, dv = accumulator(PLAN.block_k, PLAN.dim, PLAN), accumulator(PLAN.block_k, PLAN.value_dim, PLAN)
     sums = Sums(dk, dv, no_sums(RULE, PLAN))
-    tile = work.start
-    member = 0
-    philox_key = dropout_key(work.index, work.head, terms.seed, RULE)
+    tile, head = work.start, work.head
+    philox_key = dropout_key(work.seq.index, head, terms.seed, RULE)
     for count in range(work.steps):  # one loop over all heads and tiles: nested ones cost registers
         masked = (tile < work.full_lo) | (tile >= work.full_hi)
-        number = work.first_tile + member * work.q_tiles + tile
-        head = work.head + member
-        own_gates = gates_of(terms.gate, dgate, head, tile, work, RULE, PLAN)
-        step = Step(count, tile, number, masked, head, alibi_slope2(terms, head, work), philox_key, own_gates)
-        sums = backward_step(sums, k, v, step, dq_sum, shared, work, terms, RULE, PLAN, TAIL)
-        tile, member = advance(tile, member, work)
+        slope2 = alibi_slope2(terms, head, work.seq)
+        step = Step(count, tile, head, masked, slope2, philox_key, gates_of(head, tile, work, program))
+        sums = backward_step(sums, k, v, step, work, program)
+        tile, head = advance(tile, head, work)
         if RULE.decay:
             if tile == work.start:  # the end of a head
-                add_column(own_gates.dgate, work.k_start, -sums.dgate, work)
+                add_column(step.gates.dgate, work.k_start, -sums.dgate, work.seq.k_len)
             sums = Sums(sums.dk, sums.dv, gl.where(tile == work.start, 0.0, sums.dgate))
         if RULE.dropout and tile == work.start:  # of the next head
-            philox_key = dropout_key(work.index, work.head + member, terms.seed, RULE)
+            philox_key = dropout_key(work.seq.index, head, terms.seed, RULE)
 
-    dk, dv = sums.dk * terms.scale, sums.dv
-    if dk_part is not None:
-        store_part(dk_part, dk, work, PLAN)
-        store_part(dv_part, dv, work, PLAN)
+    dk = sums.dk * terms.scale
+    if program.dk_part is not None:
+        store_part(program.dk_part, dk, work, program)
+        store_part(program.dv_part, sums.dv, work, program)
     else:
-        shared.k.store(dk.to(dtype))
-        shared.v.store(dv.to(dtype))
-        fence_async_shared()
-        partition_barrier()
-        at = corner(work.keys, work.k_start, work.kv_head, PLAN.ragged)
-        tma_store(dk_out, at, shared.k.reshape(dk_out.block_shape))
-        tma_store(dv_out, at, shared.v.reshape(dv_out.block_shape))
-        tma_wait(0)
+        store(dk, sums.dv, work, program)
 
 
 @gluon.jit(do_not_specialize=["q_len", "k_len", "batches", "heads", "group", "members", "q_slots"])
@@ -352,7 +369,6 @@ def backward_kernel(
     """
     if PLAN.ragged and gl.program_id(0) >= gl.load(k_list + 1) * (heads // members):
         return
-    work = plan_work(q_len, k_len, batches, heads, group, members, k_list, ragged, q_slots, RULE, PLAN)
     dtype: gl.constexpr = q.dtype
     keys: gl.constexpr = [PLAN.block_k, PLAN.dim]
     queries: gl.constexpr = [PLAN.stages, PLAN.block_q, PLAN.dim]
@@ -382,19 +398,13 @@ def backward_kernel(
     # unused barriers would share their memory with other values
     dq_full = barriers(PLAN.dq_stages, 1) if PLAN.dq_stages > 0 else 0
     dq_empty = barriers(PLAN.dq_stages, 1) if PLAN.dq_stages > 0 else 0
-    q_channel, dout_channel = Channel(q_tiles, q_full, q_empty, lse2), Channel(dout_tiles, dout_full, q_empty, delta)
-    dq_channel = Channel(dq, dq_full, dq_empty)
-    of_ones = ones(dtype, PLAN) if RULE.decay else 0
-    shared = BackwardMemory(k_tile, v_tile, kv_loaded, q_channel, dout_channel, dscores, weights, dq_channel, of_ones)
-    gl.warp_specialize(
-        [
-            (consumer, (
-                dk, dv, dk_part, dv_part, dq_sum, shared, work, terms, dgate,
-                RULE, PLAN, TAIL,
-            )),
-            (loader, (q, k, v, dout, stats, shared, work, RULE, PLAN)),
-            (adder, (dq_sum, shared, work, PLAN)),
-        ],
-        [1, 1],
-        [24, 24],
+    program = Program(
+        q, k, v, dout, stats, dq_sum, dk, dv, dk_part, dv_part, dgate, terms, q_len, k_len, batches, heads, group,
+        members, k_list, ragged, q_slots, k_tile, v_tile, kv_loaded, Channel(q_tiles, q_full, q_empty, lse2),
+        Channel(dout_tiles, dout_full, q_empty, delta), Channel(dq, dq_full, dq_empty), weights, dscores,
+        ones(dtype, PLAN) if RULE.decay else 0, RULE, PLAN, TAIL,
     )  # fmt: skip
+    work = plan_work(program)
+    gl.warp_specialize(
+        [(consumer, (work, program)), (loader, (work, program)), (adder, (work, program))], [1, 1], [24, 24]
+    )

@@ -57,18 +57,19 @@ def relative_gate2(gates, keys, exist, pivot):
 
 
 @gluon.jit
-def gates_of(gates, dgate, head, tile, work, RULE: gl.constexpr, PLAN: gl.constexpr):
-    """The Gates of a program's keys and of a tile of queries; zeros without decay. gates, dgate: of the whole call."""
+def gates_of(head, tile, work, program):
+    """The Gates of a program's keys and of a tile of queries; zeros without decay."""
+    PLAN: gl.constexpr = program.PLAN
     own = Gates(0.0, 0.0, 0)
-    if RULE.decay:
-        first = tl.cast(work.keys.batch * work.heads + head, tl.int64) * work.k_tokens
-        first += work.keys.end - work.keys.length - work.keys.batch * work.k_tokens
-        pivot = nearest_gate(gates + first, work.k_start, work.keys.length)
+    if program.RULE.decay:
+        k_len = work.seq.k_len
+        first = tl.cast(work.seq.batch * program.heads + head, tl.int64) * program.k_len + work.seq.k_start
+        gates = program.terms.gate + first
+        pivot = nearest_gate(gates, work.k_start, k_len)
         keys = work.k_start + gl.arange(0, PLAN.block_k, gl.SliceLayout(1, scores_layout(PLAN)))
         query = gl.maximum(tile * PLAN.block_q + work.shift, 0)  # where its first one stands, as in prepare_kernel
-        k_gate2 = relative_gate2(gates + first, keys, keys < work.keys.length, pivot)
-        q_gate2 = relative_gate2(gates + first, query, query < work.keys.length, pivot)
-        own = Gates(k_gate2, q_gate2, dgate + first)
+        k_gate2 = relative_gate2(gates, keys, keys < k_len, pivot)
+        own = Gates(k_gate2, relative_gate2(gates, query, query < k_len, pivot), program.dgate + first)
     return own
 
 
@@ -114,10 +115,10 @@ def sum_over_keys(dscores, ones, PLAN: gl.constexpr):
 
 
 @gluon.jit
-def add_column(dgate, start, x, work):
+def add_column(dgate, start, x, k_len):
     """Add the first column of x to dgate, row r to key `start` + r; keys that do not exist are left out."""
     layout: gl.constexpr = x.type.layout
     key = start + gl.arange(0, x.shape[0], gl.SliceLayout(1, layout))[:, None]
     column = gl.arange(0, x.shape[1], gl.SliceLayout(0, layout))[None, :]
-    exists = (column == 0) & (key >= 0) & (key < work.keys.length)
+    exists = (column == 0) & (key >= 0) & (key < k_len)
     gl.atomic_add(dgate + (key + column), x, exists, sem="relaxed")

@@ -2,17 +2,16 @@
 
 from typing import NamedTuple
 
-import triton.language as tl
-
-from ..score import ahead, behind
-from ..tiles import Sequence
-from .gluon import gl, gluon
-from .ragged import Extent, extents, first_slot
+from ..score import Terms, ahead, behind
+from ..tiles import Ragged, Sequence
+from .channel import Channel
+from .gluon import aggregate, gl, gluon
+from .ragged import first_slot
 from .scores import bounds, listed, meeting_range
 
 # Bytes of queries, dO and dQ sums of the teams that take turns, counting one query head of each. From T 1024 on these
 # have 128 programs at head dim 128 and 256, and 512 at 64: as many as an H200 runs at a time, or twice that.
-TURN_BYTES = tl.constexpr(16 * 2**20)
+TURN_BYTES = gl.constexpr(16 * 2**20)
 
 
 class Plan(NamedTuple):
@@ -63,17 +62,51 @@ def accumulator(ROWS: gl.constexpr, COLUMNS: gl.constexpr, PLAN: gl.constexpr):
     return gl.full([ROWS, COLUMNS], 0.0, gl.float32, mma_layout(PLAN.warps, ROWS, COLUMNS))
 
 
+@aggregate
+class Program:
+    """What all warps of a program know: the arguments of backward_kernel, and shared memory."""
+
+    q: gl.tensor  # like k, v, dout, stats, dk and dv: TMA descriptors
+    k: gl.tensor
+    v: gl.tensor
+    dout: gl.tensor
+    stats: gl.tensor
+    dq_sum: gl.tensor  # TMA descriptor, or a pointer if dQ is added from registers
+    dk: gl.tensor
+    dv: gl.tensor
+    dk_part: gl.tensor  # pointers, or None
+    dv_part: gl.tensor
+    dgate: gl.tensor  # pointer, or None
+    terms: Terms
+    q_len: gl.tensor  # queries and keys of a batch row
+    k_len: gl.tensor
+    batches: gl.tensor
+    heads: gl.tensor  # of queries
+    group: gl.tensor  # query heads that share a key head
+    members: gl.tensor  # of these, that this program does
+    k_list: gl.tensor  # as list_kernel lists tiles of keys, or None
+    ragged: Ragged
+    q_slots: gl.tensor  # tiles of queries of a head in stats and dq_sum, if sequences are ragged
+    k_tile: gl.shared_memory_descriptor  # [keys, D]
+    v_tile: gl.shared_memory_descriptor
+    kv_loaded: gl.shared_memory_descriptor  # barrier: TMA of both arrives once, multiplying warps wait
+    q_tiles: Channel  # with lse2, from the loading to the multiplying warps
+    dout_tiles: Channel  # with delta, likewise; its slots are released with those of q_tiles
+    dq_tiles: Channel  # from the multiplying to the adding warps, if it has slots
+    weights: gl.shared_memory_descriptor  # [keys, queries], if staged()
+    dscores: gl.shared_memory_descriptor  # [keys, queries]
+    ones: gl.shared_memory_descriptor  # as decay.ones(), if there are gates
+    RULE: gl.constexpr
+    PLAN: gl.constexpr
+    TAIL: gl.constexpr  # whether a tile of keys may reach past the last one
+
+
 class Work(NamedTuple):
     """What a program does: its keys, its query heads, and the tiles of queries that meet the keys."""
 
-    index: gl.tensor  # of the sequence
-    queries: Extent
-    keys: Extent
-    k_tokens: gl.tensor  # keys of a batch row
+    seq: Sequence
     kv_head: gl.tensor
-    head: gl.tensor  # first of `members` query heads
-    members: gl.tensor
-    heads: gl.tensor  # query heads of the call
+    head: gl.tensor  # first of its query heads
     k_start: gl.tensor
     shift: gl.tensor  # query i stands at key i + shift
     first_tile: gl.tensor  # number of the first tile of `head`, counted over all heads and sequences
@@ -86,6 +119,12 @@ class Work(NamedTuple):
     steps: gl.tensor  # tiles over all heads
 
 
+@gluon.jit
+def number_of(tile, head, work):
+    """Number of a tile of queries, counted over all heads and sequences: its place in stats and the dQ sum."""
+    return work.first_tile + (head - work.head) * work.q_tiles + tile
+
+
 @gluon.constexpr_function
 def has_mask(rule):
     """Whether a query may be unable to see a key."""
@@ -93,11 +132,11 @@ def has_mask(rule):
 
 
 @gluon.jit
-def advance(tile, member, work):
-    """The tile after this one: of the same head, round and round from work.start, then of the group's next member."""
+def advance(tile, head, work):
+    """The tile after this one: of the same head, round and round from work.start, then of the next head."""
     tile += 1
     tile = gl.where(tile == work.hi, work.lo, tile)
-    return tile, member + gl.where(tile == work.start, 1, 0)
+    return tile, head + gl.where(tile == work.start, 1, 0)
 
 
 @gluon.jit
@@ -122,45 +161,42 @@ def locate_keys(q_len, k_len, batches, teams, RULE: gl.constexpr, PLAN: gl.const
 
 
 @gluon.jit
-def plan_work(
-    q_tokens, k_tokens, batches, heads, group, members, k_list, ragged, q_slots, RULE: gl.constexpr, PLAN: gl.constexpr
-):
-    """The Work of this program. q_tokens, k_tokens: queries and keys of a batch row, as the tensors hold them."""
+def plan_work(program):
+    """The Work of a program."""
+    RULE: gl.constexpr = program.RULE
+    PLAN: gl.constexpr = program.PLAN
+    BLOCK: gl.constexpr = PLAN.block_q
+    heads, members = program.heads, program.members
     teams = heads // members
     if PLAN.ragged:  # all heads of a tile, then the next one
-        tile, index, _ = listed(k_list, gl.program_id(0) // teams)
-        seq = bounds(index, q_tokens, k_tokens, ragged, RULE)
-        q_len, k_len = seq.q_len, seq.k_len
-        team = gl.program_id(0) % teams
-        head = team * members
-        q_tiles = q_slots
-        first_tile = head * q_slots + first_slot(seq, q_tokens, PLAN.block_q)
+        tile, index, _ = listed(program.k_list, gl.program_id(0) // teams)
+        seq = bounds(index, program.q_len, program.k_len, program.ragged, RULE)
+        head = gl.program_id(0) % teams * members
+        q_tiles = program.q_slots
+        first_tile = head * q_tiles + first_slot(seq, program.q_len, BLOCK)
     else:
-        tile, team, batch = locate_keys(q_tokens, k_tokens, batches, teams, RULE, PLAN)
-        seq = Sequence(batch, batch, 0, q_tokens, 0, k_tokens)
-        q_len, k_len = q_tokens, k_tokens
+        tile, team, batch = locate_keys(program.q_len, program.k_len, program.batches, teams, RULE, PLAN)
+        seq = Sequence(batch, batch, 0, program.q_len, 0, program.k_len)
         head = team * members
-        q_tiles = gl.cdiv(q_tokens, PLAN.block_q)
+        q_tiles = gl.cdiv(seq.q_len, BLOCK)
         first_tile = (batch * heads + head) * q_tiles
     k_start = tile * PLAN.block_k
-    shift = k_len - q_len
-    last = gl.minimum(k_start + PLAN.block_k, k_len) - 1
+    shift = seq.k_len - seq.q_len
+    last = gl.minimum(k_start + PLAN.block_k, seq.k_len) - 1
     # in query indices a key meets [k - shift - ahead, k - shift + behind]
-    BLOCK: gl.constexpr = PLAN.block_q
-    meets = meeting_range(k_start - shift, last - shift, ahead(RULE), behind(RULE), q_len, BLOCK, BLOCK)
-    lo = meets.lo // PLAN.block_q
-    hi = gl.maximum(gl.cdiv(meets.hi, PLAN.block_q), lo)
-    full_lo = meets.full_lo // PLAN.block_q
+    meets = meeting_range(k_start - shift, last - shift, ahead(RULE), behind(RULE), seq.q_len, BLOCK, BLOCK)
+    lo = meets.lo // BLOCK
+    hi = gl.maximum(gl.cdiv(meets.hi, BLOCK), lo)
+    full_lo = meets.full_lo // BLOCK
     full_hi = hi  # beyond the last query lse2 hides all
     if RULE.window > 0:
-        full_hi = meets.full_hi // PLAN.block_q
-    full_lo = gl.where(k_start + PLAN.block_k > k_len, hi, full_lo)
+        full_hi = meets.full_hi // BLOCK
+    full_lo = gl.where(k_start + PLAN.block_k > seq.k_len, hi, full_lo)
     # Programs of one head add to dQ at the same time: let them begin apart. Masks have them do so anyway.
     start = lo
     if not has_mask(RULE):
-        start = lo + tile * (hi - lo) // gl.cdiv(k_len, PLAN.block_k)
-    queries, keys = extents(seq, q_tokens, k_tokens)
+        start = lo + tile * (hi - lo) // gl.cdiv(seq.k_len, PLAN.block_k)
     return Work(
-        seq.index, queries, keys, k_tokens, head // group, head, members, heads, k_start, shift, first_tile, q_tiles,
-        lo, full_lo, full_hi, hi, start, (hi - lo) * members,
+        seq, head // program.group, head, k_start, shift, first_tile, q_tiles, lo, full_lo, full_hi, hi, start,
+        (hi - lo) * members,
     )  # fmt: skip
