@@ -26,7 +26,7 @@ from typing import NamedTuple
 
 import triton.language as tl
 
-from ..score import LOG2E, ahead, behind, dp_factor
+from ..score import LOG2E, ahead, alibi_slope2, behind, cap_scores, dp_factor, dropout_key, relative_bias
 from ..tiles import FAR
 from .channel import Channel, acquire, barriers, commit, load, release, shared_layout, slot_and_phase, wait_full
 from .decay import Gates, add_column, gates_of, no_sums, ones, sum_over_keys, sum_over_queries
@@ -45,17 +45,7 @@ from .gluon import (
 )
 from .prepare import WIDTH
 from .ragged import corner, extents
-from .scores import (
-    alibi_slope2,
-    cap_scores,
-    dropout_key,
-    keep_columns,
-    modify,
-    negate_dropped,
-    positive_part,
-    ramp,
-    relative_bias,
-)
+from .scores import keep_columns, modify, negate_dropped, positive_part, ramp
 from .work import (
     Program,
     accumulator,

@@ -8,7 +8,7 @@ Source: Shah et al., FlashAttention-3; scores in base 2.
 
 from typing import NamedTuple
 
-from ..score import LOG2E
+from ..score import LOG2E, cap_scores, end_softmax, relative_bias
 from .channel import Channel, barriers, filled, new_channel, release
 from .decay import relative_gate2
 from .gluon import (
@@ -38,18 +38,7 @@ from .pipeline import (
     take_turn,
 )
 from .ragged import corner, extents
-from .scores import (
-    add_ramp,
-    cap_scores,
-    drop_pairs,
-    end_softmax,
-    keep_columns,
-    minus_rows,
-    modify,
-    ramp,
-    relative_bias,
-    row_max,
-)
+from .scores import add_ramp, drop_pairs, keep_columns, minus_rows, modify, ramp, row_max
 
 
 class State(NamedTuple):

@@ -2,13 +2,12 @@
 
 from typing import NamedTuple
 
-from ..score import Terms, ahead, behind
-from ..tiles import Ragged, Sequence
+from ..score import Terms, ahead, alibi_slope2, behind, dropout_key
+from ..tiles import Ragged, Sequence, meeting_range, query_tile
 from .channel import Channel, acquire, commit, fill, filled, release, wait_full
 from .decay import nearest_gate
 from .gluon import aggregate, gl, gluon, mbarrier
-from .ragged import corner, extents
-from .scores import alibi_slope2, bounds, dropout_key, listed, meeting_range, query_tile
+from .ragged import bounds, corner, extents, listed
 
 PER_CONSUMER = gl.constexpr(64)  # queries of a consumer: what one warpgroup multiplies at a time
 MAILBOX = gl.constexpr(2)  # tiles on their way from the loader to the consumers

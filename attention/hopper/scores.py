@@ -1,24 +1,15 @@
-"""What the Hopper kernels share: masks, and functions of the portable kernels compiled as Gluon."""
+"""What the scores of the Hopper kernels share: masks, dropout, and a user's rule.
+
+They call Triton functions of ../score.py and ../tiles.py as they are: Gluon compiles what its kernels call.
+"""
 
 from functools import cache
 
 from triton.runtime.jit import MockTensor
 
-from .. import score, tiles
+from ..score import TERMS, philox
 from ..score_mod import function_of
-from . import ragged
 from .gluon import gl, gluon
-
-end_softmax = gluon.jit(score.end_softmax.fn)
-bounds = gluon.jit(ragged.bounds.fn)
-dropout_key = gluon.jit(score.dropout_key.fn)
-listed = gluon.jit(ragged.listed.fn)
-meeting_range = gluon.jit(tiles.meeting_range.fn)
-philox = gluon.jit(score.philox.fn)
-query_tile = gluon.jit(tiles.query_tile.fn)
-alibi_slope2 = gluon.jit(score.alibi_slope2.fn)
-relative_bias = gluon.jit(score.relative_bias.fn)
-cap_scores = gluon.jit(score.cap_scores.fn)
 
 
 @gluon.jit
@@ -29,7 +20,7 @@ def modify(scores, q_pos, k_pos, head, seq, terms, RULE: gl.constexpr):
     """
     q_pos = gl.maximum(gl.minimum(q_pos, seq.k_len - 1), seq.k_len - seq.q_len)
     k_pos = gl.maximum(gl.minimum(k_pos, seq.k_len - 1), 0)
-    new, slope = RULE.score_mod(scores, q_pos, k_pos, head, seq.index, *terms[score.TERMS :])
+    new, slope = RULE.score_mod(scores, q_pos, k_pos, head, seq.index, *terms[TERMS:])
     return gl.where(scores == scores, new, new).to(gl.float32), slope  # new may be a number, or float64
 
 

@@ -3,11 +3,10 @@
 from typing import NamedTuple
 
 from ..score import Terms, ahead, behind
-from ..tiles import Ragged, Sequence
+from ..tiles import Ragged, Sequence, meeting_range
 from .channel import Channel
 from .gluon import aggregate, gl, gluon
-from .ragged import first_slot
-from .scores import bounds, listed, meeting_range
+from .ragged import bounds, first_slot, listed
 
 # Bytes of queries, dO and dQ sums of the teams that take turns, counting one query head of each. From T 1024 on these
 # have 128 programs at head dim 128 and 256, and 512 at 64: as many as an H200 runs at a time, or twice that.
