@@ -151,9 +151,10 @@ def add_dq(dq, step, work, program):
 
 
 @gluon.jit
-def hide_weights(weights, key, query, work, program):
-    """0 where a query does not see a key; key [keys], query: the first of the tile."""
+def hide_weights(weights, query, work, program):
+    """0 where a query does not see a key; query: the first of the tile."""
     RULE: gl.constexpr = program.RULE
+    key = work.k_start + gl.arange(0, program.PLAN.block_k, gl.SliceLayout(1, weights.type.layout))
     own = key - work.shift - query  # the query of this tile that stands at this key
     first = own - ahead(RULE)
     if program.TAIL:
@@ -199,7 +200,7 @@ def weigh_backward(scores, lse2, step, work, program):
         if PLAN.mask_edges_only:
             masked = step.masked
         if masked:
-            weights = hide_weights(weights, key, query, work, program)
+            weights = hide_weights(weights, query, work, program)
     if RULE.dropout:  # a sign takes no register
         weights = negate_dropped(weights, work.k_start, query, step.philox_key, terms.dropout)
     sloped = weights * slope
