@@ -9,22 +9,18 @@ errors, mostly those of delta, must cancel when dgate is added up over the later
 
 from typing import NamedTuple
 
-import torch
 import triton.language as tl
 
-from ..score import LOG2E
+from ..score import LOG2E, gate_halves, split
 from .channel import shared_layout
 from .gluon import fence_async_shared, gl, gluon, warpgroup_mma
 from .work import accumulator, scores_layout
 
 
 def split_gate(gate):
-    """[B, H, Tk] float64 or None -> each gate in base 2 as two float32 that add up to it (to 48 bits), in an int64."""
-    if gate is None:
-        return None
-    gate2 = gate * LOG2E.value  # not in the kernels, which would round the product in one place and not in another
-    high = gate2.float()
-    return torch.stack((high, (gate2 - high).float()), -1).view(torch.int64).squeeze(-1)
+    """[B, H, Tk] float64 or None -> split() of each gate in base 2."""
+    # LOG2E not in the kernels, which would round the product in one place and not in another
+    return None if gate is None else split(gate * LOG2E.value)
 
 
 class Gates(NamedTuple):
@@ -33,12 +29,6 @@ class Gates(NamedTuple):
     k_gate2: gl.tensor  # [keys]
     q_gate2: gl.tensor  # of the first query of the tile
     dgate: gl.tensor  # where those of the sequence begin in their gradient
-
-
-@gluon.jit
-def gate_halves(gate):
-    """A gate of split_gate() -> two float32 that add up to its gate2."""
-    return gate.to(gl.int32).to(gl.float32, bitcast=True), (gate >> 32).to(gl.int32).to(gl.float32, bitcast=True)
 
 
 @gluon.jit
