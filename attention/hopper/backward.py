@@ -13,9 +13,8 @@ n that were issued last:
 (2) runs while the threads turn (1) into P, and (3) while they turn (2) into dS. Then dS goes to shared memory for (4),
 whose left operand it is not. (5) runs meanwhile, if PLAN.dk_before_dq, or while (4) is handed to the adding warp.
 
-The multiplying warps meet at four or five barriers a step: when all of P (if staged) and of dS is in shared memory,
-before a slot of queries is given back and one of dQ is handed on, and at the end, when all products are done. Triton
-adds those before mbarrier.arrive by itself.
+The multiplying warps meet four or five times a step, at each partition_barrier(), and in release() and commit(): before
+its mbarrier.arrive, which is one arrival for them all, Triton has them meet.
 
 Source: Shah et al., FlashAttention-3, and its backward for sm_90 (Dao-AILab/flash-attention).
 
@@ -100,7 +99,7 @@ def loader(work, program):
     tma_load(k, corner(keys, work.k_start, work.kv_head, PLAN.ragged), kv_loaded, program.k_tile.reshape(k.block_shape))
     v_start = work.k_start
     if dp_factor(keys.length, program.RULE) == 0.0:
-        v_start = keys.length  # values past the end, which are 0, make dP 0; dO.O prepare_kernel leaves out
+        v_start = keys.length  # dP shall be 0: values past the end are; prepare_kernel leaves dO.O out
     tma_load(v, corner(keys, v_start, work.kv_head, PLAN.ragged), kv_loaded, program.v_tile.reshape(v.block_shape))
     tile, head = work.start, work.head
     for count in range(work.steps):
@@ -152,18 +151,15 @@ def add_dq(dq, step, work, program):
 
 @gluon.jit
 def hide_weights(weights, query, work, program):
-    """0 where a query does not see a key; query: the first of the tile."""
+    """0 where a query does not see a key; query: the first of the tile. Keys past the end have scores of 0."""
     RULE: gl.constexpr = program.RULE
     key = work.k_start + gl.arange(0, program.PLAN.block_k, gl.SliceLayout(1, weights.type.layout))
     own = key - work.shift - query  # the query of this tile that stands at this key
-    first = own - ahead(RULE)
+    first = own - ahead(RULE)  # the first column that sees the key
     if program.TAIL:
         first = gl.where(key < work.seq.k_len, first, FAR)
-    if RULE.window > 0:
-        weights = keep_columns(weights, first, own + behind(RULE) + 1, 0.0)
-    else:
-        weights = keep_columns(weights, first, None, 0.0)
-    return weights
+    end = own + behind(RULE) + 1 if RULE.window > 0 else None
+    return keep_columns(weights, first, end, 0.0)
 
 
 @gluon.jit
@@ -231,10 +227,10 @@ def backward_step(sums, k, v, step, work, program):
     q, dout = q_tiles.tiles.index(slot), dout_tiles.tiles.index(slot)
 
     mbarrier.wait(q_tiles.full.index(slot), phase)
-    empty = accumulator(PLAN.block_k, PLAN.block_q, PLAN)
-    scores = warpgroup_mma(k, q.permute((1, 0)), empty, use_acc=False, is_async=True)  # (1)
+    unused = accumulator(PLAN.block_k, PLAN.block_q, PLAN)  # both products write registers of their own
+    scores = warpgroup_mma(k, q.permute((1, 0)), unused, use_acc=False, is_async=True)  # (1)
     mbarrier.wait(dout_tiles.full.index(slot), phase)
-    dweights = warpgroup_mma(v, dout.permute((1, 0)), empty, use_acc=False, is_async=True)  # (2)
+    dweights = warpgroup_mma(v, dout.permute((1, 0)), unused, use_acc=False, is_async=True)  # (2)
     lse2 = q_tiles.stats.index(slot).load(queries)
     scores = warpgroup_mma_wait(1, deps=(scores,))  # (1) is done
     weights, sloped = weigh_backward(scores, lse2, step, work, program)
@@ -254,7 +250,7 @@ def backward_step(sums, k, v, step, work, program):
     left = program.dscores if staged(PLAN) else gl.convert_layout(dscores, operand_layout(PLAN, PLAN.dim))
     if PLAN.dk_before_dq:
         dk = warpgroup_mma(left, q, dk, is_async=True)  # (5)
-        dv = warpgroup_mma_wait(1, deps=(dv,))  # (3) is done
+        dv = warpgroup_mma_wait(1, deps=(dv,))  # (3) is done, and P's registers are free
     program.dscores.store(dscores)
     fence_async_shared()
     partition_barrier()  # all of dS is in shared memory
@@ -386,6 +382,7 @@ def backward_kernel(
     # multiplying -> loading: q_empty, after (3) and (5). multiplying -> adding: dq_full, after (4); back: dq_empty.
     kv_loaded = barriers(1, 1).index(0)
     q_full, dout_full, q_empty = barriers(PLAN.stages, 1), barriers(PLAN.stages, 1), barriers(PLAN.stages, 1)
+    # dout_tiles has no empty barriers of its own: (3), which reads dO last, is done before (5) is.
     # unused barriers would share their memory with other values
     dq_full = barriers(PLAN.dq_stages, 1) if PLAN.dq_stages > 0 else 0
     dq_empty = barriers(PLAN.dq_stages, 1) if PLAN.dq_stages > 0 else 0
@@ -396,6 +393,7 @@ def backward_kernel(
         ones(dtype, PLAN) if RULE.decay else 0, RULE, PLAN, TAIL,
     )  # fmt: skip
     work = plan_work(program)
+    # loader and adder have one warp each, with 24 registers a thread
     gl.warp_specialize(
         [(consumer, (work, program)), (loader, (work, program)), (adder, (work, program))], [1, 1], [24, 24]
     )

@@ -9,8 +9,9 @@ class Channel(NamedTuple):
     """Slots in shared memory through which tiles go from a producer to its readers.
 
     Tile n lies in slot n % slots. Each slot has two barriers. `full`: the producer arrives once, with the last byte of
-    a TMA load or in commit(); readers wait. `empty`: each warpgroup or warp that reads arrives once, in release(); the
-    producer waits. Phases of a barrier alternate between 0 and 1: tile n ends phase n // slots & 1.
+    a TMA load or in commit(); readers wait. `empty`: each function of warps that reads arrives once, for all of its
+    warps, in release(); the producer waits. Phases of a barrier alternate between 0 and 1: tile n ends phase
+    n // slots & 1.
     """
 
     tiles: gl.shared_memory_descriptor  # [slots, rows, D]

@@ -22,6 +22,7 @@ tma_load = tma.async_load if hasattr(tma, "async_load") else tma.async_copy_glob
 tma_store = tma.async_store if hasattr(tma, "async_store") else tma.async_copy_shared_to_global
 tma_wait = tma.store_wait
 triton_aggregate = gluon.aggregate if hasattr(gluon, "aggregate") else core._aggregate
+# all warps of one function of warp_specialize() meet
 partition_barrier = gl.thread_barrier if hasattr(gl, "thread_barrier") else gl.barrier
 
 if hasattr(tma, "async_atomic_add"):

@@ -35,8 +35,8 @@ def prepare_kernel(
 ):  # fmt: skip
     """Before backward_kernel, for one tile of queries of one head: stats = [lse2, delta], and a dQ sum of zeros.
 
-    delta_i = output_products() - dlse_i; dlse may be None. lse2 is +inf, which makes all weights 0, for rows that have
-    none; delta of these is 0. With delta [B, H, Tq] not None that is filled too.
+    delta_i = output_products() - dlse_i; dlse may be None. lse2 is +inf, which makes all weights 0, and delta 0 for
+    rows that see no key or lie past the last query. With delta [B, H, Tq] not None that is filled too.
 
     With dsink [H, q_slots] not None, it gets what this tile adds to the gradient of the sink, which has no value: its
     dS is its weight times -delta.

@@ -37,7 +37,11 @@ def staged(plan):
 
 @gluon.constexpr_function
 def mma_layout(warps, rows, columns):
-    """Of a matmul's result: 16 rows a warp, in groups of four warps; groups that this leaves over share the columns."""
+    """Of a matmul's result: 16 rows a warp, in groups of four warps; groups that this leaves over share the columns.
+
+    With 64 rows and 8 warps, as at head dim 256, each group has half of the columns. The numbers are wgmma's version,
+    warps along rows and columns, and rows, columns and depth of one instruction.
+    """
     down = min(warps, rows // 16)
     across = warps // down
     return gl.NVMMADistributedLayout([3, 0], [down, across], [16, columns // across, 16])
@@ -187,7 +191,7 @@ def plan_work(program):
     lo = meets.lo // BLOCK
     hi = gl.maximum(gl.cdiv(meets.hi, BLOCK), lo)
     full_lo = meets.full_lo // BLOCK
-    full_hi = hi  # beyond the last query lse2 hides all
+    full_hi = hi  # past the last query lse2 is +inf, by prepare_kernel, and all weights are 0
     if RULE.window > 0:
         full_hi = meets.full_hi // BLOCK
     full_lo = gl.where(k_start + PLAN.block_k > seq.k_len, hi, full_lo)
