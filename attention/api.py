@@ -49,7 +49,7 @@ def attention(
             below -2.3e38, such as float32's least number. Has a gradient, which costs one more pass over the scores.
         decay: [B, Tk, H] float32 or float64, log forget gate of each key's token, <= 0: a score of query position i
             and key j gets sum(decay[j + 1 .. i]). Needs causal. -1e3 forgets all before. The Hopper kernels take lower
-            gates for -1e3; elsewhere past about -1e9 later ones lose digits. Has a gradient.
+            gates for -1e3; elsewhere past about -5e7 later ones lose digits. Has a gradient.
         alibi_slopes: [H] or [B, H] float32, with cu_seqlens [H] or [N, H]: a score of query position i and key j gets
             -slope |i - j|, as in flash-attention. For up to 2^24 queries and keys. Has no gradient.
         sink: [H] floating, a logit that joins each row's softmax denominator and has no value. Has a gradient.
@@ -58,9 +58,10 @@ def attention(
             pass over the scores.
         score_mod: your own rule for scores, a @triton.jit function f(score, q_pos, k_pos, head, sequence, *score_args)
             -> (new score, d new score / d score), elementwise. score: scaled and soft-capped, before the other terms
-            and the mask; q_pos is counted in keys, and both positions broadcast. A new score of -inf hides the key. The
-            reference computes f.eager, a PyTorch function of the same arguments that returns the new score. See
-            check_score_mod(), and section 9 of docs/attention.md for examples.
+            and the mask; q_pos is counted in keys, and both positions broadcast. A new score of -inf hides the key,
+            which must be finite in the Hopper kernels. The reference computes f.eager, a PyTorch function of the same
+            arguments that returns the new score. See check_score_mod(), and section 9 of docs/attention.md for
+            examples.
         score_args: tuple of contiguous tensors, which f gets as pointers, and of ints and floats. They get no
             gradient. Another number does not compile f again, unless it is an int that is 1 or a multiple of 16. But in
             torch.compile, another float here, or another scale or dropout, makes another graph: give f a tensor of one

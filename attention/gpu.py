@@ -23,15 +23,15 @@ def chip(device):
 
 
 def asked_once(question):
-    """A function of a torch.device whose answers are kept, also by Dynamo, which then does not trace it.
+    """A function whose answers are kept, also by Dynamo, which then does not trace it.
 
     As torch.compiler.assume_constant_result, which would import Dynamo: more than a second of each start.
     """
     kept = cache(question)
 
     @wraps(question)
-    def answer(device):
-        return kept(device)  # of a cached function itself Dynamo warns
+    def answer(*args):
+        return kept(*args)  # of a cached function itself Dynamo warns
 
     answer._dynamo_marked_constant = True
     return answer

@@ -117,7 +117,7 @@ def load_gate(gate, position, exists):
     value = tl.load(gate.ptr + position * gate.stride, exists, 0)
     if value.dtype == tl.int64:
         return gate_halves(value)
-    else:  # of decode(), and of distance_kernel after the Hopper kernels
+    else:  # float64, as decode() and distance_kernel get it
         high = value.to(tl.float32)
         return high, (value.to(tl.float64) - high.to(tl.float64)).to(tl.float32)
 

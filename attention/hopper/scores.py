@@ -3,10 +3,10 @@
 They call Triton functions of ../score.py and ../tiles.py as they are: Gluon compiles what its kernels call.
 """
 
-from functools import cache
-
+from triton.errors import TritonError
 from triton.runtime.jit import MockTensor
 
+from ..gpu import asked_once
 from ..score import TERMS, philox
 from ..score_mod import function_of
 from .gluon import gl, gluon
@@ -21,35 +21,30 @@ def modify(scores, q_pos, k_pos, head, seq, terms, RULE: gl.constexpr):
     q_pos = gl.maximum(gl.minimum(q_pos, seq.k_len - 1), seq.k_len - seq.q_len)
     k_pos = gl.maximum(gl.minimum(k_pos, seq.k_len - 1), 0)
     new, slope = RULE.score_mod(scores, q_pos, k_pos, head, seq.index, *terms[TERMS:])
-    return gl.where(scores == scores, new, new).to(gl.float32), slope  # new may be a number, or float64
+    new = gl.where(scores == scores, new, new)  # which may be a number: now it has the shape of scores
+    return new.to(gl.float32), slope
 
 
 @gluon.jit
 def score_mod_kernel(args, SCORE_MOD: gl.constexpr):
-    """One tile of modify(). It is compiled only, to see whether that is possible."""
+    """SCORE_MOD of one tile. It is compiled only, to see whether that is possible."""
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16])
     rows = gl.arange(0, 64, gl.SliceLayout(1, layout))[:, None]
     columns = gl.arange(0, 64, gl.SliceLayout(0, layout))[None, :]
-    SCORE_MOD(gl.full([64, 64], 0.0, gl.float32, layout), rows, columns, 0, 0, *args)
+    scores = gl.full([64, 64], 0.0, gl.float32, layout)
+    SCORE_MOD(scores, rows, columns, gl.program_id(0), gl.program_id(1), *args)
 
 
-def compiles(key, kinds):
+@asked_once
+def compiles(label, kinds):
     """Whether a score_mod compiles as Gluon, where tl.full() and tl.arange() lack a layout.
 
     kinds: of each of the score_args, the dtype of a tensor or the type of a number.
     """
-    return _compiles(key, kinds)
-
-
-compiles._dynamo_marked_constant = True  # as hopper_problem() of gpu.py; Dynamo would look into a cached function
-
-
-@cache
-def _compiles(key, kinds):
     args = tuple(kind(2.5) if kind in (int, float) else MockTensor(kind) for kind in kinds)
     try:
-        score_mod_kernel.warmup(args, function_of(key), grid=(1,))
-    except Exception:  # the portable kernels will say what is wrong, if it is wrong for them too
+        score_mod_kernel.warmup(args, function_of(label), grid=(1,))
+    except (TritonError, RuntimeError):  # the portable kernels will say what is wrong, if it is wrong for them too
         return False
     return True
 

@@ -5,7 +5,7 @@ With P = 2^(score - lse2), delta_i = sum_d dO_id O_id - dlse_i and slope = d sco
     dP = drop(dO V^T)
     dS = P * (dP - delta)              (gradient of the score: of bias, and of the gates as dS_ij (gate_i - gate_j))
     dQ = scale (dS slope) K,  dK = scale (dS slope)^T Q
-Except for rounding, sum_d dO_id O_id equals sum_j P_ij dP_ij: see find_delta() in dq.py, and dp_factor() for queries
+Except for rounding, sum_d dO_id O_id equals sum_j P_ij dP_ij: see gather_mean() in dq.py, and dp_factor() for queries
 of a single key.
 Each output element is summed by one program in a fixed order: no atomics, so two runs give the same bits.
 Source: Dao et al., FlashAttention, algorithm 4, split in two so that dq needs no atomics.

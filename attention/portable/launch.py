@@ -149,8 +149,10 @@ def dq_steps(problem, call, tensors, walks, with_dq):
     if with_dq and dout.element_size() > 2:
         pairs = [(out, None), (None, dq)]
     steps = []
-    for out, dq in pairs:
-        args = *inputs, out, rows_view(dlse), call.sink, dq, rows_view(q_gate), *bounds_and_terms(problem, call)
+    for part_out, part_dq in pairs:
+        args = (
+            *inputs, part_out, rows_view(dlse), call.sink, part_dq, rows_view(q_gate), *bounds_and_terms(problem, call),
+        )  # fmt: skip
         steps.append(Step(dq_kernel, problem.programs(tile), args, (problem.rule, tile), *launch.program))
     return steps
 
