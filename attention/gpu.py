@@ -34,6 +34,7 @@ def asked_once(question):
         return kept(*args)  # of a cached function itself Dynamo warns
 
     answer._dynamo_marked_constant = True
+    answer.cache_clear = kept.cache_clear
     return answer
 
 
