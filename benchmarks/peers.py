@@ -186,7 +186,7 @@ def main():
     parser = command_line(__doc__)
     for name in TESTS:
         parser.add_argument(f"--{name}", type=Path)
-    parser.add_argument("--cases", type=int, default=240, help="of a test, at most")
+    parser.add_argument("--cases", type=int, default=200, help="of a test, at most")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--numprocesses", type=int, default=12, help="that share the GPU")
     args = vars(parser.parse_args())
