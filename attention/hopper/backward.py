@@ -46,7 +46,7 @@ from .prepare import WIDTH
 from .ragged import corner, extents
 from .scores import keep_columns, modify, negate_dropped, positive_part, ramp
 from .work import (
-    Program,
+    BackwardProgram,
     accumulator,
     advance,
     has_mask,
@@ -386,7 +386,7 @@ def backward_kernel(
     # unused barriers would share their memory with other values
     dq_full = barriers(PLAN.dq_stages, 1) if PLAN.dq_stages > 0 else 0
     dq_empty = barriers(PLAN.dq_stages, 1) if PLAN.dq_stages > 0 else 0
-    program = Program(
+    program = BackwardProgram(
         q, k, v, dout, stats, dq_sum, dk, dv, dk_part, dv_part, dgate, terms, q_len, k_len, batches, heads, group,
         members, k_list, ragged, q_slots, k_tile, v_tile, kv_loaded, Channel(q_tiles, q_full, q_empty, lse2),
         Channel(dout_tiles, dout_full, q_empty, delta), Channel(dq, dq_full, dq_empty), weights, dscores,

@@ -26,7 +26,7 @@ from .pipeline import (
     MAILBOX,
     PER_CONSUMER,
     WORDS,
-    Program,
+    ForwardProgram,
     blocks,
     in_or_past,
     loader,
@@ -320,7 +320,7 @@ def hopper_forward_kernel(
     mail = Channel(words, barriers(MAILBOX, 1), barriers(MAILBOX, PIPE.consumers))
     if PIPE.ping_pong:  # the first block of the first consumer has no consumer before it
         mbarrier.arrive(may_issue.index(0))
-    program = Program(
+    program = ForwardProgram(
         q, k, v, out, lse2, max_logit2, sink, terms, q_tiles, k_tiles, v_tiles, mail, out_tiles, may_issue,
         q_len, k_len, batches, tile_list, ragged, RULE, TILE, PIPE,
     )  # fmt: skip

@@ -27,7 +27,7 @@ class Pipeline(NamedTuple):
 
 
 @aggregate
-class Program:
+class ForwardProgram:
     """What all warps of a program know: tensors, shared memory, sizes and static choices."""
 
     q: gl.tensor  # like k, v and out: TMA descriptors

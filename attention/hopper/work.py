@@ -66,7 +66,7 @@ def accumulator(ROWS: gl.constexpr, COLUMNS: gl.constexpr, PLAN: gl.constexpr):
 
 
 @aggregate
-class Program:
+class BackwardProgram:
     """What all warps of a program know: the arguments of backward_kernel, and shared memory."""
 
     q: gl.tensor  # like k, v, dout, stats, dk and dv: TMA descriptors
