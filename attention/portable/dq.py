@@ -65,7 +65,9 @@ def dq_kernel(
         rows = output_products(out_tile, queries.dout, seq.k_len, RULE)
     elif dq is None:
         rows = tl.full([TILE.block_q], 0.0, tl.float32)
-        weight = tl.exp2(tl.load(sink + head).to(tl.float32) * LOG2E - queries.lse2)
+        weight = rows
+        if sink is not None:
+            weight = tl.exp2(tl.load(sink + head).to(tl.float32) * LOG2E - queries.lse2)
         rows, weight = gather_mean(rows, weight, queries, keys, seq, terms, RULE, TILE, MASKED=False)
         rows, weight = gather_mean(rows, weight, queries, keys, seq, terms, RULE, TILE, MASKED=True)
         rows /= tl.where(weight > 0, weight, 1.0)
