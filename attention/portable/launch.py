@@ -70,8 +70,8 @@ def backward(call, out, lse2, dout, dlse, wanted, problem=None):
         if sink is not None and dlse is not None:  # a row without keys has the sink
             grads["sink"] = sink_gradient(sink, lse2, -dlse).sum((0, 2)).to(sink.dtype)
         return grads
-    # In float32, what rounding leaves of dP - delta shows where these are nearly the same: for a query of one key, and
-    # many may be such among hidden keys and in short sequences; with a sink for others too.
+    # A query that sees one key has dP = delta but for rounding, which float32's small errors do not cover. Such queries
+    # are a share that shows if keys are hidden or sequences are short. With a sink, dP and delta are close, too.
     few = problem.rule.hides or problem.is_ragged or problem.k_len <= SHORT
     walks = dout.element_size() > 2 and (few or sink is not None)
     delta = torch.zeros_like(lse2) if walks else output(problem, lse2)
