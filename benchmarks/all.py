@@ -4,15 +4,15 @@
     python benchmarks/all.py overhead step_gpt2 --text FILE    run parts; each writes benchmarks/results/PART.csv
     python benchmarks/all.py tables                            draw tables and charts of the pages from these files
 
-A file holds the table that a part prints, with chip, commit and versions in each row. fp8, recipe_* and depths go on
-where they were, so run them until they start no more runs; a file is begun anew if a row of it is of another commit,
-chip or version.
+A file holds the table that a part prints, with chip, commit and versions in each row. Parts of recipes.py go on where
+they were, so run them until they start no more runs; a file is begun anew if a row of it is of another commit, chip or
+version.
 
 benchmarks/pictures.py draws the pictures of docs/attention.md, with what errors and timeline measured.
 
---text is tiny Shakespeare, --books the folder that `recipes.py split` wrote, --ranks GPT-2's r50k_base.tiktoken;
---nanogpt, --flash_attention and --fla are checkouts. Paths are relative to the repository. On a new machine, compiled
-kernels are cached only after a first run.
+--text is tiny Shakespeare, --books the folder that `recipes.py split` wrote, for few_books* with --megabytes 58.5, else
+with 220; --ranks is GPT-2's r50k_base.tiktoken, --nanogpt, --flash_attention and --fla are checkouts. Paths are
+relative to the repository. On a new machine, compiled kernels are cached only after a first run.
 """
 
 import shlex
@@ -61,7 +61,11 @@ PARTS = {
     "fp8": recipe("gpt2_books", "fp8", FP8),
     "recipe_seeds": recipe("modern", "recipe", "' --tokens 43M --seeds 1 2 3 4 5 --test {books}/test.txt"),
     "recipe_control": recipe("gpt2_books", "control_alone", "' --tokens 150M --seeds 1 2 --test {books}/test.txt"),
-    "recipe_parts": recipe("modern", "modern_without", "' --tokens 24M"),
+    "recipe_parts": recipe("modern", "modern_without", "' --tokens 43M"),
+    "tuning": recipe("gpt2_books", "control", "' --tokens 50M"),
+    "tuning_long": recipe("gpt2_books", "control_long", "' --tokens 150M"),
+    "few_books": recipe("modern", "few_books", "' --tokens 48M"),
+    "few_books_control": recipe("gpt2_books", "control_alone", "' --tokens 96M"),
     "depths": recipe("modern", "depths", "' --seeds 1 2", tokenizer="bpe:8192"),
     "sampling_text": "benchmarks/sampling.py --parts text --nanogpt {nanogpt} --transformers",
     "sampling_attention": "benchmarks/sampling.py --parts attention",

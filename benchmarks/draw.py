@@ -20,6 +20,7 @@ ROOT = Path(__file__).parents[1]
 ATTENTION = ("attention_64", "attention_128", "attention_128_rest", "attention_256")  # CSV files
 MACHINE = ("chip", "commit", "torch", "triton")  # columns of every CSV file
 HIDDEN = ("job", "target", "curve")  # columns that no page shows
+ALL_BUT_LOSS = ("bits/byte", "test books", "tokens/s", "s in all")
 OURS = {"hopper": "our Hopper", "triton": "our Triton"}
 PEERS = OURS | {"flash": "SDPA flash", "cudnn": "SDPA cuDNN", "flash4": "flash-attn-4"}
 ALL_PEERS = PEERS | {"flex": "FlexAttention", "fla": "FLA"}
@@ -87,6 +88,11 @@ def from_csv(*names, **keep):
     return markdown(rows, names, hide=HIDDEN)
 
 
+def numbers(rows, field):
+    """A column of CSV rows; NaN where it is empty."""
+    return [float(row[field] or "nan") for row in rows]
+
+
 def mean_and_deviation(values):
     """As in 23.5 (+- 2.8), with two digits of the standard deviation; of one value four digits; empty if NaN."""
     if math.isnan(mean(values)):
@@ -98,28 +104,49 @@ def mean_and_deviation(values):
     return f"{mean(values):.{places}f} (+- {deviation:.{places}f})"
 
 
-def means(rows, by=("name", "tokens")):
-    """Rows of benchmarks/recipes.py, with means over those that have the same `by`."""
-    groups, table = {}, []
+def grouped(rows, *by):
+    """{values of these columns: rows}."""
+    groups = {}
     for row in rows:
         groups.setdefault(tuple(str(row[field]) for field in by), []).append(row)
-    for some in groups.values():
+    return groups
+
+
+def means(rows, by=("name", "tokens")):
+    """Rows of benchmarks/recipes.py, with means over those that have the same `by`."""
+    table = []
+    for some in grouped(rows, *by).values():
         cells = {"run": some[0]["name"], "tokens": f"{int(some[0]['tokens']) / 1e6:.3g}M"}
-        cells["seeds"] = ", ".join(str(row["seed"]) for row in some)
+        cells["seeds"] = ", ".join(str(row["seed"]) for row in some if row["seed"])
         for field, text in (("loss", "loss"), ("bits", "bits/byte"), ("test", "test books")):
-            cells[text] = mean_and_deviation([float(row[field]) for row in some])
+            cells[text] = mean_and_deviation(numbers(some, field))
         for field, text in (("rate", "tokens/s"), ("seconds", "s in all")):
-            cells[text] = f"{mean(float(row[field]) for row in some):,.0f}"
+            cells[text] = f"{mean(numbers(some, field)):,.0f}"
         for field in MACHINE:
             cells[field] = ", ".join(dict.fromkeys(row[field] for row in some))
         table.append(cells)
     return table
 
 
-def runs(*names, only=(), hide=(), **by):
-    """The means of CSV files of benchmarks/recipes.py, of runs with these names, without the columns `hide`."""
-    rows = [row for row in read(*names) if not only or row["name"] in only]
-    return markdown(means(rows, **by), names, hide)
+def runs(*names, hide=(), **by):
+    """The means of CSV files of benchmarks/recipes.py, without the columns `hide`."""
+    return markdown(means(read(*names), **by), names, hide)
+
+
+def parts():
+    """What the loss rises by without each part of the recipe; a comment above a change says what it leaves out."""
+    rows, table = grouped(read("recipe_parts"), "name"), []
+    if not (recipe := rows.get(("recipe",))):
+        return ""
+    cost = f"cost, {int(recipe[0]['tokens']) / 1e6:.3g}M tokens"
+    text = (ROOT / "benchmarks" / "changes" / "modern_without.txt").read_text()
+    for part, words, name, options in re.findall(r"# (.+?): (.+)\n(\w.*?): ?(.*)", text):
+        cells = {"part": part, "without it": options and f"`{options}`", "in plain words": words}
+        if some := rows.get((name,)):
+            cells[cost] = f"{mean(numbers(some, 'loss')) - mean(numbers(recipe, 'loss')):.3f}"
+            cells["tokens/s"] = f"{mean(numbers(some, 'rate')):,.0f}"
+        table.append(cells | {field: recipe[0][field] for field in MACHINE})
+    return markdown(table, ["recipe_parts"])
 
 
 def attention(cases, peers, *directions):
@@ -177,7 +204,10 @@ TABLES = {
     "books": books,
     "steps": steps,
     "fp8": partial(runs, "fp8", by=("name", "seed", "tokens")),  # with each seed a pair
-    "recipe": partial(runs, "recipe_control", "recipe_seeds", only=("control", "recipe")),
+    "recipe": partial(runs, "recipe_control", "recipe_seeds"),
+    "parts": parts,
+    "few_books": partial(runs, "few_books_control", "few_books", hide=ALL_BUT_LOSS),
+    "tuning": partial(runs, "tuning", "tuning_long", "recipe_control", hide=ALL_BUT_LOSS),
     "depths": partial(runs, "depths", hide=("tokens/s", "s in all")),  # some shared a machine
     "sampling_attention": partial(from_csv, "sampling_attention", context="32,768"),
 }

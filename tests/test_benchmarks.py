@@ -110,6 +110,15 @@ def test_pages_and_charts_are_drawn():
         assert draw.digest(rows) in (ROOT / name).read_text(), f"draw {name} again: python benchmarks/all.py tables"
 
 
+def test_each_figure_of_a_file_has_its_command(folder):
+    output, _ = finish(start(folder, "--list", script=ROOT / "benchmarks/all.py"))
+    commands = dict(line.split(maxsplit=1) for line in output.splitlines())
+    for path in (ROOT / "benchmarks/results").glob("*.csv"):
+        if changes := re.search(r"benchmarks/changes/\S+", commands[path.stem]):
+            names = re.findall(r"^([^#\n]+?):", (ROOT / changes[0]).read_text(), re.MULTILINE)
+            assert {row["name"] for row in draw.rows_of(path)} <= set(names), f"{path} has runs without a command"
+
+
 def test_a_changed_figure_is_drawn_once(tmp_path, monkeypatch, capsys):
     page = tmp_path / "page.md"
     page.write_text("Speed: <!-- attention_readme -->\n\nold\n\n<!-- end -->")
