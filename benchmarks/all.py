@@ -1,4 +1,4 @@
-"""Measure most figures of README.md, docs/results.md and docs/recipes.md anew, in parts of at most ten minutes.
+"""Measure most figures of README.md and docs/ anew, in parts of at most ten minutes.
 
     python benchmarks/all.py --list                            the parts, with their commands
     python benchmarks/all.py overhead step_gpt2 --text FILE    run parts; each writes benchmarks/results/PART.csv
@@ -73,6 +73,7 @@ PARTS = {
     "timeline": "benchmarks/timeline.py",
     "two_gpus_ddp": "benchmarks/distributed.py --gpus 1 2 --parts ddp",
     "two_gpus_xl": "benchmarks/distributed.py --gpus 1 2 --parts xl",
+    "one_gpu_largest": "benchmarks/distributed.py --gpus 1 --parts largest",
 }
 
 

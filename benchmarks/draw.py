@@ -1,4 +1,4 @@
-"""Draw the tables and charts of README.md, docs/results.md and docs/recipes.md from benchmarks/results/*.csv.
+"""Draw the tables and charts of README.md and of three pages of docs/ from benchmarks/results/*.csv.
 
 `python benchmarks/all.py tables` calls this. A table stands between <!-- NAME --> and <!-- end -->, where NAME is of
 TABLES or of a CSV file. A chart holds the digest of its data and is drawn again only if they change, or if it is gone.
@@ -14,7 +14,7 @@ from statistics import mean, stdev
 
 import numpy as np
 
-PAGES = ("README.md", "docs/results.md", "docs/recipes.md")
+PAGES = ("README.md", "docs/results.md", "docs/recipes.md", "docs/distributed.md")
 CHART = "benchmarks/results/attention.svg"
 ROOT = Path(__file__).parents[1]
 ATTENTION = ("attention_64", "attention_128", "attention_128_rest", "attention_256")  # CSV files
@@ -209,6 +209,7 @@ TABLES = {
     "few_books": partial(runs, "few_books_control", "few_books", hide=ALL_BUT_LOSS),
     "tuning": partial(runs, "tuning", "tuning_long", "recipe_control", hide=ALL_BUT_LOSS),
     "depths": partial(runs, "depths", hide=("tokens/s", "s in all")),  # some shared a machine
+    "several_gpus": partial(from_csv, "two_gpus_ddp", "two_gpus_xl", "one_gpu_largest"),
     "sampling_attention": partial(from_csv, "sampling_attention", context="32,768"),
 }
 
