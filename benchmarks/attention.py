@@ -7,7 +7,7 @@
     TRITON_INTERPRET=1 python benchmarks/attention.py --small    a few small cells, to try this script on a CPU
 
 If --here finds SDPA faster, `--attention sdpa` keeps that answer for a run of train.py, and impl="sdpa" for a call. Its
-last line is for docs/machines.md.
+last line is for an issue, as docs/machines.md asks.
 
 TFLOP/s count 4 D operations per visible (query, key) pair in the forward and 2.5 times as many in the backward. A
 causal mask shows half of all pairs.
