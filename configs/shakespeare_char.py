@@ -1,4 +1,4 @@
-# nanoGPT's train_shakespeare_char, number for number; its best validation loss is 1.47, ours 1.45. It needs nothing.
+# nanoGPT's train_shakespeare_char, number for number; its best validation loss is 1.47. It needs nothing.
 data = "shakespeare"
 tokenizer = "char"
 
@@ -19,7 +19,7 @@ eval_every = 250
 compile = "blocks"  # compiling the whole model takes longer than it saves in a run of a minute
 eval_batches = 10  # all of tiny Shakespeare's validation text: only 435 windows
 
-# nanoGPT's advice for a laptop: 2 minutes to a loss of 1.9.
+# nanoGPT's advice for a laptop
 cpu = dict(
     n_layer=4, n_head=4, n_embd=128, block_size=64, batch_size=12, dropout=0.0, steps=2000, eval_batches=150,
     compile="off",
