@@ -60,6 +60,12 @@ JOBS = {
         1.4721,  # near nanoGPT's best; its README has 1.4697
     ),
     "shakespeare": Job("bpe:384", "configs/shakespeare.py", "", 2.0, "bits/byte"),
+    "laptop": Job(
+        "char", "configs/shakespeare_char.py --device cpu --eval_every 1000",
+        "config/train_shakespeare_char.py --device=cpu --compile=False --eval_interval=1000 --eval_iters=20 "
+        "--log_interval=10 --block_size=64 --batch_size=12 --n_layer=4 --n_head=4 --n_embd=128 --max_iters=2000 "
+        "--lr_decay_iters=2000 --dropout=0.0",  # its README, for a CPU
+    ),
     "dial": Job("gpt2", "configs/modern.py --tokens 43_000_000"),
 }  # fmt: skip
 SMALL = (
