@@ -45,7 +45,7 @@ PARTS = {
     "attention_256": "benchmarks/attention.py --cells d256 --csv {csv}",
     "overhead": "benchmarks/attention.py --overhead --implementations hopper triton flash cudnn flash4",
     "gpt2_cold": TRAINING + "{text} --nanogpt {nanogpt} --jobs gpt2 --whole --cold",
-    "gpt2": TRAINING + "{text} --nanogpt {nanogpt} --jobs gpt2 --whole --rounds 3 --with=--fp8",
+    "gpt2": TRAINING + "{text} --nanogpt {nanogpt} --jobs gpt2 --rounds 3 --with=--fp8",
     "gpt2_documents": TRAINING + "{books}/train --jobs gpt2 --rounds 3 --with=--mask_documents",
     "laptop": "benchmarks/training.py --text {text} --nanogpt {nanogpt} --jobs laptop --whole --rounds 3",
     "char_cold": TRAINING + "{text} --nanogpt {nanogpt} --jobs char --cold",

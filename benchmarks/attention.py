@@ -101,9 +101,16 @@ def ours(impl, cell, starts):
 
 
 def pytorch(backend, cell, starts):
-    if cell.window or starts is not None:
+    if starts is None and not cell.window:
+        return partial(sdpa, backend, causal=cell.causal)
+    if backend != SDPBackend.FLASH_ATTENTION:
         raise NotImplementedError("SDPA would need a mask of T^2")
-    return partial(sdpa, backend, causal=cell.causal)
+    from torch.nn.attention.varlen import varlen_attn  # the same kernel, for windows and packed sequences
+
+    starts = torch.tensor([0, cell.length], dtype=torch.int32, device=DEVICE) if starts is None else starts
+    limit, window = int(starts.diff().max()), (cell.window - 1 if cell.window else -1, 0)
+    packed = dict(cu_seq_q=starts, cu_seq_k=starts, max_q=limit, max_k=limit, window_size=window)
+    return lambda q, k, v: varlen_attn(q[0], k[0], v[0], **packed)[None]
 
 
 def flex(cell, starts):

@@ -22,7 +22,7 @@ MACHINE = ("chip", "commit", "torch", "triton")  # columns of every CSV file
 HIDDEN = ("job", "target", "curve")  # columns that no page shows
 ALL_BUT_LOSS = ("bits/byte", "test books", "tokens/s", "s in all")
 OURS = {"hopper": "our Hopper", "triton": "our Triton"}
-PEERS = OURS | {"flash": "SDPA flash", "cudnn": "SDPA cuDNN", "flash4": "flash-attn-4"}
+PEERS = OURS | {"flash": "PyTorch flash", "cudnn": "PyTorch cuDNN", "flash4": "flash-attn-4"}
 ALL_PEERS = PEERS | {"flex": "FlexAttention", "fla": "FLA"}
 # (text, panel, length) of the tables of attention
 CAUSAL_CASES = [

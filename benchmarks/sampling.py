@@ -74,14 +74,14 @@ def time_ours(sizes, options, batch):
     return [statistics.median(values) for values in zip(*found[1:], strict=True)]  # the first run warms up
 
 
-def time_generate(generate, sizes, batch):
-    """New tokens per second, with the time of the prompt, of generate(prompts, new tokens)."""
+def time_generate(generate, warm_up, sizes, batch):
+    """New tokens per second, with the time of the prompt, of generate(prompts, new tokens). warm_up: tokens before."""
     given = prompts(sizes, batch, sizes.prompt).to(DEVICE)
-    generate(given, 8)  # to warm up
+    generate(given, warm_up)
     return batch * sizes.new / seconds_of(lambda: generate(given, sizes.new))  # once: it takes seconds
 
 
-def transformers_generate(sizes):
+def transformers_generate(sizes, **options):
     from transformers import GPT2Config, GPT2LMHeadModel
 
     shape = sizes.model
@@ -92,8 +92,8 @@ def transformers_generate(sizes):
     model = GPT2LMHeadModel(config).to(DEVICE, DTYPE).eval()
 
     def generate(given, new):
-        options = dict(do_sample=True, top_k=200, temperature=0.8, pad_token_id=0)
-        return model.generate(given, max_new_tokens=new, min_new_tokens=new, **options)
+        choice = dict(do_sample=True, top_k=200, temperature=0.8, pad_token_id=0)
+        return model.generate(given, max_new_tokens=new, min_new_tokens=new, **choice, **options)
 
     return generate
 
@@ -114,7 +114,7 @@ def text_rows(sizes, others):
     networks = ("GPT-2", sizes.model, others.values()), ("configs/modern.py", recipe(sizes), ())
     for (name, options, rivals), batch in itertools.product(networks, sizes.batches):
         whole, rest, first = time_ours(sizes, options, batch)
-        rates = [f"{time_generate(generate, sizes, batch):,.0f}" for generate in rivals] or ["-"] * len(others)
+        rates = [f"{time_generate(*rival, sizes, batch):,.0f}" for rival in rivals] or ["-"] * len(others)
         yield [name, batch, f"{whole:,.0f}", *rates, f"{rest:,.0f}", f"{1000 * first:.1f}"]
 
 
@@ -160,9 +160,11 @@ def main():
     args = parser.parse_args()
     sizes, others = SMALL if args.small else GPT2, {}
     if args.transformers:
-        others["Transformers"] = transformers_generate(sizes)
+        others["Transformers"] = transformers_generate(sizes), 8
+        static = transformers_generate(sizes, cache_implementation="static")
+        others["Transformers, static cache"] = static, sizes.new  # compiled for the length of the whole text
     if args.nanogpt:
-        others["nanoGPT"] = nanogpt_generate(args.nanogpt, sizes)
+        others["nanoGPT"] = nanogpt_generate(args.nanogpt, sizes), 8
     if "text" in args.parts:
         head = ["network", "batch", "Kestrel tokens/s", *others, "Kestrel without the prompt", "first token, ms"]
         table(head, text_rows(sizes, others))

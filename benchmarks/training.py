@@ -48,7 +48,7 @@ THEIRS = "--batch_size=32 --gradient_accumulation_steps=1 "
 JOBS = {
     "gpt2": Job(
         "gpt2", GPT2 + "--steps 100 --eval_every 100 --eval_batches 1 --log_every 1",
-        THEIRS + "--max_iters=100 --eval_interval=100000 --eval_iters=1 --log_interval=1",
+        THEIRS + "--max_iters=100 --eval_interval=100 --eval_iters=1 --log_interval=1",
     ),
     "books": Job(
         "gpt2", GPT2 + "--steps 3052 --eval_every 381 --eval_batches 50 --warmup_steps 200",
@@ -56,7 +56,8 @@ JOBS = {
         "--warmup_iters=200",  # eval_iters batches of each text: 50 in all, as ours
     ),
     "char": Job(
-        "char", "configs/shakespeare_char.py --batch_size 64", "config/train_shakespeare_char.py",
+        "char", "configs/shakespeare_char.py --batch_size 64",
+        "config/train_shakespeare_char.py --eval_iters=7",  # batches of each text; ours evaluates as many of one
         1.4721,  # near nanoGPT's best; its README has 1.4697
     ),
     "shakespeare": Job("bpe:384", "configs/shakespeare.py", "", 2.0, "bits/byte"),
