@@ -198,7 +198,7 @@ TABLES = {
     "attention": partial(attention, CASES, ALL_PEERS, "both"),
     "attention_directions": partial(attention, CAUSAL_CASES, PEERS, "forward", "backward"),
     # without its last line: README leaves chip and commit to docs/results.md
-    "attention_readme": lambda: attention(CAUSAL_CASES, PEERS, "both").rpartition("(")[0],
+    "attention_readme": lambda: attention([*CAUSAL_CASES, CASES[-1]], PEERS, "both").rpartition("(")[0],
     "char": partial(from_csv, "char_cold", "char"),
     "shakespeare": partial(from_csv, "shakespeare_cold", "shakespeare"),
     "books": books,
