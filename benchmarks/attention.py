@@ -110,7 +110,8 @@ def pytorch(backend, cell, starts):
     starts = torch.tensor([0, cell.length], dtype=torch.int32, device=DEVICE) if starts is None else starts
     limit, window = int(starts.diff().max()), (cell.window - 1 if cell.window else -1, 0)
     packed = dict(cu_seq_q=starts, cu_seq_k=starts, max_q=limit, max_k=limit, window_size=window)
-    return lambda q, k, v: varlen_attn(q[0], k[0], v[0], **packed)[None]
+    # squeeze(), as the gradient of q[0] would be a copy
+    return lambda *qkv: varlen_attn(*(x.squeeze(0) for x in qkv), **packed).unsqueeze(0)
 
 
 def flex(cell, starts):
@@ -153,9 +154,9 @@ def flash4(cell, starts):
             out = flash_attn_func(q, k, v, causal=cell.causal, window_size=window)
         else:
             packed = dict(cu_seqlens_q=starts, cu_seqlens_k=starts, max_seqlen_q=limit, max_seqlen_k=limit)
-            out = flash_attn_varlen_func(q[0], k[0], v[0], causal=True, **packed)
+            out = flash_attn_varlen_func(*(x.squeeze(0) for x in (q, k, v)), causal=True, **packed)
         out = out[0] if isinstance(out, tuple) else out
-        return out if starts is None else out[None]
+        return out if starts is None else out.unsqueeze(0)
 
     return call
 

@@ -114,7 +114,7 @@ def series(args):
     start, longest, shown = time.perf_counter(), 0.0, []
     done = {}
     for row in rows_of(args.csv):
-        if not (args.test and math.isnan(float(row["test"]))):
+        if row["command"] and not (args.test and math.isnan(float(row["test"]))):
             done[row["name"], int(row["seed"]), int(row["tokens"]), row["command"]] = row
     for seed, (name, options) in product(args.seeds, args.changes.items()):
         argv = [args.base, *args.options, *options]

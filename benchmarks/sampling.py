@@ -33,7 +33,7 @@ DTYPE = torch.bfloat16
 # prompt, long_prompt, new: tokens. contexts: of decode(). repeats: of generation.
 GPT2 = SimpleNamespace(
     model=dict(vocab_size=50304, block_size=1024, n_layer=12, n_head=12, n_embd=768, bias=True), batches=(1, 8, 64),
-    prompt=128, long_prompt=1000, new=512, contexts=(1024, 4096, 8192, 32_768, 131_072), repeats=5,
+    prompt=128, long_prompt=1000, new=256, contexts=(1024, 4096, 8192, 32_768, 131_072), repeats=3,
 )  # fmt: skip
 SMALL = SimpleNamespace(
     model=dict(vocab_size=512, block_size=64, n_layer=2, n_head=4, n_embd=64, bias=True), batches=(1, 4),
@@ -62,7 +62,7 @@ def time_ours(sizes, options, batch):
     tokenizer = SimpleNamespace(n_vocab=sizes.model["vocab_size"])  # tokens() needs no more of it
     generator = Generator(model, tokenizer, batch)
     texts = prompts(sizes, batch, sizes.prompt).tolist()
-    long_texts = prompts(sizes, 1, sizes.long_prompt).tolist() * batch
+    long_texts = prompts(sizes, batch, sizes.long_prompt).tolist()
     generator.warm_up()
     found = []
     for _ in range(1 + sizes.repeats):
@@ -74,11 +74,11 @@ def time_ours(sizes, options, batch):
     return [statistics.median(values) for values in zip(*found[1:], strict=True)]  # the first run warms up
 
 
-def time_generate(generate, warm_up, sizes, batch):
-    """New tokens per second, with the time of the prompt, of generate(prompts, new tokens). warm_up: tokens before."""
+def time_generate(generate, sizes, batch):
+    """Median of new tokens per second, with the time of the prompt, of generate(prompts, new tokens)."""
     given = prompts(sizes, batch, sizes.prompt).to(DEVICE)
-    generate(given, warm_up)
-    return batch * sizes.new / seconds_of(lambda: generate(given, sizes.new))  # once: it takes seconds
+    seconds = [seconds_of(partial(generate, given, sizes.new)) for _ in range(1 + sizes.repeats)]
+    return batch * sizes.new / statistics.median(seconds[1:])  # the first run warms up
 
 
 def transformers_generate(sizes, **options):
@@ -93,7 +93,7 @@ def transformers_generate(sizes, **options):
 
     def generate(given, new):
         choice = dict(do_sample=True, top_k=200, temperature=0.8, pad_token_id=0)
-        return model.generate(given, max_new_tokens=new, min_new_tokens=new, **choice, **options)
+        return model.generate(given, max_new_tokens=new, **choice, **options)
 
     return generate
 
@@ -114,7 +114,7 @@ def text_rows(sizes, others):
     networks = ("GPT-2", sizes.model, others.values()), ("configs/modern.py", recipe(sizes), ())
     for (name, options, rivals), batch in itertools.product(networks, sizes.batches):
         whole, rest, first = time_ours(sizes, options, batch)
-        rates = [f"{time_generate(*rival, sizes, batch):,.0f}" for rival in rivals] or ["-"] * len(others)
+        rates = [f"{time_generate(rival, sizes, batch):,.0f}" for rival in rivals] or ["-"] * len(others)
         yield [name, batch, f"{whole:,.0f}", *rates, f"{rest:,.0f}", f"{1000 * first:.1f}"]
 
 
@@ -160,11 +160,14 @@ def main():
     args = parser.parse_args()
     sizes, others = SMALL if args.small else GPT2, {}
     if args.transformers:
-        others["Transformers"] = transformers_generate(sizes), 8
-        static = transformers_generate(sizes, cache_implementation="static")
-        others["Transformers, static cache"] = static, sizes.new  # compiled for the length of the whole text
+        from transformers import CompileConfig, __version__
+
+        compiled = CompileConfig(dynamic=False)  # anew for each batch size, for tensors of known shape
+        others[f"Transformers {__version__}"] = transformers_generate(sizes)
+        static = transformers_generate(sizes, cache_implementation="static", compile_config=compiled)
+        others["Transformers, static cache"] = static
     if args.nanogpt:
-        others["nanoGPT"] = nanogpt_generate(args.nanogpt, sizes), 8
+        others["nanoGPT"] = nanogpt_generate(args.nanogpt, sizes)
     if "text" in args.parts:
         head = ["network", "batch", "Kestrel tokens/s", *others, "Kestrel without the prompt", "first token, ms"]
         table(head, text_rows(sizes, others))
