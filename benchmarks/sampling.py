@@ -47,7 +47,7 @@ HEADS = {
 def recipe(sizes):
     """Options of configs/modern.py's network with as many layers and tokens as the other one."""
     shape, found = sizes.model, run_path(f"{ROOT}/configs/modern.py")
-    found |= found["dial"](shape["n_layer"], 0, found["block_size"], None, None, None, shape["vocab_size"], 1e12)
+    found |= found["dial"](shape["n_layer"], 36e6, found["block_size"], None, None, None, shape["vocab_size"], 1e12)
     return {name: found[name] for name in found.keys() & GPTConfig.__dataclass_fields__}
 
 

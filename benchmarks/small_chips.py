@@ -37,7 +37,7 @@ CONFIGS = {  # name in configs/ -> options for which it needs neither its data n
     "shakespeare": "",
     "gpt2": "--batch_size 32",
     "gpt2_books": "",
-    "modern": "--tokens 43_000_000 --vocab_size 50304",
+    "modern": "--tokens 36_000_000 --vocab_size 50304",
     "chat": f"{GPT2} --n_head 12 --n_embd 768",
     "finetune_shakespeare": f"{GPT2} --n_head 25 --n_embd 1600 --batch_size 4",  # a quarter of the layers
 }

@@ -1,6 +1,6 @@
 # Our recipe, for any size: --depth is the number of layers. It needs a GPU, and the books of docs/data.md or --input.
 # dial() derives the other options, unless flags give them.
-#     python train.py configs/modern.py --tokens 43_000_000        GPT-2's size, on books: docs/recipes.md
+#     python train.py configs/modern.py --tokens 36_000_000        GPT-2's size, on books: docs/recipes.md
 #     python train.py configs/modern.py --depth 4 --data text --input FOLDER --tokenizer bpe:8192
 # docs/recipes.md says what each part of the network and of the optimizer gives, and how far the formulas were tried.
 import math
@@ -18,14 +18,12 @@ position = "rope"
 mlp = "relu2"
 qk_norm = True
 logit_softcap = 15.0
-tie_head = False
 embed_skip = True
 value_residual = True
 key_offset = True
 
 optimizer = "muon"
 muon_scale = 0.5
-embed_scale = 16.0  # a row of an embedding has a gradient only where its token occurs
 cooldown = 0.5
 beta2 = 0.99
 
@@ -37,6 +35,8 @@ def dial(depth, tokens, block_size, n_embd, batch_size, learning_rate, vocab_siz
     Width and ten tokens a weight as nanochat's --depth; batch from Bergsma et al. 2025, Power lines; rate by width from
     sweeps at depths 2 to 6 (benchmarks/LOG.md), and by the root of the batch; rate x weight decay x steps is constant
     (Wang and Aitchison 2024, How to set AdamW's weight decay), times the epochs up to four; dropout after 3 is a guess.
+    The head has a table of its own from two tokens a weight on: at depth 12 one table was better with 0.9, at depth 2
+    two were with 2.5 and more (benchmarks/LOG.md).
     """
     width = n_embd or -(-64 * depth // 128) * 128
     vocab_size = -(-vocab_size // 128) * 128  # matmuls of even tiles are faster
@@ -52,6 +52,7 @@ def dial(depth, tokens, block_size, n_embd, batch_size, learning_rate, vocab_siz
         n_head=width // (128 if width >= 512 else 64),  # attention is faster with a head dim of 128
         n_embd=width,
         vocab_size=vocab_size,
+        tie_head=tokens < 2 * vocab_size * width,
         batch_size=batch_size,
         steps=steps,
         warmup_steps=round(steps / 29.3),

@@ -35,7 +35,7 @@ FAST = dict(
 )  # fmt: skip
 PATHS = dict(
     norm="rmsnorm", norm_weight=False, qk_norm=True, tie_head=False, embed_skip=True,
-    value_residual=True, position="rope", key_offset=True, window=9, embed_scale=5.0,
+    value_residual=True, position="rope", key_offset=True, window=9,
 )  # fmt: skip
 ON_GPU = dict(device="cuda", dtype="bfloat16", attention="auto", n_embd=128, deterministic=True, compile="off")
 TWO_GPUS = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")

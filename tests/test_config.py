@@ -108,7 +108,7 @@ def test_depth_sets_the_rest(folder, capsys):
 
 @pytest.mark.parametrize(
     "depth, vocab_size, tokens, expected",
-    [(12, 50257, 48_000_000, (768, 6, 50304, 32, 1465)), (4, 8192, 0, (256, 4, 8192, 32, 1600))],
+    [(12, 50257, 48_000_000, (768, 6, 50304, 32, 1465, True)), (4, 8192, 0, (256, 4, 8192, 32, 1600, False))],
 )
 def test_dial_of_the_shipped_config(depth, vocab_size, tokens, expected):
     """Depth 12 with 48M tokens is the recipe that was tuned. Steps and decay follow from a given batch and rate."""
@@ -120,7 +120,8 @@ def test_dial_of_the_shipped_config(depth, vocab_size, tokens, expected):
 
     found, again = config(60_000_000), config(1_000_000)
     assert found.n_layer == depth and found.dropout == 0
-    assert (found.n_embd, found.n_head, found.vocab_size, found.batch_size, found.steps) == expected
+    shape = (found.n_embd, found.n_head, found.vocab_size)
+    assert (*shape, found.batch_size, found.steps, found.tie_head) == expected
     assert again.dropout > 0 and again.weight_decay > found.weight_decay  # 48 epochs and more
     if depth == 12:
         assert (found.learning_rate, found.warmup_steps) == (2e-3, 50) and found.weight_decay == pytest.approx(0.1)

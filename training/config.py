@@ -41,7 +41,7 @@ AT_LEAST_0 = {
     "micro_batch", "warmup_steps", "eval_batches", "save_every", "sample_every", "min_learning_rate", "seed", "epochs",
     "tokens", "depth", "weight_decay", "grad_clip", "norm_eps", "vocab_size",
 }  # fmt: skip
-ABOVE_0 = {"learning_rate", "muon_scale", "embed_scale", "rope_theta"}
+ABOVE_0 = {"learning_rate", "muon_scale", "rope_theta"}
 SHARES = {"dropout", "ema", "beta2"}
 
 
@@ -98,8 +98,6 @@ class Config(GPTConfig):
     """muon: orthogonalised steps for the matrices of the blocks, AdamW for the rest."""
     muon_scale: float = 1.0
     """With muon, the learning rate of the blocks' matrices, as a multiple of learning_rate; configs/ has 0.5 to 4."""
-    embed_scale: float = 1.0
-    """Learning rate of embeddings and a tied head, as a multiple of learning_rate; their weight decay grows with it."""
     weight_decay: float = 0.1
     """Weight decay of matrices and embeddings; norms and biases have none."""
     beta2: float = 0.99

@@ -140,7 +140,7 @@ class Optimizer:
         """Take over the state() in a checkpoint; UserError if it is of another optimizer."""
         groups, state, counters = self.inner.state_dict()["param_groups"], contents["optimizer"], contents["counters"]
         sizes = [[len(group["params"]) for group in each] for each in (state["param_groups"], groups)]
-        require(sizes[0] == sizes[1], "the run was trained with another --optimizer or --embed_scale; change it back")
+        require(sizes[0] == sizes[1], "the run was trained with another --optimizer; change it back")
         parameters = [p for group in self.inner.param_groups for p in group["params"]]
         moments = {
             index: {
@@ -173,24 +173,19 @@ def parameter_groups(model, config):
     """Groups of a GPT's parameters, each with its weight decay and its rate relative to learning_rate.
 
     kind="muon" are the matrices of the blocks, if the optimizer is Muon. Their `heights` are the rows of the matrices
-    that each is made of: q, k and v in one. Embeddings have a group if their rate differs.
+    that each is made of: q, k and v in one.
     """
-    embeddings, matrices = [], []
-    if config.embed_scale != 1:
-        tables = {m.weight for m in model.modules() if isinstance(m, torch.nn.Embedding)}
-        embeddings = [p for p in model.parameters() if p in tables]
+    matrices = []
     if config.optimizer == "muon":
         matrices = [p for p in model.blocks.parameters() if p.dim() == 2]
     heads = {block.attention.qkv.weight: block.attention.heads for block in model.blocks}
     heights = [[count * model.config.head_dim for count in heads[p]] if p in heads else [len(p)] for p in matrices]
-    apart = {*embeddings, *matrices}
+    apart = set(matrices)
     others = [p for p in model.parameters() if p not in apart]
     groups = [
         dict(params=[p for p in others if p.dim() >= 2], weight_decay=config.weight_decay),
         dict(params=[p for p in others if p.dim() < 2], weight_decay=0.0),
     ]
-    if embeddings:
-        groups.append(dict(params=embeddings, weight_decay=config.weight_decay, relative=config.embed_scale))
     if matrices:
         own = dict(kind="muon", relative=config.muon_scale, momentum=MOMENTUM, heights=heights)
         groups.append(dict(params=matrices, weight_decay=config.weight_decay, **own))
