@@ -94,13 +94,13 @@ def numbers(rows, field):
 
 
 def mean_and_deviation(values):
-    """As in 23.5 (+- 2.8), with two digits of the standard deviation; of one value four digits; empty if NaN."""
+    """As in 23.5 (+- 2.8), with two digits of the standard deviation; of equal values four digits; empty if NaN."""
     if math.isnan(mean(values)):
         return ""
-    if len(values) == 1:
+    deviation = stdev(values) if len(values) > 1 else 0
+    if not deviation:
         return f"{values[0]:#.4g}"
-    deviation = stdev(values)
-    places = max(0, 1 - math.floor(math.log10(deviation or 1)))
+    places = max(0, 1 - math.floor(math.log10(deviation)))
     return f"{mean(values):.{places}f} (+- {deviation:.{places}f})"
 
 
