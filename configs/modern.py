@@ -1,4 +1,4 @@
-# Our recipe, for any size: --depth is the number of layers. It needs a GPU, and the books of docs/data.md or --input.
+# Our recipe, for any size: --depth is the number of layers, 2 on a CPU. It needs the books of docs/data.md or --input.
 # dial() derives the other options, unless flags give them.
 #     python train.py configs/modern.py --tokens 36_000_000        GPT-2's size, on books: docs/recipes.md
 #     python train.py configs/modern.py --depth 4 --data text --input FOLDER --tokenizer bpe:8192
@@ -35,8 +35,8 @@ def dial(depth, tokens, block_size, n_embd, batch_size, learning_rate, vocab_siz
     Width and ten tokens a weight as nanochat's --depth; batch from Bergsma et al. 2025, Power lines; rate by width from
     sweeps at depths 2 to 6 (benchmarks/LOG.md), and by the root of the batch; rate x weight decay x steps is constant
     (Wang and Aitchison 2024, How to set AdamW's weight decay), times the epochs up to four; dropout after 3 is a guess.
-    The head has a table of its own from two tokens a weight on: at depth 12 one table was better with 0.9, at depth 2
-    two were with 2.5 and more (benchmarks/LOG.md).
+    The head has a table of its own from two tokens a weight on, a guess: at depth 12 one table for head and embedding
+    was better with 0.9 tokens a weight, at depth 2 two tables were with 1 to 25 (benchmarks/LOG.md).
     """
     width = n_embd or -(-64 * depth // 128) * 128
     vocab_size = -(-vocab_size // 128) * 128  # matmuls of even tiles are faster
