@@ -52,8 +52,7 @@ PARTS = {
     "char": TRAINING + "{text} --nanogpt {nanogpt} --jobs char --rounds 3",
     "shakespeare_cold": TRAINING + "{text} --jobs shakespeare --whole --cold",
     "shakespeare": TRAINING + "{text} --jobs shakespeare --whole --rounds 5",
-    "books": TRAINING + "{books}/train --nanogpt {nanogpt} --jobs books --whole",
-    "dial": TRAINING + "{books}/train --jobs dial --whole",
+    "books": TRAINING + "{books}/train --nanogpt {nanogpt} --jobs books recipe --whole",
     "step_gpt2": "benchmarks/step_parts.py configs/gpt2.py --data text --input {text} --tokenizer gpt2:{ranks} "
     "--batch_size 32",
     "step_char": "benchmarks/step_parts.py configs/shakespeare_char.py --input {text}",

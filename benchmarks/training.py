@@ -67,7 +67,7 @@ JOBS = {
         "--log_interval=10 --block_size=64 --batch_size=12 --n_layer=4 --n_head=4 --n_embd=128 --max_iters=2000 "
         "--lr_decay_iters=2000 --dropout=0.0",  # its README, for a CPU
     ),
-    "dial": Job("gpt2", "configs/modern.py --tokens 36_000_000"),
+    "recipe": Job("gpt2", "configs/modern.py --tokens 36_000_000"),
 }  # fmt: skip
 SMALL = (
     "--device cpu --tokenizer bytes --vocab_size 256 --n_layer 2 --n_head 2 --n_embd 32 --block_size 32 "
