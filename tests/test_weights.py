@@ -29,7 +29,7 @@ SMALL = dict(block_size=32, n_layer=2, n_head=4, n_embd=64)
 MODERN = dict(position="rope", norm="rmsnorm", mlp="swiglu")
 NANOCHAT = MODERN | dict(mlp="relu2", qk_norm=True, norm_weight=False, embed_norm=True)
 SQUARED = MODERN | dict(mlp="relu2", qk_norm=True, logit_softcap=1.5)
-RECIPE = SQUARED | dict(norm_weight=False, tie_head=False, embed_skip=True, value_residual=True, key_offset=True)
+RECIPE = SQUARED | dict(norm_weight=False, embed_skip=True, value_residual=True, key_offset=True)
 NETWORKS = {  # options of GPTConfig, and the architecture
     "classic": ({}, "GPT2LMHeadModel"),
     "with biases": (dict(bias=True, mlp="gelu_tanh", tie_head=False), "GPT2LMHeadModel"),
@@ -40,7 +40,7 @@ NETWORKS = {  # options of GPTConfig, and the architecture
     "nanochat": (NANOCHAT | dict(logit_softcap=1.5, n_kv_head=1), "NanoChatForCausalLM"),
     "no softcap": (NANOCHAT | dict(tie_head=False), "NanoChatForCausalLM"),
     "recipe": (RECIPE, "KestrelForCausalLM"),
-    "windows": (SQUARED | dict(window=8, n_layer=5, n_kv_head=2), "KestrelForCausalLM"),
+    "windows": (SQUARED | dict(window=8, n_layer=5, n_kv_head=2, tie_head=False), "KestrelForCausalLM"),
 }
 
 
