@@ -70,6 +70,19 @@ def test_a_run_of_another_version(folder, run, trains):
     refused(run(*MORE), "runs/run", "this version lacks (zero_init)")
 
 
+@pytest.mark.parametrize("scale", [1.0, 16.0])
+def test_a_run_with_an_option_that_is_gone(folder, run, trains, scale):
+    """It resumes if what it chose is what all runs have now."""
+    trains(steps=2, eval_every=2)
+    config = folder / "runs/run/config.json"
+    config.write_text(json.dumps(json.loads(config.read_text()) | dict(embed_scale=scale)))
+    result = run(*MORE)
+    if scale == 1:
+        assert result[0] == 0 and contents(CHECKPOINT)["step"] == 6
+    else:
+        refused(result, "runs/run", "this version lacks (embed_scale)")
+
+
 def test_float16_resumes_with_its_scaler(folder, monkeypatch, trains):
     """The first scale is so large that the gradients of some steps overflow."""
     huge = 2.0**28

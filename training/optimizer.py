@@ -175,9 +175,7 @@ def parameter_groups(model, config):
     kind="muon" are the matrices of the blocks, if the optimizer is Muon. Their `heights` are the rows of the matrices
     that each is made of: q, k and v in one.
     """
-    matrices = []
-    if config.optimizer == "muon":
-        matrices = [p for p in model.blocks.parameters() if p.dim() == 2]
+    matrices = [p for p in model.blocks.parameters() if p.dim() == 2] if config.optimizer == "muon" else []
     heads = {block.attention.qkv.weight: block.attention.heads for block in model.blocks}
     heights = [[count * model.config.head_dim for count in heads[p]] if p in heads else [len(p)] for p in matrices]
     apart = set(matrices)
