@@ -5,9 +5,10 @@
 
 Each line of changes.txt is `name: options of train.py`, or a comment that begins with #. A name alone is the config as
 it is. Runs go through all names with the first seed, then with the next one, and each becomes a line of --csv. A run
-that is there already is not repeated, so an interrupted series goes on where it was. Losses are those of the
-development books at the end of a run, which are the validation part of books/train; only the final table may use
---test. Seconds count from the start of the process to its end, with compilation, evaluations and checkpoints.
+that is there already is not repeated, so an interrupted series goes on where it was. A run that fails does not stop the
+others; the exit code is then 1. Losses are those of the development books at the end of a run, which are the validation
+part of books/train; only the final table may use --test. Seconds count from the start of the process to its end, with
+compilation, evaluations and checkpoints.
 """
 
 import csv
@@ -111,7 +112,8 @@ def run(name, argv, seed, tokens, length, args):
 
 def series(args):
     """All runs of a file of changes, or those for which --seconds leaves time, and their table."""
-    start, longest, shown = time.perf_counter(), 0.0, []
+    require(args.test is None or args.test.exists(), f"--test {args.test} does not exist; name the text of a split")
+    start, longest, shown, failed = time.perf_counter(), 0.0, [], []
     done = {}
     for row in rows_of(args.csv):
         if row["command"] and not (args.test and math.isnan(float(row["test"]))):
@@ -136,6 +138,7 @@ def series(args):
                 row = run(name, argv, seed, tokens, length, args)
             except subprocess.CalledProcessError as error:
                 print(f"{name} seed {seed}: {error.stderr[-2000:]}", flush=True)
+                failed.append(f"{name} seed {seed}")
                 continue
             head = [] if args.csv.exists() else [row]
             with open(args.csv, "a", newline="") as file:
@@ -145,6 +148,7 @@ def series(args):
         print(f"{name} seed {seed}: loss {float(row['loss']):.4f}, {float(row['seconds']):.1f} s", flush=True)
     if shown:
         print(f"\n{markdown(means(shown), [args.csv.stem])}")
+    require(not failed, f"{', '.join(failed)} failed, as said above; the same command runs them again")
 
 
 def main(argv):

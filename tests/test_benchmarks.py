@@ -38,6 +38,18 @@ def test_small(command, folder):
     assert not (ROOT / "runs" / f"bench-{own}").exists()
 
 
+@pytest.mark.slow
+def test_a_failed_run_stops_no_other(folder):
+    """recipes.py measures the runs that are possible, and its exit code says that one failed."""
+    (folder / "changes.txt").write_text("missing: --input=nowhere.txt\nfound:\n")
+    files = f"{ROOT}/configs/shakespeare_char.py", f"{folder}/changes.txt", f"--csv={folder}/runs.csv"
+    options = "--tokens=0.01M", f"--options={RUN} --input={PLAY}"
+    process = start(folder, *files, *options, script=ROOT / "benchmarks/recipes.py")
+    _, error = finish(process, code=1)
+    assert "missing seed 1" in error
+    assert [row["name"] for row in draw.rows_of(folder / "runs.csv")] == ["found"]
+
+
 PEER = """
 import sys
 from functools import partial
