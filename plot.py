@@ -20,9 +20,9 @@ from typing import Annotated, Literal
 
 import tyro
 
-from data.files import find_run, read_json, writing
+from data.files import find_run, writing
 from flags import parse_flags
-from training.curves import LEGEND_WIDTH, NO_EFFECT, bits_per_nat, draw_losses, read_metrics
+from training.curves import LEGEND_WIDTH, NO_EFFECT, bits_per_nat, draw_losses, read_metrics, read_options
 
 SUFFIXES = (".png", ".svg", ".pdf")
 LEGEND_LINES = 8  # up to which a line may have options
@@ -47,7 +47,7 @@ def read_run(folder, x, y):
     require(path.is_file(), f"{folder} is no run: it has no config.json")
     records = read_metrics(folder)
     drawn = [record for record in records if any(record.get(name) is not None for name in ("loss", "val_loss"))]
-    options = read_json(path)
+    options = read_options(path)
     lacks = [name for name in ("tokenizer", "batch_size", "block_size") if name not in options]
     require(not lacks, f"{path} lacks {' and '.join(lacks)}, so it is not of a run")
     require(drawn, f"{folder} has no losses in metrics.jsonl yet; train it for longer")

@@ -85,7 +85,7 @@ def document_starts(cell):
     mean, lengths, generator = cell.documents, [], torch.Generator().manual_seed(0)
     if cell.rows:
         tokens = torch.randint(mean, (cell.rows, cell.length // cell.rows), generator=generator)
-        return find_documents(tokens.to(DEVICE), end=0)[0]
+        return find_documents(tokens.to(DEVICE), end=0)[0].unique_consecutive()  # without the empty ones at the end
     while sum(lengths) < TOKENS:
         lengths.append(int(torch.randint(mean // 2, mean * 3 // 2, (1,), generator=generator)))
     lengths[-1] -= sum(lengths) - TOKENS

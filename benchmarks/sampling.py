@@ -33,7 +33,7 @@ DTYPE = torch.bfloat16
 # prompt, long_prompt, new: tokens. contexts: of decode(). repeats: of generation.
 GPT2 = SimpleNamespace(
     model=dict(vocab_size=50304, block_size=1024, n_layer=12, n_head=12, n_embd=768, bias=True), batches=(1, 8, 64),
-    prompt=128, long_prompt=1000, new=256, contexts=(1024, 4096, 8192, 32_768, 131_072), repeats=3,
+    prompt=128, long_prompt=1000, new=128, contexts=(1024, 4096, 8192, 32_768, 131_072), repeats=3,
 )  # fmt: skip
 SMALL = SimpleNamespace(
     model=dict(vocab_size=512, block_size=64, n_layer=2, n_head=4, n_embd=64, bias=True), batches=(1, 4),

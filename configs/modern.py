@@ -36,7 +36,7 @@ def dial(depth, tokens, block_size, n_embd, batch_size, learning_rate, vocab_siz
     sweeps at depths 2 to 6 (benchmarks/LOG.md), and by the root of the batch; rate x weight decay x steps is constant
     (Wang and Aitchison 2024, How to set AdamW's weight decay), times the epochs up to four; dropout after 3 is a guess.
     The head has a table of its own from two tokens a weight on, a guess: at depth 12 one table for head and embedding
-    was better with 0.9 tokens a weight, at depth 2 two tables were with 1 to 25 (benchmarks/LOG.md).
+    was better with 1.1 tokens a weight, at depth 2 two tables were with 1 to 25 (benchmarks/LOG.md).
     """
     width = n_embd or -(-64 * depth // 128) * 128
     vocab_size = -(-vocab_size // 128) * 128  # matmuls of even tiles are faster

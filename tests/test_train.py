@@ -37,8 +37,9 @@ MODERN = dict(
         (dict(bias=True), [2.95629, 2.22756, 1.82164, 1.73679, 1.64164, 1.69436]),
         (MODERN, [2.89166, 2.07699, 1.31417, 0.99402, 0.93535, 0.96565]),
         (MODERN | PATHS | dict(steps=40, ema=0.9), [2.73198, 1.49304, 1.55712]),
+        (MODERN | PATHS | dict(steps=40, ema=0.9, tie_head=True), [2.90745, 2.17136, 2.19668]),
     ],
-    ids=["gpt2", "modern", "recipe"],
+    ids=["gpt2", "modern", "recipe", "recipe, one table"],
 )
 def test_losses_are_those_of_earlier_versions(folder, trains, options, expected):
     """Training losses after 20, 40, ... steps and the last validation loss. If they change, so did the mathematics.

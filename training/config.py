@@ -21,7 +21,7 @@ from device import resolve_device
 from errors import UserError, fold, perhaps, require
 from flags import in_words, parse_flags, refuse_nanogpt
 from model import GPTConfig
-from training.curves import NO_EFFECT
+from training.curves import NO_EFFECT, read_options
 from weights import checkpoints, load_checkpoint, network_options
 
 CONFIGS = Path(__file__).parents[1] / "configs"
@@ -31,7 +31,6 @@ TOY = dict(
     eval_every=100, eval_batches=20,
 )  # fmt: skip
 TOO_WIDE = 768  # for a CPU: the least n_embd of such a network
-GONE = {"embed_scale": 1.0}  # options of earlier versions, with the value that all runs have now
 FIXED_ON_RESUME = ("name", "depth", "tokens")  # what follows from them is decided when a run begins
 # Numbers by what they must be at least.
 AT_LEAST_1 = {
@@ -325,7 +324,7 @@ def resumed_config(folder, flags, given):
     require(folder.is_dir(), f"{folder} is no run's folder; --resume needs one")
     path = folder / "config.json"
     require(path.exists(), f"{folder} has made no step, so there is nothing to resume; give its first command again")
-    record = {name: value for name, value in read_json(path).items() if (name, value) not in GONE.items()}
+    record = read_options(path)
     gone = ", ".join(sorted(record.keys() - {field.name for field in fields(Config)}))
     require(not gone, f"{folder} has options that this version lacks ({gone}); resume it with the version that made it")
     record = checked_types(record, path)

@@ -5,11 +5,14 @@ import logging
 import sys
 import warnings
 
+from data.files import read_json
+
 # options that do not change the losses, so that they may change when a run is resumed
 NO_EFFECT = {
     "resume", "allow_changes", "verify", "keep", "max_bad_steps", "log_every", "sample_every", "wandb", "save_every",
     "parallel", "checkpoint_activations", "runs",
 }  # fmt: skip
+GONE = {"embed_scale": 1.0}  # options of earlier versions, with the value that all runs have now
 COLORS = ("#c0392b", "#2471a3", "#1e8449", "#b9770e", "#7d3c98", "#117a65", "#5d6d7e", "#d35480")
 STYLES = ("-", "--", ":", "-.")  # the next one after each eight runs
 X_LABELS = {"step": "step", "tokens": "training tokens", "seconds": "time since training began (s)"}
@@ -30,6 +33,11 @@ def read_metrics(folder):
         except (ValueError, TypeError, KeyError):
             print(f"warning: a line of {path} is damaged and left out", file=sys.stderr)
     return records
+
+
+def read_options(path):
+    """The options in a run's config.json, without those that are gone and have the value of all runs."""
+    return {name: value for name, value in read_json(path).items() if (name, value) not in GONE.items()}
 
 
 def best_of(records):
