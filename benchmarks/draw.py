@@ -258,11 +258,17 @@ def attention_chart(rows):
     return chart(title, lines, columns=3, ylim=(0, None))
 
 
-def losses_chart(rows):
-    """Validation losses against seconds since the start of the process, and who is below nanoGPT's best loss when."""
+def against_nanogpt(rows):
+    """Curves of the recipe and of nanoGPT, nanoGPT's best loss, and after how many seconds each is as low."""
     ours, theirs = (next(curve(row) for row in rows if row["trainer"] == name) for name in ("Kestrel", "nanoGPT"))
     best = min(loss for *_, loss in theirs)
     ours_at, theirs_at = (next(seconds for _, seconds, loss in some if loss <= best) for some in (ours, theirs))
+    return ours, theirs, best, ours_at, theirs_at
+
+
+def losses_chart(rows):
+    """Validation losses against seconds since the start of the process, and who is below nanoGPT's best loss when."""
+    ours, theirs, best, ours_at, theirs_at = against_nanogpt(rows)
     _, end, last = ours[-1]
     label = f"Kestrel, our recipe: below {best:.2f} after {ours_at:.0f} s, {last:.2f} after {end:.0f} s"
     lines = [

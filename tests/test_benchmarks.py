@@ -3,6 +3,7 @@
 import re
 import shlex
 import shutil
+from statistics import mean
 
 import pytest
 from helpers import FAST, ROOT, finish, start
@@ -120,6 +121,43 @@ def test_pages_and_charts_are_drawn():
         assert same and "<!-- end -->" in text, f"draw {page} again: python benchmarks/all.py tables"
     for name, (rows, _) in draw.chart_rows().items():
         assert draw.digest(rows) in (ROOT / name).read_text(), f"draw {name} again: python benchmarks/all.py tables"
+
+
+def test_figures_in_sentences_follow_from_the_files():
+    """README and docs/recipes.md round what the CSV files say."""
+    charts, causal = draw.chart_rows(), {}
+    *_, best, ours, theirs = draw.against_nanogpt(charts["docs/images/losses.svg"][0])
+    ours_ms, theirs_ms = (float(row["ms a step"]) for row in draw.read("books") if row["job"] == "books")
+    first, later = (float(row["s in all"].split()[0]) for row in draw.read("shakespeare_cold", "shakespeare"))
+    control, recipe = (draw.read(name) for name in ("recipe_control", "recipe_seeds"))
+    tokens, seconds = (mean(draw.numbers(recipe, of)) / mean(draw.numbers(control, of)) for of in ("tokens", "seconds"))
+    for row in charts[draw.CHART][0]:
+        # peers got its empty sequences, too
+        if row["direction"] == "both" and row["causal"] == "True" and row["panel"] != "GPT-2 documents of 800":
+            causal.setdefault(row["implementation"], {})[row["panel"], row["length"]] = float(row["ms"])
+    ratios = {
+        peer: [times[cell] / causal["hopper"][cell] for cell in times]
+        for peer, times in causal.items()
+        if peer in ("flash", "cudnn", "flash4")
+    }
+    extremes = {peer: (min(found), max(found)) for peer, found in ratios.items()}
+    ahead = sum(ratio > 1 for ratio in ratios["flash4"]), len(ratios["flash4"])
+    said = {
+        r"nanoGPT's best loss after (\d+) s in place of (\d+) s": (ours, theirs),
+        r"nanoGPT's best, ([\d.]+), after (\d+) s, nanoGPT after (\d+) s": (best, ours, theirs),
+        r"in ([\d.]+) of that one's time": (seconds,),
+        r"with ([\d.]+) of its tokens and in ([\d.]+) of its time": (tokens, seconds),
+        r"a step takes (\d+) % less": (100 - 100 * ours_ms / theirs_ms,),
+        r"([\d.]+) to ([\d.]+) times as fast as PyTorch's": extremes["flash"],
+        r"([\d.]+) to ([\d.]+) times as fast as its cuDNN": extremes["cudnn"],
+        r"([\d.]+) to ([\d.]+) times as fast as flash-attn-4": extremes["flash4"],
+        r"flash-attn-4, ahead in (\d+) of (\d+) cases": ahead,
+        r"(\d+) s; (\d+) s the first time": (later, first),
+    }
+    text = " ".join(" ".join((ROOT / page).read_text().split()) for page in ("README.md", "docs/recipes.md"))
+    for pattern, values in said.items():
+        for figure, value in zip(re.search(pattern, text).groups(), values, strict=True):
+            assert round(value, len(figure.partition(".")[2])) == float(figure), f"{pattern}: {value}"
 
 
 def test_each_figure_of_a_file_has_its_command(folder):
