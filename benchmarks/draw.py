@@ -276,7 +276,7 @@ def losses_chart(rows):
         for name, some in ((label, ours), (f"nanoGPT: its best, {best:.2f}, after {theirs_at:.0f} s", theirs))
     ]
     names = dict(xlabel="seconds since the start", ylabel="validation loss (nats per token)")
-    title = f"GPTs of GPT-2's size on books, on one {rows[0]['chip']}"
+    title = f"GPTs of GPT-2's size on books, {rows[0]['chip']}"
     figure = chart(title, lines, columns=1, ylim=(None, 6), **names)  # the first losses are those of guessing
     axis = figure.axes[0]
     axis.annotate("", (ours_at, best), (theirs_at, best), arrowprops=dict(arrowstyle="->", linestyle=":"))
