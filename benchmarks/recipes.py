@@ -170,7 +170,7 @@ def main(argv):
         )  # fmt: skip
         parser.add_argument("--seeds", type=int, nargs="+", default=[1])
         parser.add_argument("--seconds", type=float, default=math.inf, help="start no run that would end after this")
-        parser.add_argument("--csv", type=Path, default=ROOT / "benchmarks" / "results" / "recipes.csv")
+        parser.add_argument("--csv", type=Path, default=ROOT / "benchmarks" / "recipes.csv")
         parser.add_argument("--test", type=Path, help="a text to measure the last checkpoint on; for final tables only")
         args = parser.parse_args(argv)
         os.chdir(ROOT)

@@ -163,7 +163,7 @@ def job_rows(name, args, scratch):
         cache = tempfile.mkdtemp(dir=scratch)
         caches = dict(TORCHINDUCTOR_CACHE_DIR=cache, TRITON_CACHE_DIR=cache + "/triton") if args.cold else {}
         found[trainer].append(run(command, folder, job, args.whole, caches))
-        print(name, trainer, found[trainer][-1], flush=True)
+        print(name, trainer, found[trainer][-1], file=sys.stderr, flush=True)
     if not args.whole:
         shutil.rmtree(run_folder)
     for trainer, outcomes in found.items():

@@ -6,6 +6,7 @@ import shutil
 from statistics import mean
 
 import pytest
+import torch
 from helpers import FAST, ROOT, finish, start
 from problems import ON_GPU
 
@@ -34,7 +35,9 @@ def test_small(command, folder):
     variables = {"TRITON_INTERPRET": "1"} if interpreted else {}
     process = start(folder, *argv, script=ROOT / "benchmarks" / script, variables=variables)
     output, _ = finish(process)
-    assert re.search(r"\d\.\d", output)
+    version = torch.__version__.partition("+")[0]
+    assert any(re.search(r"\d\.\d", line) for line in output.splitlines() if version not in line)
+    assert "--transformers" not in argv or "static cache" in output
     own = process.pid if script != "training.py" else "small"  # other tests make such folders at the same time
     assert not (ROOT / "runs" / f"bench-{own}").exists()
 
@@ -132,8 +135,8 @@ def test_figures_in_sentences_follow_from_the_files():
     control, recipe = (draw.read(name) for name in ("recipe_control", "recipe_seeds"))
     tokens, seconds = (mean(draw.numbers(recipe, of)) / mean(draw.numbers(control, of)) for of in ("tokens", "seconds"))
     for row in charts[draw.CHART][0]:
-        # peers got its empty sequences, too
-        if row["direction"] == "both" and row["causal"] == "True" and row["panel"] != "GPT-2 documents of 800":
+        empty_too = row["panel"] == "GPT-2 documents of 800" and row["commit"] == "503b5b5"  # empty sequences, too
+        if row["direction"] == "both" and row["causal"] == "True" and not empty_too:
             causal.setdefault(row["implementation"], {})[row["panel"], row["length"]] = float(row["ms"])
     ratios = {
         peer: [times[cell] / causal["hopper"][cell] for cell in times]
@@ -164,7 +167,7 @@ def test_each_figure_of_a_file_has_its_command(folder):
     output, _ = finish(start(folder, "--list", script=ROOT / "benchmarks/all.py"))
     commands = dict(line.split(maxsplit=1) for line in output.splitlines())
     for path in (ROOT / "benchmarks/results").glob("*.csv"):
-        if changes := re.search(r"benchmarks/changes/\S+", commands.get(path.stem, "")):
+        if changes := re.search(r"benchmarks/changes/\S+", commands[path.stem]):
             names = re.findall(r"^([^#\n]+?):", (ROOT / changes[0]).read_text(), re.MULTILINE)
             assert {row["name"] for row in draw.rows_of(path)} <= set(names), f"{path} has runs without a command"
 
