@@ -12,7 +12,7 @@ benchmarks/pictures.py draws the pictures of docs/attention.md, with what errors
 
 --text is tiny Shakespeare, --books the folder that `recipes.py split` wrote, for few_books* with --megabytes 58.5, else
 with 220; --ranks is GPT-2's r50k_base.tiktoken, --nanogpt, --flash_attention and --fla are checkouts. Paths are
-relative to the repository. Kernels are compiled in the first run of a machine: run gpt2 and recipe_seeds before books.
+relative to the repository. The first run on a machine compiles kernels, so run gpt2 and recipe_seeds before books.
 """
 
 import shlex

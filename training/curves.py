@@ -36,7 +36,7 @@ def read_metrics(folder):
 
 
 def read_options(path):
-    """The options in a run's config.json, without those that are gone and have the value of all runs."""
+    """The options in a run's config.json, without those of GONE whose value all runs have now."""
     return {name: value for name, value in read_json(path).items() if (name, value) not in GONE.items()}
 
 
